@@ -40,10 +40,11 @@ from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.job import Job, JobOp, Transfer
 from partc.compiler.lower.local_view import Localized
 from partc.compiler.ops.families.control.local_map import ALONG
-from partc.compiler.ops.registry import fresh_rule, host_inputs, rule_of
+from partc.compiler.ops.registry import fresh_rule, rule_of
 from partc.compiler.ops.rule import Rule
 from partc.compiler.targets.of_ops import is_of_shape
 from partc.runtime.artifact.format import CPU, RECV, SEND
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 
 def target_faults(program: Complete) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _op_faults(step: Compute, lying: dict[Value, str]) -> Iterator[str]:
     title = f"{step.node.op_type} '{step.label}'"
     if not step.target:
         yield f"{title} has no target"
-    host = host_inputs(step.node)
+    host = host_inputs(step.node.domain, step.node.op_type)
     operands = [(value, k in host) for k, value in enumerate(step.inputs) if value is not None]
     for value, on_host in (*operands, *((value, False) for value in step.captured.values())):
         wanted = CPU if on_host else step.target

@@ -23,8 +23,9 @@ def command(folder: Path, memory: bool) -> int:
 
     Checked are hashes, schemas, types and shapes, external data, the matching and order of communication between all ranks, and the
     layouts of values; for training also that in-place updates are safe and replicas stay identical; of a pipeline also that every
-    microbatch goes once through every task, and how much is kept for backward passes. Code, and paths outside of the
-    folder, that the artifact names are listed. Exit code 1 if there is a violation.
+    microbatch goes once through every task, and how much is kept for backward passes. How a node carries shards is what the file says
+    of its op (partc.factors), which is relied on. Code, and paths outside of the folder, that the artifact names are listed. Exit code
+    1 if there is a violation.
 
     \b
     partc check build/

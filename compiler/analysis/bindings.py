@@ -10,8 +10,8 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.symbol import identifier
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.input_dims import identifier
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Loaded
 from partc.compiler.ir.value_info import SymbolInfo

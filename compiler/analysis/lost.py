@@ -11,18 +11,11 @@ import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.dims.reading import read
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import Typed
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
-_SIZES = {
-    **dict.fromkeys(
-        ("CenterCropPad", "Expand", "Pad", "Reshape", "Split", "Squeeze", "Tile", "TopK", "Unsqueeze"), (1,)
-    ),
-    **dict.fromkeys(("AffineGrid", "Col2Im", "OneHot"), (1,)),
-    **dict.fromkeys(("ConstantOfShape", "Range", "Resize", "Slice"), (0, 1, 2, 3, 4)),
-}
-"""By op the operands that determine sizes of the output."""
-_BY_BODY = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 
 def dim_of(program: Typed, value: ir.Value, dim: int) -> int | str | None:
@@ -49,14 +42,14 @@ def how_lost(program: Typed, value: ir.Value, dim: int | None = None) -> tuple[s
     subject = f"{node.op_type} ({program.paths.get(node, node.name)})"
     if node.op_type in _BY_DATA:
         return f"{subject} decides its size by the numbers in its operand", "do not shard it, or shard another dim"
-    if node.op_type in _BY_BODY:
+    if bodies(node):
         return f"{subject} gives it a size that is known only at run time", "do not shard it, or shard another dim"
     if node.op_type in BROADCASTING | {"MatMul", "Expand"} and (names := _different(program, node)):
         symbols = sorted({str(name) for text in names if (one := read(text)) is not None for name in one.free_symbols})
         law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"
         same = "give them one name under `inputs` if they are equal; else " if symbols == sorted(names) else ""
         return law, f"{same}declare `symbols: {{{symbols[0]}: {{min: 2}}}}`"
-    for k in _SIZES.get(node.op_type, ()):
+    for k in host_inputs(node.domain, node.op_type):
         sizes = node.inputs[k] if k < len(node.inputs) else None
         if sizes is None or sizes.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
             continue

@@ -40,9 +40,8 @@ from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
-from partc.compiler.frontend.onnx_file import NEWEST_OPSET
 from partc.compiler.ir.alike import key_of
-from partc.compiler.ir.graph import operand_name
+from partc.compiler.ir.graph import NEWEST_OPSET, operand_name
 
 _STANDARD = ("", "ai.onnx")
 

@@ -13,79 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from partc.compiler.ops.registry import entry_of_op
 from partc.runtime.artifact.format import DOMAIN, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import reads
-
-_FIRST = (0,)
-_READ: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(("MatMul", "Conv", "ConvTranspose", "QLinearConv", "QLinearMatMul"), (0, 1)),
-    **dict.fromkeys(("Gemm", "Attention", "GRU", "LSTM", "RNN"), (0, 1, 2)),
-    **dict.fromkeys(("Einsum", "Sum", "Mean", "If", "Loop", "Scan", "DeformConv"), None),
-    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare"), _FIRST),
-    **dict.fromkeys(("ReduceLogSum", "ReduceLogSumExp", "Softmax", "LogSoftmax", "Hardmax", "CumSum"), _FIRST),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization", "GroupNormalization", "LpNormalization"), _FIRST),
-    **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "MeanVarianceNormalization", "LRN"), _FIRST),
-    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LpPool", "GlobalLpPool", "Resize", "GridSample"), _FIRST),
-    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "RotaryEmbedding", "RoiAlign"), _FIRST),
-    **dict.fromkeys(("Exp", "Log", "Tanh", "Sigmoid", "Erf", "Gelu", "Softplus", "Mish", "Sqrt", "Reciprocal"), _FIRST),
-    **dict.fromkeys(
-        ("Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Pow", "Elu", "Selu", "Celu"), _FIRST
-    ),
-    **dict.fromkeys(("ScatterElements", "ScatterND"), (2,)),
-    "Div": (0, 1),
-    "DynamicQuantizeLinear": _FIRST,
-    "DFT": _FIRST,
-    "STFT": _FIRST,
-}
-"""By op the operands that are summed up or put into a function that is rounded; None: all."""
-
-_MOVED = frozenset(
-    [
-        *(
-            "Identity",
-            "Reshape",
-            "Transpose",
-            "Squeeze",
-            "Unsqueeze",
-            "Flatten",
-            "Concat",
-            "Split",
-            "Slice",
-            "Expand",
-            "Tile",
-            "Pad",
-        ),
-        *(
-            "Gather",
-            "GatherElements",
-            "GatherND",
-            "Where",
-            "Max",
-            "Min",
-            "Relu",
-            "LeakyRelu",
-            "Clip",
-            "Abs",
-            "Neg",
-            "Sign",
-            "MaxPool",
-        ),
-        *(
-            "GlobalMaxPool",
-            "ReduceMax",
-            "ReduceMin",
-            "TopK",
-            "Compress",
-            "DepthToSpace",
-            "SpaceToDepth",
-            "Constant",
-            "Dropout",
-        ),
-        *("ConstantOfShape", "OneHot", "Trilu", "EyeLike", "Floor", "Ceil", "Round", "SequenceAt", "SequenceConstruct"),
-        "ConcatFromSequence",
-    ]
-)
-"""Ops that round nothing."""
 
 _UNITS: dict[int, float] = {
     TensorProto.DOUBLE: 4 * 2.0**-52,
@@ -134,7 +64,7 @@ def perturb(model: ModelProto, seed: int) -> int:
             mine.input[place] = noisy[name]
         nodes.append(mine)
         for place, name in enumerate(node.output):
-            if types.get(name) in _LOW and node.op_type not in _MOVED and node.domain not in (DOMAIN, OPTIMIZER):
+            if types.get(name) in _LOW and not _is_exact(node) and node.domain not in (DOMAIN, OPTIMIZER):
                 mine.output[place] = f"{name}.exact"
                 nodes += _noise(mine.output[place], name, types[name], -1 - count % _STARTS, opset)
                 count += 1
@@ -144,12 +74,20 @@ def perturb(model: ModelProto, seed: int) -> int:
     return count
 
 
+def _is_exact(node: NodeProto) -> bool:
+    """Whether a node only moves or selects numbers."""
+    entry = entry_of_op(node.domain, node.op_type)
+    return entry is not None and entry.rounding == "exact"
+
+
 def _operands(node: NodeProto) -> Sequence[int]:
-    """The places of the operands whose rounding counts."""
+    """The places of the operands whose rounding counts: all of an op that is not the standard's."""
     if node.domain in (DOMAIN, OPTIMIZER):
         return ()
-    places = None if node.domain else _READ.get(node.op_type, ())
-    return range(len(node.input)) if places is None else [place for place in places if place < len(node.input)]
+    if node.domain:
+        return range(len(node.input))
+    entry = entry_of_op(node.domain, node.op_type)
+    return () if entry is None else [place for place in entry.rounded(len(node.input)) if place < len(node.input)]
 
 
 def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[NodeProto]:

@@ -9,6 +9,8 @@ allows 8, 16, 24, ... and `divisor=8, remainder=1` allows 9, 17, 25, ... but not
 
 from __future__ import annotations
 
+import keyword
+import re
 from dataclasses import dataclass
 
 from partc.compiler.dims.facts import Facts
@@ -65,3 +67,9 @@ class Symbol:
     def facts(self) -> Facts:
         """What is known of every legal size; `max` is rounded down to a legal one."""
         return Facts(self.divisor, self.remainder, self.smallest, self.max or None)
+
+
+def identifier(text: str) -> str:
+    """A text as a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
+    return f"dim_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name

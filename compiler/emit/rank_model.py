@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 import onnx_ir as ir
+from partc.compiler.emit.factors import NodeFactors
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.layout_text import cut_text
 from partc.compiler.emit.names import Names
@@ -79,6 +80,11 @@ class RankModels:
     """By value what tells its type from that of another one with the same name and shape."""
     _typed: dict[Value, onnx.ValueInfoProto] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._factors = NodeFactors(self.program.model.graph.opset_imports)
+        sharded = any(choice.cut for choice in self.program.choices.values())
+        self._says_factors = sharded or self.program.generation is not None
+
     def of(self, part: RankProgram) -> bytes:
         """The rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
 
@@ -108,6 +114,7 @@ class RankModels:
         program, ports = self.program, onnx.GraphProto()
         graph = onnx.GraphProto(name="program")
         self._add_constants(graph.node, ports, part)
+        self._factors.types.update(self.helpers.of(part))
         named = {node.name for node in graph.node}
         for step in part.steps:
             graph.node.append(self._node(step))
@@ -175,6 +182,7 @@ class RankModels:
                 constant = onnx.numpy_helper.from_array(value.constant, name)
                 function.node.append(onnx.helper.make_node("Constant", [], [name], name, value=constant))
         named = {node.name for node in function.node}
+        self._factors.types.update(self.helpers.of(part, body))
         for step in body.steps:
             function.node.append(self._node(step))
             _name_apart(function.node[-1], named)
@@ -251,9 +259,9 @@ class RankModels:
                     _rename_captured(body, {name: names[value] for name, value in step.captured.items()})
         placed = program.placement.get(step.source)
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
-        _add_metadata(
-            proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})}
-        )
+        factors = self._factors.of(step) if self._says_factors else ""
+        said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors}
+        _add_metadata(proto, {fmt.PATH: path, **{key: text for key, text in said.items() if text}})
         if step.again:
             _add_metadata(proto, {fmt.RECOMPUTED: step.again})
         if step.target:

@@ -8,10 +8,10 @@ such dim is one of its own, as onnxruntime takes it.
 
 from __future__ import annotations
 
-import keyword
 import re
 
 import onnx_ir as ir
+from partc.compiler.dims.symbol import identifier
 from partc.compiler.errors import Problem
 from partc.compiler.frontend.names import free_name
 
@@ -48,9 +48,3 @@ def is_mark(text: str) -> bool:
     """Whether a dim's text says that its size is unknown, and names nothing: it has no letter, or is a word for it."""
     words = re.findall(r"\w+", text)
     return not any(char.isalpha() for char in text) or (len(words) == 1 and words[0].strip("_").lower() in _MARKS)
-
-
-def identifier(text: str) -> str:
-    """A text as a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
-    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
-    return f"dim_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name

@@ -24,7 +24,7 @@ from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.older_forms import OLDER, has_older_forms, modern
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.torch.torch_file import restored
-from partc.compiler.ir.graph import OWN_NAME, bodies, graphs_of, is_inside, nodes_of
+from partc.compiler.ir.graph import NEWEST_OPSET, OWN_NAME, bodies, graphs_of, is_inside, nodes_of
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.counted import MOST_NODES
@@ -95,7 +95,6 @@ def _required(op_type: str, opset: int) -> tuple[str, ...]:
     return tuple(name for name, attribute in sorted(schema.attributes.items()) if attribute.required)
 
 
-OLDEST_OPSET, NEWEST_OPSET = 7, 26
 _KNOWN_OPSET = 21
 """Every onnxruntime that partc runs on knows the ops of this opset."""
 _TABULAR, _MAPS = "ai.onnx.ml", ("CastMap", "DictVectorizer", "ZipMap")

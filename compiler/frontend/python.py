@@ -45,13 +45,14 @@ from partc.compiler.frontend.huggingface.ports import image_inputs, position_sym
 from partc.compiler.frontend.huggingface.settings import is_of_transformers
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
-from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
+from partc.compiler.frontend.onnx_file import checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
 from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.frontend.torch.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, errors_by_line, importable
 from partc.compiler.ir.declared import Declared, Decoding
+from partc.compiler.ir.graph import NEWEST_OPSET, OLDEST_OPSET
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.dataset import KEYS, declared_dataset
 from partc.runtime.files.regular import fault

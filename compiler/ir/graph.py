@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+OLDEST_OPSET, NEWEST_OPSET = 7, 26
+"""The opsets of the standard that a model may have."""
 SERVED = "partc.served"
 """Key of `ir.Node.meta`: the ranks that have the rows which a lookup reads, an equal run each; others pull them."""
 PINNED = "partc.pinned"

@@ -27,6 +27,7 @@ from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 from partc.compiler.ops.work import Kernel, Work
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -40,6 +41,12 @@ BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
 RowRule = Callable[..., "tuple[str, str]"]
 Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
 """The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
+Rounding: TypeAlias = Literal["exact", "once", "sums"]
+"""How an op rounds: not at all, since it moves or selects numbers; each element once, to the same bits on all ranks; or so that the order
+of a sum, or how a function is approximated, shows in the result.
+"""
+_MOVING = ("view", "layout", "lookup")
+_EXACT = (*_MOVING, "sort")
 _ELEMENTWISE = re.compile(r"\*(,\*)*(,\.\.\.)?(,_)*->\*")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -111,8 +118,8 @@ class Entry:
     """What the compiler knows of one op.
 
     `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
-    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read
-    on the host, whichever device computes: a shape, axes, a condition.
+    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `rounds`: how it rounds, where its
+    kernel does not say it. `rising`: a larger operand never makes a smaller result.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
     """
@@ -123,7 +130,8 @@ class Entry:
     draws: bool = False
     stops_gradient: bool = False
     precision: Precision = "high"
-    host: tuple[int, ...] = ()
+    rounds: Rounding | None = None
+    rising: bool = False
     work: Work = field(default_factory=Work)
     sharding: RuleOf | None = None
     local: LocalForm | None = None
@@ -144,6 +152,30 @@ class Entry:
         """Whether an element of the output is computed from those at its place in operands that broadcast, and from scalars: `*,*,_->*`."""
         return self.work.kernel != "product" and _ELEMENTWISE.fullmatch(self.notation.factors) is not None
 
+    @property
+    def moves(self) -> bool:
+        """Whether an output's elements are some of the first input's, in other places; not so where it has the input's dims as numbers."""
+        return self.work.kernel in _MOVING and self.notation.factors != "" and self.notation.keeps_dims
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the op rounds, by its kernel where the entry does not say it."""
+        if self.rounds is not None:
+            return self.rounds
+        extreme = {*self.notation.contracted.values()} & {"max", "min"}
+        if self.work.kernel in _EXACT or extreme or self.stops_gradient:
+            return "exact"
+        return "once" if self.work.kernel == "elementwise" else "sums"
+
+    def rounded(self, count: int) -> Sequence[int]:
+        """The inputs, of `count`, whose last bits show in the result, because they are summed up or put into a function."""
+        if self.rounding != "sums":
+            return ()
+        whole = self.work.kernel == "elementwise" and (self.is_elementwise or not self.notation.factors)
+        if whole or self.work.kernel in ("product", "convolution"):
+            return range(count)
+        return (2,) if self.work.kernel == "scatter" else (0,)
+
     def rule(self, node: ir.Node) -> Rule:
         """The rule of a node of the op; nothing is sharded where the operands have other ranks than the op asks for."""
         own = self.notation
@@ -160,14 +192,14 @@ class Entry:
         return found if found.local is not None else replace(found, local=self.local)
 
     def __str__(self) -> str:
-        own = self.notation
+        own, on_host = self.notation, host_inputs(self.domain, self.op_type)
         words = [
             own.factors or "replicated",
             *([f"contracted: {own.reductions}"] if own.contracted else []),
             *([f"replicated: {own.replicated}"] if own.replicated else []),
             *([f"linear {own.linearity}"] if own.linear else []),
             *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
-            *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
+            *([f"on the host: {', '.join(map(str, on_host))}"] if on_host else []),
             *([f"kernel: {self.work.kernel}"] if self.work.kernel != "elementwise" else []),
             *([own.why or own.remarks] if own.why or own.remarks else []),
         ]
@@ -251,7 +283,8 @@ def op(
     stops_gradient: bool = False,
     gradient_outputs: int = 0,
     precision: Precision = "high",
-    host: Sequence[int] = (),
+    rounds: Rounding | None = None,
+    rising: bool = False,
     kernel: Kernel = "elementwise",
     columns_of_input: bool = False,
 ) -> Declared:
@@ -271,7 +304,8 @@ def op(
             draws=draws,
             stops_gradient=stops_gradient,
             precision=precision,
-            host=tuple(host),
+            rounds=rounds,
+            rising=rising,
             work=Work(kernel, columns_of_input=columns_of_input),
             gradients=Gradients(outputs=gradient_outputs),
         )
@@ -296,6 +330,12 @@ def entry_of(node: ir.Node) -> Entry | None:
     """The entry of a node's op; None where there is none."""
     load()
     return TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
+
+
+def entry_of_op(domain: str, op_type: str) -> Entry | None:
+    """The entry of an op of a file; None where there is none."""
+    load()
+    return TABLE.get(("" if domain == "ai.onnx" else domain, op_type))
 
 
 _RULES: dict[Hashable, Rule] = {}
@@ -344,12 +384,6 @@ def stops_gradient(node: ir.Node) -> bool:
     """Whether the outputs of a node are known not to follow small changes of its inputs."""
     entry = entry_of(node)
     return entry is not None and (entry.stops_gradient or STOPS_GRADIENT in node.metadata_props)
-
-
-def host_inputs(node: ir.Node) -> tuple[int, ...]:
-    """The inputs of a node that its kernel reads on the host, whichever device computes."""
-    entry = entry_of(node)
-    return entry.host if entry is not None else ()
 
 
 def draws(node: ir.Node) -> bool:

@@ -25,6 +25,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.ir.program import Annotated, Typed
 from partc.compiler.ir.sharded import Group
+from partc.compiler.ops.registry import entry_of
 from partc.compiler.placement.infer import Inferred
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.runtime.artifact import format as fmt
@@ -32,21 +33,16 @@ from partc.runtime.artifact import format as fmt
 MOST_WORK = 64
 _READ, _SMALL = 8, 1024
 
-_ELEMENTWISE = (
-    *("Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike"),
-    *("Ceil", "Clip", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Identity"),
-    *("IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow"),
-    *("Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Sqrt", "Sub", "Sum", "Tanh", "Where", "Xor"),
-)
-_MOVING = (
-    *("Concat", "ConstantOfShape", "Expand", "EyeLike", "Flatten", "Gather", "GatherElements", "GatherND", "OneHot"),
-    *("Pad", "Range", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze"),
-)
-_COUNTED = (
-    *("ArgMax", "ArgMin", "CumSum", "MatMul", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
-    "ScatterND",
-)
-_CHEAP = frozenset((*_ELEMENTWISE, *_MOVING, *_COUNTED))
+_COUNTED = ("MatMul", "ScatterND", "ConstantOfShape", "EyeLike", "OneHot", "Range")
+"""Ops besides those that compute element by element, move or reduce whose work `_work` counts."""
+
+
+def _is_cheap(node: ir.Node) -> bool:
+    """Whether a node of the standard costs a bounded number of operations an element, and draws nothing."""
+    entry = entry_of(node)
+    if node.domain not in ("", "ai.onnx") or entry is None or entry.draws:
+        return False
+    return entry.is_elementwise or entry.moves or entry.work.kernel == "reduction" or entry.op_type in _COUNTED
 
 
 def is_large_weight(value: ir.Value) -> bool:
@@ -76,8 +72,7 @@ def repeatable(
         elif node in said or (
             node not in fixed
             and ready.issuperset(values)
-            and node.domain in ("", "ai.onnx")
-            and node.op_type in _CHEAP
+            and _is_cheap(node)
             and all(program.values[out].shape is not None and program.values[out].is_tensor for out in node.outputs)
             and not (program.training is not None and program.training.adds(program.paths[node]))
         ):
@@ -113,7 +108,7 @@ def _of_positions(program: Annotated) -> Iterator[ir.Node]:
     }
     for node, values in program.reads.items():
         sizes = node.op_type in ("Shape", "Size")
-        if node.domain in ("", "ai.onnx") and (sizes or (node.op_type in _CHEAP and ready.issuperset(values))):
+        if (sizes and node.domain in ("", "ai.onnx")) or (ready.issuperset(values) and _is_cheap(node)):
             ready.update(node.outputs)
             if not sizes:
                 yield node
@@ -175,8 +170,11 @@ class _Weighed:
 
 
 def _work(sizes: TypicalSizes, node: ir.Node) -> int:
-    """Operations of a node: the elements of its largest tensor, for a product those of all its factors."""
+    """Operations of a node: those of all factors of a product, else its largest tensor's elements, each as often as its windows read it."""
     if node.op_type == "MatMul":
         return math.prod(sizes.sizes(node).values())
-    moving = node.op_type in _MOVING
-    return max(map(sizes.elements, node.outputs if moving else [*sizes.program.reads[node], *node.outputs]), default=0)
+    entry = entry_of(node)
+    made_alone = entry is not None and (entry.moves or entry.op_type in _COUNTED[2:])
+    windows = node.attributes.get_ints("kernel_shape") or (1,)
+    read = () if made_alone else sizes.program.reads[node]
+    return math.prod([*windows]) * max(map(sizes.elements, (*read, *node.outputs)), default=0)

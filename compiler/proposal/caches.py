@@ -14,18 +14,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Typed
+from partc.compiler.ops.registry import entry_of
 from partc.compiler.plan.pattern import compile_pattern, literal_pattern
 from partc.compiler.proposal.linked import Place
 
 _HEADS = 4
-_MOVING: Mapping[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(("Cast", "Expand", "Gather", "Identity", "Pad", "Reshape", "Slice", "Squeeze"), (0,)),
-    **dict.fromkeys(("Transpose", "Unsqueeze"), (0,)),
-    **dict.fromkeys(("ScatterElements", "ScatterND", "TensorScatter"), (0, 2)),
-    "Concat": None,
-    "Where": (1, 2),
-}
-"""By op the operands whose elements it moves; None: all."""
 _ATTENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("", "Attention"): {1: 4, 2: 5},
     ("com.microsoft", "GroupQueryAttention"): {1: 3, 2: 4},
@@ -123,7 +116,9 @@ def _operands(value: ir.Value) -> Iterator[ir.Value]:
     if node is None:
         return
     attending = _ATTENDING.get((node.domain.replace("ai.onnx", ""), node.op_type), {})
-    places = _MOVING.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+    entry = entry_of(node)
+    moves = entry is not None and (entry.moves or entry.work.kernel == "scatter" or entry.op_type in ("Cast", "Where"))
+    places = entry.notation.partial if entry is not None and moves and not entry.domain else ()
     if value.index() in attending:
         places = (attending[value.index() or 0],)
     for k, operand in enumerate(node.inputs):

@@ -43,11 +43,11 @@ from partc.compiler.ir.programs import (
 )
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Array, Shape, ValueInfo, bytes_text
-from partc.compiler.ops.registry import host_inputs
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, is_of_shape, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.shapes import with_shapes_of_inputs
 from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 OneOp = TypeVar("OneOp", bound=Op)
 _PLAIN = frozenset(
@@ -365,7 +365,7 @@ class _Writer:
 
     def _on_target(self, step: Compute) -> Compute:
         """An op with its target, over what its operands are there; what its kernel reads on the host is the host's."""
-        scope, host = self.there.scope, host_inputs(step.node)
+        scope, host = self.there.scope, host_inputs(step.node.domain, step.node.op_type)
         target = scope.targets[step]
         if is_of_shape(step):
             target = self._without_copy(step.reads[0]) or target

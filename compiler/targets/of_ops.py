@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, State, TaskKind, Value
-from partc.compiler.ops.registry import host_inputs
 from partc.runtime.artifact.format import CONSTANT, CPU
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 ANYWHERE = ""
 """Where constants lie, and what is made of them alone until it has a reader."""
@@ -44,7 +44,7 @@ class Scope:
         if isinstance(step, Comm):
             yield from ((value, CPU) for value in step.reads)
         elif isinstance(step, Compute):
-            host = host_inputs(step.node)
+            host = host_inputs(step.node.domain, step.node.op_type)
             for k, value in enumerate(step.inputs):
                 if value is not None and not is_of_shape(step):
                     yield value, CPU if k in host else self.targets[step]
@@ -186,7 +186,7 @@ class _Placing:
 
 def _data(step: Compute) -> list[Value]:
     """The operands of an op that its kernel reads where it computes."""
-    host = host_inputs(step.node)
+    host = host_inputs(step.node.domain, step.node.op_type)
     return [value for k, value in enumerate(step.inputs) if value is not None and k not in host]
 
 

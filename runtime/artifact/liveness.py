@@ -14,31 +14,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from .byte_count import ByteCount
+from .graph.kernels import OVERWRITING, VIEWS
 
 Name = TypeVar("Name", bound=Hashable)
 Bytes = TypeVar("Bytes")
 Sum = TypeVar("Sum", int, ByteCount)
 """Bytes at some sizes, or an expression in the symbols."""
-
-_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-_OVERWRITING = frozenset(
-    (
-        *("Abs", "Cast", "Ceil", "Clip", "Elu", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Not"),
-        *(
-            "Reciprocal",
-            "Relu",
-            "ScatterElements",
-            "ScatterND",
-            "Selu",
-            "Sigmoid",
-            "Softplus",
-            "Softsign",
-            "Sqrt",
-            "Tanh",
-        ),
-    )
-)
-"""Ops whose kernels in onnxruntime write their first result over their first operand; those of two operands do not."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +69,8 @@ def spans(
         if not use.reads or not use.makes or use.makes[0] in home or use.makes[0] in apart:
             continue
         made, source = use.makes[0], home.get(use.reads[0], use.reads[0])
-        over = use.op in _OVERWRITING and source not in apart and max(touching[source]) == at
-        if use.op in _VIEWS or (over and sizes[made] is not None and sizes[made] == sizes[source]):
+        over = use.op in OVERWRITING and source not in apart and max(touching[source]) == at
+        if use.op in VIEWS or (over and sizes[made] is not None and sizes[made] == sizes[source]):
             home[made] = source
             touching.setdefault(source, []).extend(touching[made])
     return [

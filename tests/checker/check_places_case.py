@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import onnx
 from mutated import change_manifest, correct
+from onnx import helper
+from partc.runtime.artifact.format import MANIFEST
 
 
-def without(folder: Path, tag: int) -> None:
-    """The artifact as if a collective had been forgotten: what it reduces goes on as it is, on all ranks and in the manifest."""
+def without(folder: Path, *tags: int) -> None:
+    """The artifact as if some collectives had been forgotten: what they reduce goes on as it is, on all ranks and in the manifest."""
     for path in sorted(folder.glob("rank_*.onnx")):
         model = onnx.load(path, load_external_data=False)
-        for node in model.graph.node:
-            if node.domain == "partc.comm" and any(one.name == "tag" and one.i == tag for one in node.attribute):
-                node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), name=node.name))
+        for node in [*model.graph.node]:
+            if node.domain != "partc.comm" or not any(one.name == "tag" and one.i in tags for one in node.attribute):
+                continue
+            if node.output:
+                node.CopyFrom(helper.make_node("Identity", list(node.input), list(node.output), name=node.name))
+            else:
+                model.graph.node.remove(node)
         path.write_bytes(model.SerializeToString(deterministic=True))
 
     def kept(data: dict[str, Any]) -> None:
-        data["collectives"] = [one for one in data["collectives"] if one["tag"] != tag]
+        data["collectives"] = [one for one in data["collectives"] if one["tag"] not in tags]
 
     change_manifest(folder, kept)
     correct(folder)
+
+
+def without_any(folder: Path) -> None:
+    """The artifact as if all collectives had been forgotten."""
+    data = json.loads((folder / MANIFEST).read_text())
+    without(folder, *[one["tag"] for program in data["programs"].values() for one in program["collectives"]])

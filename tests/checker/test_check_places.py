@@ -10,9 +10,10 @@ import onnx
 import pytest
 from check_places_case import without
 from equivalence import compiled
-from mutated import change_manifest, correct, texts
+from mutated import change_file, change_manifest, correct, texts
 from mutation_kinds import KINDS, build
 from onnx import ModelProto
+from partc.runtime.artifact.format import FACTORS
 from partc.runtime.checker.check import check_artifact
 from small_training import compiled as trained
 
@@ -166,3 +167,28 @@ def test_a_sharded_node_that_is_another_one_on_a_rank_is_told(blocks: Path) -> N
     path.write_bytes(model.SerializeToString(deterministic=True))
     correct(blocks)
     assert "it is Sigmoid in rank_0000.onnx" in texts(blocks)
+
+
+@pytest.mark.parametrize("text", ["mkx,kn->mn", "m->m", "anything"])
+def test_factors_that_are_not_those_of_the_operands_are_told(blocks: Path, text: str) -> None:
+    def change(model: ModelProto) -> None:
+        node = next(one for one in model.graph.node if one.name == "down")
+        next(entry for entry in node.metadata_props if entry.key == FACTORS).value = text
+
+    for path in sorted(blocks.glob("rank_*.onnx")):
+        change_file(blocks, path.name, change)
+    assert f"MatMul 'down' (down): its factors '{text}' are not those of its operands" in texts(blocks)
+
+
+def test_a_row_that_a_rank_picks_of_its_shard_is_no_term(tmp_path: Path) -> None:
+    """A scatter into rows that are cut writes what it does not have into one more row, a copy of the shard's first one."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 6] x, int64[4, 6] ids, float[4, 6] u) => (float[12, 6] y) {
+    [twice] z = Add(w, x)  [write] y = ScatterElements <axis = 0> (z, ids, u) }""")
+    proto.graph.initializer.append(onnx.helper.make_tensor("w", 1, [12, 6], [0.01 * k for k in range(72)]))
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 12
+    plan = "ranks: 2\nsharding: {write: {in: [[2, 1], null, null]}}\noutputs: cut\n"
+    compiled(proto, plan, tmp_path / "build")
+    made = {node.op_type for node in rank_files(tmp_path / "build")[0].graph.node}
+    assert {"Gather", "Concat", "ScatterElements"} <= made
+    assert texts(tmp_path / "build") == ""

@@ -10,7 +10,7 @@ from unittest import mock
 import onnxruntime
 from fast_pool import all_windows_at_once
 from onnx.backend.test.case.test_case import TestCase
-from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET
+from partc.compiler.ir.graph import NEWEST_OPSET, OLDEST_OPSET
 
 
 @cache

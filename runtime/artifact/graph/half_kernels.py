@@ -1,4 +1,4 @@
-"""Which ops have kernels on CPUs in 16 bits, and Casts around the others: they compute in float32.
+"""Casts around ops without kernels on CPUs in 16 bits: they compute in float32.
 
     %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.format import CUDA
+from partc.runtime.artifact.graph.kernels import BOTH_HALVES, FLOAT16_KERNELS
 from partc.runtime.artifact.graph.onnx_graph import text_of
 from partc.runtime.artifact.graph.targets import target_of
 from partc.runtime.spellings import first_free
@@ -23,21 +24,7 @@ if TYPE_CHECKING:
 FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
 """Element types, as ONNX numbers them."""
 HALVES = (FLOAT16, BFLOAT16)
-_MOVING = (
-    *("Cast", "Concat", "Constant", "ConstantOfShape", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
-    *("IsNaN", "Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
-)
-_KERNELS: Mapping[int, frozenset[str]] = {
-    BFLOAT16: frozenset(_MOVING),
-    FLOAT16: frozenset(
-        (
-            *_MOVING,
-            *("Attention", "Clip", "Compress", "Expand", "IsInf", "LayerNormalization", "Max", "Min", "Mod"),
-            *("ReverseSequence", "RMSNormalization", "Round", "ScatterND", "Shrink", "Sign"),
-        )
-    ),
-}
-"""The ops with CPU kernels for 16 bits in onnxruntime 1.31, by type; scatters that add up are excepted."""
+_KERNELS: Mapping[int, frozenset[str]] = {BFLOAT16: BOTH_HALVES, FLOAT16: FLOAT16_KERNELS}
 
 
 def has_kernel(op_type: str, reduction: str, kind: int) -> bool:

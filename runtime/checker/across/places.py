@@ -1,8 +1,8 @@
 """Proves where shards lie and that sums become whole: ranks that run one node on shards of values must agree on both.
 
 A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
-collectives make; nodes hand it on. What is in no table here is unknown, so an op that is not in it never gives a reason for
-doubt. Three facts follow:
+collectives make; nodes hand it on, by the letters that the file says of their operands (`partc.factors`). These are relied on: that they
+are right of each op is proven by the tests of the op table. Three facts follow:
 
     places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
              ranks that run the node; so do an output and its box, and what a collective is given and its layout
@@ -35,13 +35,14 @@ from partc.runtime.artifact.format import (
     Collective,
     Manifest,
 )
+from partc.runtime.artifact.graph.factors import Factors, factors_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
 from partc.runtime.checker.across.rank_shards import Layout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
-from partc.runtime.errors import Violation
+from partc.runtime.errors import Violation, one_line
 
 _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
@@ -58,6 +59,8 @@ class _File:
     ranks: list[int]
     sizes: dict[str, Sizes]
     places: dict[str, Places] = field(default_factory=dict)
+    factors: dict[tuple[str, ...], Factors] = field(default_factory=dict)
+    """By node the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
     """By value the reduction that it still needs; of other values nothing is known."""
 
@@ -83,7 +86,8 @@ class _Places:
         self.layouts: dict[str, Layout] = {}
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
-        self.sums: dict[tuple[str, ...], set[int]] = {}
+        self.sums: dict[tuple[str, ...], dict[str, set[int]]] = {}
+        """By node and reduction where the shards that it reduces begin."""
         self.sent: dict[int, str | None] = {}
         self.found: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()
@@ -92,6 +96,7 @@ class _Places:
         for file in self.files.values():
             self._begin(file)
             for node in file.model.graph.node:
+                self._read_factors(file, node)
                 self._place(file, node)
             self._end(file)
         changed = True
@@ -130,25 +135,31 @@ class _Places:
                 file.places[record.value] = _begins(shards, list(record.shape))
                 file.kinds[record.value] = _WHOLE
 
+    def _read_factors(self, file: _File, node: NodeProto) -> None:
+        try:
+            if (factors := factors_of(node, file.sizes)) is not None:
+                file.factors[_key(node)] = factors
+        except ValueError as error:
+            fact = f"its factors '{one_line(str(error))}' are not those of its operands"
+            self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
+
     def _place(self, file: _File, node: NodeProto) -> None:
         """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
         if node.domain == DOMAIN:
             if (record := self.records.get(integer_of(node, TAG, -1))) is not None and node.op_type not in (SEND, RECV):
                 self._place_call(file, node, record)
             return
-        if node.domain not in ("", "ai.onnx") or not any(entry.key == CUT for entry in node.metadata_props):
+        factors = file.factors.get(_key(node))
+        if factors is None or not any(entry.key == CUT for entry in node.metadata_props):
             return
-        ruled = place_rules.apply(node, file.places, file.sizes, file.model)
-        if ruled is None:
-            return
+        ruled = place_rules.apply(node, factors, file.places, file.sizes)
         for name, places in zip(node.output, ruled.made, strict=False):
             file.places[name] = places
         for at, (one, two, axis) in enumerate(ruled.meetings):
             fact = f"its operands '{one.name}' and '{two.name}' are at different offsets along dim {axis}"
             self._meet(("node", _key(node), at), file, node, fact, one.begins, two.begins)
-        for begins in ruled.summed:
-            if begins is not None:
-                self.sums.setdefault(_key(node), set()).update(begins)
+        for reduction, begins in ruled.reduced:
+            self.sums.setdefault(_key(node), {}).setdefault(reduction, set()).update(begins)
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)
@@ -231,11 +242,11 @@ class _Places:
             left = [reduction for axis, reduction in made.partial if made.mesh[axis] > 1] if made is not None else []
             for name in filter(None, node.output):
                 self._know(kinds, name, None if made is None else left[0] if left else _WHOLE)
-        elif node.domain in ("", "ai.onnx"):
-            makes = len(self.sums.get(_key(node), ())) > 1
-            passed = place_rules.passes_partial(node, lambda name: kinds.get(name, _WHOLE))
+        else:
+            makes = [how for how, begins in self.sums.get(_key(node), {}).items() if len(begins) > 1]
+            passed = place_rules.passes_partial(node, file.factors.get(_key(node)), kinds)
             for name in filter(None, node.output):
-                self._know(kinds, name, (place_rules.reduction_of(node) if makes else passed) or None)
+                self._know(kinds, name, (makes[0] if makes else passed) or None)
 
     def _know(self, kinds: dict[str, str], name: str, kind: str | None) -> None:
         if kind is None:
@@ -254,10 +265,8 @@ class _Places:
                 fact = self._communicated_partial(node, PARTIAL[kinds[terms[0]]])
             elif node.domain == OPTIMIZER:
                 fact = f"it updates a tensor by '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
-            elif node.domain in ("", "ai.onnx"):
-                fact = place_rules.misuse(node, lambda name: kinds.get(name, _WHOLE), lambda name: name in kinds)
             else:
-                continue
+                fact = place_rules.misuse(node, file.factors.get(_key(node)), kinds)
             self._report(file, node, fact)
         outputs = {port.name for port in self.manifest.outputs}
         kept = {record.next for record in self.manifest.state if record.kind != "statistics"}

@@ -9,35 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from onnx import ModelProto, NodeProto
-from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RANK_CONSTANT, TARGET, TARGETS, StateRecord
+from partc.runtime.artifact.format import CPU, DOMAIN, RANK_CONSTANT, TARGET, TARGETS, StateRecord
+from partc.runtime.artifact.graph.kernels import host_inputs
 from partc.runtime.artifact.graph.onnx_graph import metadata_of, node_title, path_of, reads
 from partc.runtime.artifact.graph.targets import copied_to, is_copy, target_of
 from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
 _SIZES = ("Shape", "Size")
-# The check proves the compiler's work by what it knows itself: this table is not the compiler's.
-_ON_HOST: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(
-        ("Expand", "Tile", "AffineGrid", "CenterCropPad", "Reshape", "Squeeze", "Unsqueeze", "Split"), (1,)
-    ),
-    **dict.fromkeys(("Upsample", "Trilu", "TopK", "CumSum", "CumProd", "OneHot"), (1,)),
-    **dict.fromkeys(("ConstantOfShape", "If", "HannWindow", "HammingWindow", "BlackmanWindow"), (0,)),
-    **{
-        f"Reduce{kind}": (1,)
-        for kind in ("Sum", "Mean", "L1", "L2", "SumSquare", "Max", "Min", "LogSum", "LogSumExp", "Prod")
-    },
-    **dict.fromkeys(("RNN", "GRU", "LSTM"), (4,)),
-    "Range": (0, 1, 2),
-    "Loop": (0, 1),
-    "Col2Im": (1, 2),
-    "NonMaxSuppression": (2, 3, 4),
-    "Pad": (1, 2, 3),
-    "Resize": (1, 2, 3),
-    "Slice": (1, 2, 3, 4),
-    "Dropout": (1, 2),
-    "GroupQueryAttention": (6,),
-}
 
 
 def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
@@ -94,7 +73,7 @@ def _faults(file: str, node: NodeProto, lying: Mapping[str, str], read: set[str]
         return
     if node.op_type in _SIZES and not node.domain:
         return
-    host = _ON_HOST.get(node.op_type, ()) if node.domain != OPTIMIZER else ()
+    host = host_inputs(node.domain, node.op_type)
     operands = [(name, CPU if k in host else target) for k, name in enumerate(node.input) if name]
     inner = [(name, target) for name in list(reads(node))[len(operands) :]]
     for name, wanted in dict.fromkeys((*operands, *inner)):

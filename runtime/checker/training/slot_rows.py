@@ -7,7 +7,7 @@ that picks, joins, reorders or reduces along it brings one slot's numbers to ano
     k = Gather(h, order), axis 0   brings rows to others: a violation
     m = ReduceMax(h), axis 0       likewise
 
-Where a Reshape, a Transpose or an op that is not known here moves the first dim, a value is not followed further. Of positions the largest
+Where a Reshape, or an op by its letters (`partc.factors`), moves the first dim, a value is not followed further. Of positions the largest
 may be taken: it is how far all slots read, and masks end at each one's own.
 
 A prefill has one slot of each rank: the row that it is told, of caches that have one row in its files (`state.py`).
@@ -19,19 +19,11 @@ from collections.abc import Iterator, Sequence
 
 from onnx import ModelProto, NodeProto, numpy_helper
 from partc.runtime.artifact.format import CACHE, DOMAIN, Manifest
+from partc.runtime.artifact.graph.factors import WHOLE, factors_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
-# fmt: off
-_KEEPS = frozenset((
-    "Abs", "Add", "And", "Attention", "Cast", "CastLike", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater",
-    "GreaterOrEqual", "GroupQueryAttention", "Identity", "IsNaN", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
-    "MatMulNBits", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Reciprocal", "Relu", "RotaryEmbedding", "Round",
-    "Sigmoid", "Sin", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "TensorScatter", "Where", "Xor",
-))
-# fmt: on
-"""Ops whose first output has the first dim of each operand that has as many dims."""
 _ALONG = {
     "Softmax": -1,
     "LogSoftmax": -1,
@@ -87,9 +79,10 @@ class _File:
                 )
                 law = "a row of a step reads and writes the cache of its own slot alone"
                 yield Violation(self.file, f"{fact}; {law}", node_title(node), help=_AGAIN)
-            elif self._keeps(node, rows):
-                rows.update(filter(None, node.output))
-                numbers.update(filter(None, node.output if of_positions else ()))
+            else:
+                kept = self._kept(node, rows)
+                rows.update(kept)
+                numbers.update(kept if of_positions else ())
 
     def _mixes(self, node: NodeProto, rows: set[str]) -> str:
         """What a node does along the first dim of a value that has slots there, in words; empty where it does nothing."""
@@ -113,23 +106,22 @@ class _File:
             return next(iter(self._numbers(node, 1)), -1)
         return integer_of(node, "axis", _ALONG[node.op_type] or 0)
 
-    def _keeps(self, node: NodeProto, rows: set[str]) -> bool:
-        """Whether the outputs of a node have slots as their first dim, too."""
-        kind, data = node.op_type, node.input[0]
+    def _kept(self, node: NodeProto, rows: set[str]) -> list[str]:
+        """The outputs of a node that have slots as their first dim, too: by the letters of its operands, of a Reshape by its target."""
         if node.domain == DOMAIN:
-            return kind == "AllReduce"
-        if kind in _KEEPS:
-            return True
-        if kind == "Gather":  # rows of a table
-            return data not in rows
-        if kind in (*_AXES, *_ALONG, "Slice", "GatherND"):
-            return data in rows
-        if kind == "Transpose":
-            perm = next((list(one.ints) for one in node.attribute if one.name == "perm"), [1])
-            return perm[0] == 0
-        if kind in ("Unsqueeze", "Squeeze"):
-            return 0 not in self._numbers(node, 1, [0])
-        return kind == "Reshape" and next(iter(self._numbers(node, 1)), -1) == 0
+            return [*node.output] if node.op_type == "AllReduce" else []
+        if node.op_type == "Reshape":
+            return [*node.output] if next(iter(self._numbers(node, 1)), -1) == 0 else []
+        try:
+            factors = factors_of(node, {})
+        except ValueError:  # the check of places says so
+            factors = None
+        if factors is None:
+            return []
+        given = zip(node.input, factors.inputs, strict=False)
+        first = {letters[0] for name, letters in given if name in rows and letters} - {WHOLE}
+        made = zip(node.output, factors.outputs, strict=False)
+        return [name for name, letters in made if name and letters and letters[0] in first]
 
     def _numbers(self, node: NodeProto, at: int, default: Sequence[int] = ()) -> Sequence[int]:
         """A constant operand of whole numbers; `default` where it is not a constant."""

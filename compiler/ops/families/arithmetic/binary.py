@@ -26,17 +26,24 @@ op(
 )
 op("And", "Or", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", factors="*,*->*", stops_gradient=True)
 modulo = op("Mod", factors="*,*->*", precision="widest")
-add = op("Add", factors="*,*->*", linear="joint", precision="widest")
+add = op("Add", factors="*,*->*", linear="joint", precision="widest", rising=True)
 subtract = op("Sub", factors="*,*->*", linear="joint", precision="widest")
 multiply = op("Mul", factors="*,*->*", linear="each", precision="widest")
 power = op("Pow", factors="*,*->*", kernel="function")
 parametric_relu = op("PRelu", factors="*,*->*", precision="widest")
-clip = op("Clip", factors="*,_,_->*", precision="widest")
-where = op("Where", factors="*,*,*->*", linear="joint", partial=(1, 2), precision="widest")
-total = op("Sum", factors="*,...->*", linear="joint", precision="widest")
-mean = op("Mean", factors="*,...->*", linear="joint", precision="widest")
+clip = op("Clip", factors="*,_,_->*", precision="widest", rounds="exact", rising=True)
+where = op("Where", factors="*,*,*->*", linear="joint", partial=(1, 2), precision="widest", rounds="exact")
+total = op("Sum", factors="*,...->*", linear="joint", precision="widest", rounds="sums", rising=True)
+mean = op("Mean", factors="*,...->*", linear="joint", precision="widest", rounds="sums")
 extreme = op(
-    "Max", "Min", factors="*,...->*", linear="joint", remarks="linear only with one operand", precision="widest"
+    "Max",
+    "Min",
+    factors="*,...->*",
+    linear="joint",
+    remarks="linear only with one operand",
+    precision="widest",
+    rounds="exact",
+    rising=True,
 )
 divide = op(
     "Div",
@@ -45,6 +52,7 @@ divide = op(
     partial=(0,),
     remarks="linear only in floating-point numbers",
     precision="widest",
+    rounds="sums",
 )
 
 

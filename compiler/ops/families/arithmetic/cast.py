@@ -12,7 +12,7 @@ from partc.compiler.ops.rule import Rule
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)
 _LINEAR = "linear only to floating-point types, from these and signed integers"
 
-cast = op("Cast", factors="*->*", linear="joint", remarks=_LINEAR, precision="follow")
+cast = op("Cast", factors="*->*", linear="joint", remarks=_LINEAR, precision="follow", rising=True)
 cast_like = op("CastLike", factors="*,_->*", linear="joint", partial=(0,), remarks=_LINEAR, precision="follow")
 
 

@@ -10,7 +10,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-top_k = op("TopK", factors="ax,_->a.,a.", replicated="x", precision="follow", host=(1,), kernel="sort")
+top_k = op("TopK", factors="ax,_->a.,a.", replicated="x", precision="follow", kernel="sort")
 
 
 @top_k.sharding
@@ -27,11 +27,9 @@ def _(g: GradientBuilder, dy: str | None, _: str | None, x: str, k: str) -> str 
     return dy and like(g, str(g.ScatterElements(g.zeros(x), g.output(1), dy, axis=axis)), x)
 
 
-cumulated_sum = op(
-    "CumSum", factors="ax,_->ax", replicated="x", linear="joint", partial=(0,), host=(1,), kernel="reduction"
-)
+cumulated_sum = op("CumSum", factors="ax,_->ax", replicated="x", linear="joint", partial=(0,), kernel="reduction")
 
-cumulated_product = op("CumProd", factors="ax,_->ax", replicated="x", host=(1,), kernel="reduction")
+cumulated_product = op("CumProd", factors="ax,_->ax", replicated="x", kernel="reduction")
 
 
 @cumulated_sum.sharding

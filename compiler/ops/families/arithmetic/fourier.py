@@ -8,7 +8,14 @@ from partc.compiler.ops.node import axis_of, constant_ints, counted, operand, op
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-dft = op("DFT", factors="*a.,_,_->*a.", linear="joint", partial=(0,), remarks="the transformed axis is replicated")
+dft = op(
+    "DFT",
+    factors="*a.,_,_->*a.",
+    linear="joint",
+    partial=(0,),
+    remarks="the transformed axis is replicated",
+    rounds="sums",
+)
 
 
 @dft.sharding
@@ -27,4 +34,4 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, *rest), (letters,))
 
 
-op("STFT", factors="b_,_,_,_->b...", linear="each", partial=(0, 2))
+op("STFT", factors="b_,_,_,_->b...", linear="each", partial=(0, 2), rounds="sums")

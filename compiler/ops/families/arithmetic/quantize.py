@@ -16,7 +16,7 @@ dequantize = op(
     partial=(1,),
     remarks="a scale of one number is replicated; blocks stay together",
 )
-op("DynamicQuantizeLinear", why="its scale follows from the global extremes")
+op("DynamicQuantizeLinear", why="its scale follows from the global extremes", rounds="sums")
 
 
 @quantize.sharding

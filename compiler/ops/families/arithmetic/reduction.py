@@ -21,9 +21,7 @@ from partc.compiler.ops.rule import WHOLE, Local, Rule
 Reduction = Callable[[GradientBuilder, str, str, str | None], str]
 """A gradient that takes the cotangent with a dim of 1 in the place of every reduced one, the operand, and the axes where an operand."""
 
-reduce_sum = op(
-    "ReduceSum", factors="ax->a", contracted="x", linear="joint", partial=(0,), host=(1,), kernel="reduction"
-)
+reduce_sum = op("ReduceSum", factors="ax->a", contracted="x", linear="joint", partial=(0,), kernel="reduction")
 reduce_mean = op(
     "ReduceMean",
     factors="ax->a",
@@ -31,11 +29,10 @@ reduce_mean = op(
     linear="joint",
     partial=(0,),
     remarks="of integers x is replicated, and nothing linear",
-    host=(1,),
     kernel="reduction",
 )
-reduce_l1 = op("ReduceL1", factors="ax->a", contracted="x", host=(1,), kernel="reduction")
-reduce_sum_square = op("ReduceSumSquare", factors="ax->a", contracted="x", host=(1,), kernel="reduction")
+reduce_l1 = op("ReduceL1", factors="ax->a", contracted="x", kernel="reduction")
+reduce_sum_square = op("ReduceSumSquare", factors="ax->a", contracted="x", kernel="reduction")
 reduce_max, reduce_min = (
     op(
         f"Reduce{which}",
@@ -43,15 +40,14 @@ reduce_max, reduce_min = (
         contracted={"x": which.lower()},
         remarks="of booleans x is replicated",
         precision="follow",
-        host=(1,),
         kernel="reduction",
     )
     for which in ("Max", "Min")
 )
-reduce_l2 = op("ReduceL2", factors="ax->a", replicated="x", host=(1,), kernel="reduction")
-reduce_log_sum = op("ReduceLogSum", factors="ax->a", replicated="x", host=(1,), kernel="reduction")
-reduce_log_sum_exp = op("ReduceLogSumExp", factors="ax->a", replicated="x", host=(1,), kernel="reduction")
-reduce_product = op("ReduceProd", factors="ax->a", replicated="x", host=(1,), kernel="reduction")
+reduce_l2 = op("ReduceL2", factors="ax->a", replicated="x", kernel="reduction")
+reduce_log_sum = op("ReduceLogSum", factors="ax->a", replicated="x", kernel="reduction")
+reduce_log_sum_exp = op("ReduceLogSumExp", factors="ax->a", replicated="x", kernel="reduction")
+reduce_product = op("ReduceProd", factors="ax->a", replicated="x", kernel="reduction")
 position = op(
     "ArgMax", "ArgMin", factors="ax->a", replicated="x", stops_gradient=True, precision="follow", kernel="reduction"
 )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from partc.compiler.autodiff.builder import GradientBuilder
-from partc.compiler.ops.registry import CONTRIB, Precision, op
+from partc.compiler.ops.registry import CONTRIB, Precision, Rounding, op
 from partc.compiler.ops.work import Kernel
 
 SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
@@ -53,6 +53,10 @@ _FOLLOWING = (
     *("Swish", "Tanh", "ThresholdedRelu"),
 )
 """The ops among these that lose nothing in 16 bits: no exponential or power leaves the range."""
+_RISING = ("Elu", "Erf", "Exp", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+"""The ops among these that make more of more."""
+_EXACT = ("Abs", "Relu")
+"""The ops among these that round nothing."""
 _BY_BYTES = (
     "Abs",
     "HardSigmoid",
@@ -75,16 +79,16 @@ def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
 for _name, _slope in SLOPES.items():
     _precision: Precision = "follow" if _name in _FOLLOWING else "high"
     _kernel: Kernel = "elementwise" if _name in _BY_BYTES else "function"
-    op(_name, factors="*->*", precision=_precision, kernel=_kernel).gradient(_by_slope(_slope))
+    _rounds: Rounding | None = "exact" if _name in _EXACT else None
+    _rising = _name in _RISING
+    _declared = op(_name, factors="*->*", precision=_precision, rounds=_rounds, rising=_rising, kernel=_kernel)
+    _declared.gradient(_by_slope(_slope))
 op("Gelu", domain=CONTRIB, factors="*->*", kernel="function").gradient(_by_slope(lambda g, x: gelu(g, x)))
 op("QuickGelu", domain=CONTRIB, factors="*->*", kernel="function").gradient(
     _by_slope(lambda g, x: swish(g, x, g.attribute("alpha", 1.702)))
 )
+op("Ceil", "Floor", "Round", "Sign", factors="*->*", stops_gradient=True, precision="follow", rising=True)
 op(
-    "Ceil",
-    "Floor",
-    "Round",
-    "Sign",
     "IsInf",
     "IsNaN",
     "Not",
@@ -94,10 +98,10 @@ op(
     precision="follow",
 )
 identity = op("Identity", factors="*->*", linear="joint", precision="follow", kernel="view")
-negative = op("Neg", factors="*->*", linear="joint", precision="follow")
-logarithm = op("Log", factors="*->*")
-reciprocal = op("Reciprocal", factors="*->*")
-root = op("Sqrt", factors="*->*")
+negative = op("Neg", factors="*->*", linear="joint", precision="follow", rounds="exact")
+logarithm = op("Log", factors="*->*", rounds="sums", rising=True)
+reciprocal = op("Reciprocal", factors="*->*", rounds="sums")
+root = op("Sqrt", factors="*->*", rounds="sums", rising=True)
 bias_gelu = op("BiasGelu", domain=CONTRIB, factors="*,*->*", kernel="function")
 fast_gelu = op("FastGelu", domain=CONTRIB, factors="*,*->*")
 

@@ -32,9 +32,9 @@ BACKWARDS = 1
 """A direction of Scan: from the last turn to the first."""
 
 
-branch = op("If", why=_WHY, host=(0,))
-scan = op("Scan", why=_WHY)
-loop = op("Loop", why=_WHY, host=(0, 1))
+branch = op("If", why=_WHY, rounds="sums")
+scan = op("Scan", why=_WHY, rounds="sums")
+loop = op("Loop", why=_WHY, rounds="sums")
 
 
 @branch.body_gradient

@@ -19,6 +19,7 @@ op(
     "SplitToSequence",
     "ConcatFromSequence",
     why="a sequence has no dims",
+    rounds="exact",
 )
 
 

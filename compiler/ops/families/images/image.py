@@ -13,7 +13,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
-grid_sample = op("GridSample", factors="nc_,nhw.->nchw", linear="each", partial=(0,))
+grid_sample = op("GridSample", factors="nc_,nhw.->nchw", linear="each", partial=(0,), rounds="sums")
 
 
 @grid_sample.sharding
@@ -26,7 +26,12 @@ def _(node: ir.Node) -> Rule | None:
 
 
 roi_align = op(
-    "RoiAlign", factors=".c..,r.,r->rc..", linear="each", partial=(0,), remarks="linear only where regions are averaged"
+    "RoiAlign",
+    factors=".c..,r.,r->rc..",
+    linear="each",
+    partial=(0,),
+    remarks="linear only where regions are averaged",
+    rounds="sums",
 )
 
 
@@ -36,7 +41,7 @@ def _(node: ir.Node) -> Rule | None:
     return rule(node, ".c..,r.,r->rc..", linear=None if average else "")
 
 
-affine_grid = op("AffineGrid", factors="n..,.->n_", linear="joint", partial=(0,), host=(1,))
+affine_grid = op("AffineGrid", factors="n..,.->n_", linear="joint", partial=(0,))
 
 
 @affine_grid.sharding
@@ -63,7 +68,7 @@ def _(local: Local) -> None:
     local.same([local.inputs[0], size])
 
 
-col2im = op("Col2Im", factors="nc.,_,_->nc_", linear="joint", partial=(0,), precision="follow", host=(1, 2))
+col2im = op("Col2Im", factors="nc.,_,_->nc_", linear="joint", partial=(0,), precision="follow")
 
 
 @col2im.sharding
@@ -84,7 +89,7 @@ def _(g: GradientBuilder, dy: str, x: str, image: str, block: str) -> str:
     return shaped(g, columns_of(g, dy, windows), x)
 
 
-op("NonMaxSuppression", why="how many boxes it selects is known only at run time", stops_gradient=True, host=(2, 3, 4))
+op("NonMaxSuppression", why="how many boxes it selects is known only at run time", stops_gradient=True)
 
 
 op("ImageDecoder", why="one image at a time", stops_gradient=True)

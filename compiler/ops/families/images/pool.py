@@ -58,6 +58,7 @@ max_pool = op(
     gradient_outputs=1,
     remarks="windows that do not overlap are free; replicated where its indices, which count through the input, are outputs",
     precision="follow",
+    rounds="exact",
     kernel="reduction",
 )
 
@@ -120,7 +121,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
 op("GlobalLpPool", factors="nc_->nc_", kernel="reduction")
 
 
-op("MaxRoiPool", factors=".c..,r.->rc..", precision="follow")
+op("MaxRoiPool", factors=".c..,r.->rc..", precision="follow", rounds="exact")
 
 
 op(

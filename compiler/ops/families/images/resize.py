@@ -14,8 +14,8 @@ from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 _REMARKS = "resized dims are replicated, but where an integer scale repeats pixels"
 
-resize = op("Resize", factors="nc_,_,_,_->nc_", linear="joint", partial=(0,), remarks=_REMARKS, host=(1, 2, 3))
-upsample = op("Upsample", factors="nc_,_->nc_", linear="joint", partial=(0,), remarks=_REMARKS, host=(1,))
+resize = op("Resize", factors="nc_,_,_,_->nc_", linear="joint", partial=(0,), remarks=_REMARKS, rounds="sums")
+upsample = op("Upsample", factors="nc_,_->nc_", linear="joint", partial=(0,), remarks=_REMARKS, rounds="sums")
 
 
 @resize.sharding

@@ -178,7 +178,7 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     return like(g, str(g.ScatterND(g.zeros(x), places, dy, reduction="add")), x)
 
 
-one_hot = op("OneHot", factors="i,_,_->iv", linear="each", partial=(2,), precision="follow", host=(1,))
+one_hot = op("OneHot", factors="i,_,_->iv", linear="each", partial=(2,), precision="follow", rounds="exact")
 
 
 @one_hot.sharding

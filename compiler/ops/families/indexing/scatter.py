@@ -163,6 +163,7 @@ tensor_scatter = op(
     partial=(0, 1),
     remarks="the axis is replicated",
     precision="follow",
+    rounds="exact",
     kernel="scatter",
 )
 

@@ -116,6 +116,7 @@ rotary_embedding = op(
     linear="joint",
     partial=(0,),
     remarks="caches that positions look up are replicated",
+    rounds="sums",
 )
 
 

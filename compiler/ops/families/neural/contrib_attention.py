@@ -67,7 +67,6 @@ group_query_attention = op(
     domain=CONTRIB,
     factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h->b.h,bh..,bh..",
     remarks="heads by those of the keys; packed heads are replicated",
-    host=(6,),
     kernel="product",
 )
 

@@ -52,7 +52,7 @@ dropout = op(
     draws=True,
     remarks="replicated in training mode, which draws random numbers; linear only where no mask is made",
     precision="follow",
-    host=(1, 2),
+    rounds="exact",
 )
 
 

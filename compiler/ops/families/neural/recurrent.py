@@ -16,7 +16,6 @@ gated = op(
     factors=".b.,_,_,_,b,.b.->..b.,.b.",
     remarks="with layout 1 the batch comes first",
     precision="low",
-    host=(4,),
     kernel="product",
 )
 
@@ -39,7 +38,6 @@ lstm = op(
     factors=".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.",
     remarks="with layout 1 the batch comes first",
     precision="low",
-    host=(4,),
     kernel="product",
 )
 

@@ -13,7 +13,7 @@ _OLD = "before opset 13 all dims from the axis on"
 
 softmax = op("Softmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="normalization")
 log_softmax = op("LogSoftmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="normalization")
-hardmax = op("Hardmax", factors="ax->ax", replicated="x", remarks=_OLD, precision="follow")
+hardmax = op("Hardmax", factors="ax->ax", replicated="x", remarks=_OLD, precision="follow", rounds="sums")
 
 
 @softmax.sharding

@@ -46,7 +46,6 @@ split = op(
     partial=(0,),
     remarks="the axis is replicated",
     precision="follow",
-    host=(1,),
     kernel="layout",
 )
 

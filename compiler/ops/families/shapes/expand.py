@@ -12,7 +12,7 @@ from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of,
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
-expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="layout")
+expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", kernel="layout")
 
 
 @expand.sharding
@@ -39,7 +39,6 @@ tile = op(
     partial=(0,),
     remarks="dims above 1 that are repeated are replicated",
     precision="follow",
-    host=(1,),
     kernel="layout",
 )
 
@@ -62,7 +61,7 @@ def _(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
     return like(g, g.sum(made, range(0, 2 * rank, 2)), x)
 
 
-constant_of_shape = op("ConstantOfShape", factors="_->ab", stops_gradient=True, host=(0,))
+constant_of_shape = op("ConstantOfShape", factors="_->ab", stops_gradient=True)
 
 
 @constant_of_shape.sharding

@@ -21,7 +21,6 @@ pad = op(
     partial=(0,),
     remarks="padded dims are replicated; linear only where the padding is zero or made of the data",
     precision="follow",
-    host=(1, 2, 3),
     kernel="layout",
 )
 
@@ -80,7 +79,6 @@ center_crop_pad = op(
     partial=(0,),
     remarks="the axes are replicated",
     precision="follow",
-    host=(1,),
     kernel="layout",
 )
 

@@ -35,7 +35,6 @@ reshape = op(
     partial=(0,),
     remarks="dims are matched in groups of equal products, of which the major-most may be sharded",
     precision="follow",
-    host=(1,),
     kernel="view",
 )
 
@@ -72,7 +71,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((first + second,), (made,))
 
 
-squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="view")
+squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow", kernel="view")
 
 
 @squeeze.sharding
@@ -90,9 +89,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), local=local)
 
 
-unsqueeze = op(
-    "Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="view"
-)
+unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow", kernel="view")
 
 
 @unsqueeze.sharding

@@ -44,7 +44,7 @@ def _(node: ir.Node) -> Rule | None:
     return _extents(node, "", _global_size)
 
 
-range_ = op("Range", factors=",,->n", remarks="every rank takes its shard", host=(0, 1, 2))
+range_ = op("Range", factors=",,->n", remarks="every rank takes its shard")
 
 
 @range_.sharding
@@ -74,7 +74,6 @@ op(
     "MelWeightMatrix",
     why="small, and made of scalars",
     stops_gradient=True,
-    host=(0,),
 )
 
 

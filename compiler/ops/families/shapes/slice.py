@@ -21,7 +21,6 @@ slice_ = op(
     partial=(0,),
     remarks="dims that are not taken entirely, in steps of 1, are replicated",
     precision="follow",
-    host=(1, 2, 3, 4),
     kernel="layout",
 )
 

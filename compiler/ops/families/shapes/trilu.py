@@ -10,7 +10,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Local, Rule
 
-trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="layout")
+trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,), precision="follow", kernel="layout")
 
 
 @trilu.sharding

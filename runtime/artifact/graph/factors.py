@@ -1,0 +1,105 @@
+"""`partc.factors`: how the dims of a node's operands correspond, what it sums over, and what a partial value becomes in it.
+
+    mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a term of a sum, and the result is one then
+    ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of a largest value it makes a largest one
+
+Each letter stands for one dim, and equal letters for dims of which ranks have the same shards. `.` is a dim that corresponds to none, `-`
+an operand that is absent or no tensor. `sum`, `max`, `min`: letters of inputs that the outputs lack. What is not said is not known.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnx import NodeProto
+from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+
+WHOLE = "."
+_ABSENT, _LINEAR, _RISES, _MOVES = "-", "linear", "rises", "moves"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The letters of a node's operands.
+
+    `reductions`: by letter that no output has the reduction over it. `linear`: the inputs that may be terms of a sum, all of them together
+    where it is `joint`, else one. `rises`: the largest of several results is the result of the largest of one operand. `moves`: elements
+    are only moved, so that this is true of all operands together.
+    """
+
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    reductions: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[int, ...] = ()
+    joint: bool = False
+    rises: bool = False
+    moves: bool = False
+
+    def __str__(self) -> str:
+        sides = [",".join([_ABSENT if one is None else one for one in side]) for side in (self.inputs, self.outputs)]
+        words = ["->".join(sides)]
+        for reduction in REDUCTIONS:
+            if letters := "".join([letter for letter, one in self.reductions.items() if one == reduction]):
+                words.append(f"{reduction} {letters}")
+        if self.linear:
+            words.append(f"{_LINEAR} {(' + ' if self.joint else ', ').join(map(str, self.linear))}")
+        return "; ".join([*words, *([_MOVES] if self.moves else [_RISES] if self.rises else [])])
+
+
+def read_factors(text: str) -> Factors:
+    """The factors that a text says. ValueError where it says no factors."""
+    (sides, *words), reductions = text.split("; "), dict[str, str]()
+    left, arrow, right = sides.partition("->")
+    if not arrow:
+        raise ValueError(text)
+    linear: tuple[int, ...] = ()
+    joint = rises = moves = False
+    for word in words:
+        what, _, said = word.partition(" ")
+        if what in REDUCTIONS:
+            reductions |= dict.fromkeys(said, what)
+        elif what == _LINEAR:
+            joint = "+" in said
+            linear = tuple(int(number) for number in said.replace("+", ",").split(","))
+        elif word in (_RISES, _MOVES):
+            rises, moves = word == _RISES, word == _MOVES
+        else:
+            raise ValueError(text)
+    return Factors(_operands(left), _operands(right), reductions, linear, joint, rises, moves)
+
+
+def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Factors | None:
+    """The letters of a node's operands; None where the file says none. ValueError where they are not those of these operands."""
+    if not (text := metadata_of(node, FACTORS)):
+        letters = string.ascii_letters[: len(sizes.get(node.input[0]) or ())] if node.op_type == "Identity" else None
+        return None if letters is None else Factors((letters,), (letters,), {}, (0,), moves=True)
+    factors = read_factors(text)
+    if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
+        raise ValueError(text)
+    sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
+    if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):
+        raise ValueError(text)
+    return factors
+
+
+def _operands(text: str) -> tuple[str | None, ...]:
+    found = tuple([None if one == _ABSENT else one for one in text.split(",")])
+    if any(not sign.isalpha() and sign != WHOLE for one in found if one for sign in one):
+        raise ValueError(text)
+    return found
+
+
+def partial_of(factors: Factors, terms: Mapping[int, str]) -> str:
+    """The reduction that makes whole what a node makes of partial inputs, each with its reduction; empty where none does."""
+    kinds = {*terms.values()}
+    if len(kinds) != 1:
+        return ""
+    (kind,) = kinds
+    if kind != SUM:
+        rises = factors.moves or (factors.rises and len(terms) == 1)
+        return kind if rises or kind in factors.reductions.values() else ""
+    fits = terms.keys() <= {*factors.linear} and (factors.joint or len(terms) == 1)
+    return kind if fits else ""
