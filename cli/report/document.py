@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cli.output.memory import memory_json, memory_of_ranks
 from partc.cli.output.pipeline import pipeline_of
-from partc.cli.output.stats import rank_stats, typical_sizes
+from partc.cli.output.stats import rank_stats
 from partc.cli.output.training_stats import training_stats
 from partc.cli.report.classes import RankClass, rank_classes
 from partc.cli.report.communication import communication_rows
@@ -18,11 +17,12 @@ from partc.cli.report.memory import memory_curve
 from partc.cli.report.mesh import coordinates
 from partc.cli.report.schedule import schedule_of
 from partc.cli.report.timeline import timeline_of
+from partc.compiler.cost.memory import RankMemory, memory_of_ranks
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
-from partc.runtime.execution.memory.parts import RankMemory
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,7 @@ def _measures(
         "messages": len(manifest.transfers) + len(manifest.collectives),
         "bytes": sum(len(one.ranks) * bytes for one, bytes in zip(classes, sent, strict=True)),
         "memory": max(one.peak for one in memory),
-        "weights": max(
-            sum(target.resident.weights + target.resident.parameters for target in one.targets) for one in memory
-        ),
+        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
     }
 
 
@@ -127,7 +125,7 @@ def _classes(
         stats = asdict(rank_stats(artifact, first, sizes))
         row: dict[str, Any] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
         row["at"] = coordinates(manifest.mesh, one.ranks)
-        row["memory"] = memory_json([needed])[0]
+        row["memory"] = needed.as_json()
         if trains:
             row["training"] = asdict(training_stats(manifest, unrolled(one.model), first, sizes))
         found.append(row)

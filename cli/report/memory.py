@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from partc.compiler.cost.memory import RankMemory, memory_over_step
 from partc.runtime.artifact.manifest import Artifact
-from partc.runtime.execution.memory.needed import memory_over_step
-from partc.runtime.execution.memory.parts import RankMemory
 
 _LARGEST = 12
 
@@ -17,7 +16,7 @@ _LARGEST = 12
 def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int]) -> dict[str, object]:
     """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
     steps, lives = memory_over_step(artifact, memory.rank, sizes)
-    kept = sum(one.resident.total + one.step.inputs_outputs for one in memory.targets)
+    kept = sum(one.resident + one.inputs_outputs for one in memory.targets)
     most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)
     there = sorted(
         (one for one in lives if one.born <= most <= max([one.died, *one.sends]) and one.bytes),

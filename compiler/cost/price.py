@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
+from partc.compiler.cost.sizes import Operand
 from partc.compiler.ops.registry import Entry, entry_of
 from partc.compiler.ops.work import Dims
 
@@ -42,20 +43,6 @@ ROW = 256
 _PER_MULTIPLY_ADD = 2
 _COLUMNS = 16
 """Columns that a product computes together."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The sizes of an operand, None where only a run tells them, the bytes of an element, and whether it is the same in each step."""
-
-    sizes: tuple[int, ...] | None
-    item: float
-    constant: bool = False
-
-    @property
-    def bytes(self) -> float:
-        """All of it; 0 where it is not known."""
-        return 0.0 if self.sizes is None else math.prod(self.sizes) * self.item
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from machines import links
-from partc.cli.simulation.known_program import KnownProgram
-from partc.cli.simulation.plays import play_program
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.known_program import KnownProgram
+from partc.compiler.search.plays import play_program
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import base_of
 from perceptrons import TRAIN, layers

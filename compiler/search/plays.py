@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.known_program import KnownProgram
-from partc.cli.simulation.step import Simulation, simulated
+from partc.compiler.cost.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
+from partc.compiler.search.known_program import KnownProgram
 from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.artifact.manifest import open_artifact

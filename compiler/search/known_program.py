@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from partc.cli.simulation.actions import Pricing, updated
-from partc.cli.simulation.sizes import FileSizes
-from partc.cli.simulation.step import Simulation
+from partc.compiler.cost.actions import Pricing, updated
 from partc.compiler.cost.machine import Machine
-from partc.compiler.cost.price import Operand
+from partc.compiler.cost.sizes import FileSizes, Operand
+from partc.compiler.cost.step import Simulation
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import CPU, OPTIMIZER
