@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 from partc.compiler.cost.step import Simulation, simulated
-from partc.compiler.emit.emit import emit
+from partc.compiler.emit.emit import Unwritten
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
@@ -27,8 +25,6 @@ from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.known_program import KnownProgram
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import SourceRecord
-from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
 from partc.runtime.units import seconds
@@ -170,10 +166,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
 def play_program(search: Search, done: Complete) -> Simulation:
     """A step of a program, as it would be written."""
     request = search.request
-    with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
-        folder = Path(name) / "build"
-        emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
-        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
+    return simulated(Unwritten([done], search.name), request.machine, request.sizes, request.hosts, alike=True)
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
