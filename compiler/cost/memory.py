@@ -23,12 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import ceil, prod
+from math import ceil, lcm, prod
 from mmap import PAGESIZE
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from partc.compiler.cost.sizes import FileSizes, Operand
+from partc.compiler.errors import CompileError, Problem
 from partc.runtime.artifact.byte_count import of_tensor
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
@@ -60,9 +61,11 @@ from partc.runtime.program.memory_plan import Lifetime
 from partc.runtime.program.rank_file import RankFile, read_rank_file
 from partc.runtime.program.steps import LookUp, PostRecv, Segment, Send, StartCollective, Update
 from partc.runtime.program.value_table import Storage, known_shapes, promised_shapes
+from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
     from onnx import NodeProto
+    from partc.compiler.plan.generate import GenerateRules
     from partc.runtime.artifact.generation import GenerationRecord
 
 _READ_AHEAD = 2
@@ -127,6 +130,11 @@ class RankMemory:
         return sum(one.peak for one in self.targets)
 
     @property
+    def inside(self) -> int:
+        """What sessions need inside, on all targets."""
+        return sum(one.inside for one in self.targets)
+
+    @property
     def unknown(self) -> int:
         """How many values are left out."""
         return sum(one.unknown for one in self.targets)
@@ -155,8 +163,9 @@ def rank_memory(
     memories = {target: TargetMemory(target) for target in sorted(main.used)}
     host = memories[CPU]
 
-    for target, bytes in main.weights().items():
-        memories[target].weights = bytes
+    weights = {key: bytes for program in steps for key, bytes in program.weights().items()}
+    for (target, _), bytes in weights.items():
+        memories[target].weights += bytes
     _add_state(memories, main, artifact.manifest, rank)
 
     pools: dict[str, list[int]] = {target: [] for target in memories}
@@ -205,6 +214,38 @@ def memory_of_ranks(
                 raise UsageError(f"{artifact.folder}: at {chosen}: {error}\n  help: --set other sizes") from None
         memories.append(replace(by_file[file], rank=rank))
     return memories
+
+
+def most_slots(artifact: Artifact, rules: GenerateRules, runs: int) -> int:
+    """The most slots of a decoder that fit into the plan's `memory`, a multiple of the `runs` in which ranks have them.
+
+    CompileError where the plan's own do not fit. Caches and the values of a step of decode grow with the slots, those inside of sessions
+    once they are more than the other programs have there.
+    """
+    assert rules.memory is not None
+    manifest, most, fitting = artifact.manifest, RankMemory(0, 0, 0, ()), list[int]()
+    for ranks in manifest.by_file(range(manifest.ranks)).values():
+        whole, decode = (rank_memory(artifact, ranks[0], {}, alone=alone) for alone in (False, True))
+        others = (artifact.beside(name) for name in OF_SLOTS if name in artifact.programs)
+        inside, inside_others = decode.inside, max(rank_memory(one, ranks[0], {}).inside for one in others)
+        grows = sum(one.caches + one.inputs_outputs + one.between for one in decode.targets)
+        left = rules.memory - (whole.peak - whole.inside - grows)
+        fitting += [rules.slots * (left - inside_others) // grows, rules.slots * left // (grows + inside)]
+        most = max(most, whole, key=lambda one: one.peak)
+    step = lcm(runs, rules.groups)
+    room = max(0, min(fitting) // step * step)
+    if most.peak <= rules.memory:
+        return room
+    parts = ("weights", "caches", "activations", "messages", "sessions")
+    sizes = [f"{part} {size_text(sum(getattr(one, part) for one in most.targets))}" for part in parts]
+    fact = f"rank {most.rank} needs {size_text(most.peak, at_least=True)} of memory: {', '.join(sizes)}"
+    law = f"'memory' allows {size_text(rules.memory)}"
+    help_ = (
+        f"write slots: {room}, the most that fit"
+        if room
+        else "not one slot fits: use more ranks, a smaller 'length', or more memory"
+    )
+    raise CompileError(Problem(rules.where("memory"), fact, law, help_))
 
 
 def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: Manifest, rank: int) -> None:
@@ -334,19 +375,20 @@ class _Program:
         if generation is not None:
             self.of.close(generation.length if begins else generation.length + generation.chunk - 1)
 
-    def weights(self) -> dict[str, int]:
-        """By target the bytes of the weights that are read there; those that are only sent or given are on the CPU."""
+    def weights(self) -> dict[tuple[str, str], int]:
+        """Maps targets and the weights that are read there to bytes; weights that are only sent or given are on the CPU."""
         readers: dict[str, set[str]] = {}
         for step in self.file.steps:
             if isinstance(step, Segment | Update):
                 for name in (*step.inputs, *(step.initializers if isinstance(step, Segment) else ())):
                     readers.setdefault(name, set()).add(self.devices.target(step.target))
-        found = Counter[str]()
         kept = {record.value for record in self.file.state}
-        for name, tensor in self.file.tensors.items():
-            for target in readers.get(name, {CPU}) if name not in kept else ():
-                found[target] += of_tensor(tensor)
-        return found
+        return {
+            (target, name): of_tensor(tensor)
+            for name, tensor in self.file.tensors.items()
+            for target in readers.get(name, {CPU})
+            if name not in kept
+        }
 
     def lifetimes(self) -> list[Lifetime]:
         """The values that cross segments, with their bytes, and what collectives need in addition."""
