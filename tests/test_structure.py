@@ -41,7 +41,6 @@ LARGER = {
     "compiler/cost/play.py:_Player": 18,
     "compiler/pipelines/microbatches.py:_Rows": 18,
     "compiler/rewrite/generation/caches.py:_Caches": 17,
-    "compiler/search/estimate.py:Estimates": 17,
     "runtime/checker/training/value_numbering.py:Numbering": 17,
     "runtime/communication/mpi.py:MpiTransport": 29,
     "runtime/execution/program.py:Program": 17,

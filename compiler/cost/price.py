@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -89,17 +89,6 @@ class NodeCost:
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
         return max(computed, copy(self.moved)) + beside
-
-    def in_shards(self, shards: int) -> NodeCost:
-        """What each of so many ranks has that share the node evenly."""
-        return replace(
-            self,
-            operations=self.operations / shards,
-            matrices=max(1, self.matrices // shards),
-            moved=self.moved / shards,
-            laid_out=self.laid_out / shards,
-            copied=self.copied / shards,
-        )
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
