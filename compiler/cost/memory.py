@@ -77,6 +77,7 @@ _OF_TRAINING = 1_200_000
 """The bytes that the loop, the reader of batches and MPI take for themselves."""
 _SIDE = "\n"
 """Divides the name of a Where from that of its operand; no name has it."""
+_INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _NUMBER = 8
 """The bytes of a row's number."""
 
@@ -321,11 +322,12 @@ def pooled(places: Sequence[Span[str, int]], free: list[int]) -> int:
 def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[str, int]]:
     """The places that the nodes of a session need in addition to its inputs and outputs; `of` gives its values by their names.
 
-    A constant that one Transpose alone reads is turned once, while the session is made, and a batch normalization is one kernel with
-    what it reads. A Where selects from either side, each spread to the condition, before it joins both.
+    A constant that one Transpose alone reads is turned once, while the session is made. A convolution, its batch normalization and its
+    activation are one kernel. A Where selects from either side, each spread to the condition, before it joins both.
     """
     elsewhere = {*segment.inputs, *segment.outputs, *segment.initializers}
     readers, uses = Counter(name for node in segment.nodes for name in reads(node)), []
+    convolved: dict[str, str] = {}
     for node in segment.nodes:
         op, first = "" if node.domain else node.op_type, node.input[0] if node.input else ""
         if op == "Transpose" and first in segment.initializers and readers[first] == 1:
@@ -333,9 +335,19 @@ def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[
         made = [name for name in node.output if name]
         if op == "Where":
             made = [*(f"{made[0]}{_SIDE}{side}" for side in node.input[1:]), *made]
-        joined = op == "BatchNormalization" and readers[first] == 1
-        uses.append(Use(list(reads(node)), made, "Relu" if joined else op))
+        if op == "Conv":
+            convolved[made[0]] = ""
+        elif op in _INTO_CONV and first in convolved and readers[first] == 1:
+            convolved[made[0]], op, inner = first, "Relu", made[0]
+            while made[0] in elsewhere and (inner := convolved[inner]):
+                elsewhere.add(inner)
+        uses.append(Use(list(reads(node)), made, op))
     return spans(uses, lambda name: _known_bytes(of(name.partition(_SIDE)[0])), elsewhere)
+
+
+def session_bytes(nodes: float, values: float) -> float:
+    """What sessions and the runtime hold of so many nodes, and of the values of all microbatches in each plan of a step."""
+    return _OF_NODE * nodes + _OF_VALUE * values
 
 
 def laid_out(nodes: Iterable[NodeProto], weights: Mapping[str, int]) -> int:
@@ -424,7 +436,7 @@ class _Program:
         plans = 1
         if self.generation is not None and not self.generation.padded and self.symbols:
             plans = min(self.generation.chunk, MOST_PLANS)
-        return _OF_NODE * nodes + _OF_VALUE * len(self.of.types) * plans + (_OF_TRAINING if self.trains else 0)
+        return int(session_bytes(nodes, len(self.of.types) * plans)) + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
         """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""

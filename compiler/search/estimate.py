@@ -14,12 +14,17 @@ It ranks candidates: the best of them are compiled, and played as they are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, Link, Machine, Processor
+from partc.compiler.cost.memory import session_bytes
+from partc.compiler.cost.price import function_seconds
+from partc.compiler.cost.sizes import Operand
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
@@ -32,14 +37,14 @@ from partc.compiler.schedulers.choose import NAMED
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.reductions import Calls, Reductions, seconds_of
 from partc.compiler.search.work import ModelWork, Work
+from partc.compiler.training.optimizer_functions import FAMILIES, function, variant
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
+from partc.runtime.updates.updater import SHARD
 
 _FORWARD_ACTIVATIONS = 0.1
 """The share of all activations that a forward pass alone holds at one time."""
-_OF_NODE, _OF_VALUE = 16_500, 2_400
-"""About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
-_OPERANDS, _AT_ONCE = 3, 1 << 19
-"""How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
+_USUAL, _ITEM = "Adam", 4
+"""The function that stands for an update of several functions, and the bytes of an element."""
 
 
 _BESIDE_SUMS = 0.4
@@ -93,12 +98,13 @@ class StageWork:
 
 
 class Estimates:
-    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `slots`: of an optimizer, None without training."""
+    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `optimizer`: None without training."""
 
     def __init__(
-        self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None, bucket: int = 0
+        self, work: ModelWork, machine: Machine, hosts: int = 1, optimizer: Optimizer | None = None, bucket: int = 0
     ) -> None:
-        self.work, self.machine, self.slots = work, machine, slots
+        self.work, self.machine, self.optimizer = work, machine, optimizer
+        self.slots = None if optimizer is None else len(optimizer.slots)
         self.reductions = Reductions(work.program.model, bucket)
         self.hosts = hosts
         self._processors: dict[int, Processor] = {}
@@ -106,8 +112,7 @@ class Estimates:
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
         """How many times its estimate a backward pass takes."""
-        self.updates: Callable[[int, float], float] | None = None
-        """What the updates of a share of all parameters take on a rank of so many, as they are played; None before that is known."""
+        self._updates: dict[object, float] = {}
         self._tasks: dict[object, tuple[float, float, float]] = {}
         self._all_sums: dict[object, float] = {}
         self._all_reduced: dict[object, tuple[float, float]] = {}
@@ -182,10 +187,7 @@ class Estimates:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
             own += rest * (degrees.dp - 1) / degrees.stages
-        if self.updates is None or self.slots is None:
-            return self._update(one, own)
-        shards = degrees.dp if one.zero else 1
-        return self.turns(degrees.ranks) * self.updates(degrees.ranks, own / shards / max(1.0, self.weights))
+        return self._update(one, own)
 
     def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""
@@ -255,11 +257,11 @@ class Estimates:
         made = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
-            return own + made * _FORWARD_ACTIVATIONS / part + nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+            return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * one.microbatches)
         nodes *= 4 if one.recompute else 3
         slots = self.slots / (degrees.dp if one.zero else 1)
         kept = made * (_FORWARD_ACTIVATIONS * 2 if one.recompute else 1.0)
-        sessions = nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        sessions = session_bytes(nodes, nodes * one.microbatches)
         return own * (2 + slots) + kept * under_way / part + sessions
 
     def _own(self, sharding: Sharding, one: Candidate) -> float:
@@ -324,14 +326,19 @@ class Estimates:
         return update + many * link.collective(ALL_REDUCE, count, own / many)
 
     def _update(self, one: Candidate, own: float) -> float:
-        """Seconds of the update of so many bytes of parameters."""
-        if self.slots is None:
+        """Seconds of the update of so many bytes of parameters, by the optimizer's function."""
+        if self.optimizer is None:
             return 0.0
-        updated = own / (one.degrees.dp if one.zero else 1)
-        nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
+        trained = sum(item * math.prod(shape) for _, shape, item in self.reductions.parameters)
+        updated = own / max(1.0, self.weights) * trained / (one.degrees.dp if one.zero else 1)
         processor = self.processor(one.degrees.ranks)
-        kernel, at_once = processor.kernel(FALLBACK), max(1.0, min(updated, float(_AT_ONCE)))
-        shards = updated / at_once
-        moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
-        seconds = shards * (processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
-        return self.turns(one.degrees.ranks) * seconds
+        if (key := (updated, id(processor))) not in self._updates:
+            form = self.optimizer.form
+            family = form.function if form.function in FAMILIES else _USUAL
+            decayed = self.optimizer.weight_decay > 0 and FAMILIES[family].decays
+            update = function(variant(family, decayed=decayed))
+            tensors = {"parameter", "gradient", *self.optimizer.slots}
+            flat = max(2, round(updated / _ITEM))
+            operands = [Operand((flat if name in tensors else 1,), _ITEM) for name in update.input]
+            self._updates[key] = function_seconds(update, operands, processor, SHARD)
+        return self.turns(one.degrees.ranks) * self._updates[key]

@@ -1,6 +1,6 @@
 """The candidates of a search that are compiled and simulated, as by `partc simulate`: those with the best estimates, and baselines.
 
-First of all the model is compiled for one rank: what its nodes take is what estimates begin with (`KnownUpdates`). Of a large model a
+First of all the model is compiled for one rank: how long it computes is what estimates begin with. Of a large model a
 candidate is not simulated whose estimate is above what was found, as far as the estimates of what was simulated, of the same degrees or
 else of the same kind, were off. How many are simulated does not depend on how fast this process is, so that the same input gives the same
 plan; a limit of time ends the search before, and more are simulated in it.
@@ -23,7 +23,6 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
-from partc.compiler.search.known_updates import KnownUpdates
 from partc.compiler.search.search import Search
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
@@ -142,7 +141,6 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            search.estimates.updates = KnownUpdates(search.request, step).seconds
             search.estimates.calibrate(step.played.busy[0])
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())

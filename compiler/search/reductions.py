@@ -9,6 +9,7 @@ Parameters are reduced in the order in which a backward pass comes to them, the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import Link
+from partc.compiler.tasks.zero import divided_dim
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -65,11 +67,8 @@ class Reductions:
                 found[op, filled.pop(op)] += 1
 
         for at, shape, item in kinds:
-            sizes = [size // tp if dim == at else size for dim, size in enumerate(shape)]
-            bytes = item
-            for size in sizes:
-                bytes *= size
-            dim = next((k for k, size in enumerate(sizes) if over > 1 and size % over == 0 and size), None)
+            bytes = item * math.prod(shape) / (1 if at is None else tp)
+            dim = divided_dim(shape, [tp if dim == at else 1 for dim in range(len(shape))], over)
             if dim is None:
                 fill(ALL_REDUCE, bytes)
             elif dim == 0:

@@ -78,8 +78,7 @@ class Search:
         sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)
         work = ModelWork(apart, sizes, base.trains)
-        slots = base.slots if base.trains else None
-        estimates = Estimates(work, request.machine, request.hosts, slots, base.bucket)
+        estimates = Estimates(work, request.machine, request.hosts, base.optimizer, base.bucket)
         return cls(source, name, replace(request, sizes=sizes), program, apart, batch, estimates)
 
     @cached_property
