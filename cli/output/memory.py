@@ -1,17 +1,4 @@
-"""The memory of each rank by target as a table: what it holds from step to step, and what a step takes beside that.
-
-weights             what is read there, and parameters and statistics that lie there; a weight counts on every target that reads it
-optimizer           what else a training keeps from step to step and lies there
-caches              keys and values of tokens, which a decoder keeps there
-inputs, outputs     those of two steps, in a training with the batches that are read ahead
-between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that the runtime asks for
-inside segments     what onnxruntime takes for values and kernels inside of them
-sessions            what onnxruntime and the runtime hold of each session and node
-messages            slots of messages and rooms of collectives: memory that ranks of one host share, which counts on each that uses it
-evaluation          values between and inside of segments, and sessions, of the program that evaluates a training
-loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
-peak memory         weights, optimizer, caches, sessions and messages with the rest of a step, or with loading where that is more
-"""
+"""The memory of each rank by target as a table; `compiler/cost/memory.py` says what its columns are."""
 
 from __future__ import annotations
 

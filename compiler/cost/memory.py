@@ -8,7 +8,7 @@
     messages            slots of messages and rooms of collectives, which ranks of one host share
     inputs_outputs      those of two steps, in a training with the batches that are read ahead
     between             the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
-    inside              the values inside of sessions, in memory that they use in turn (`pooled`)
+    inside              the values inside of sessions, in memory that they use in turn (`Pool`)
     evaluation          `between`, `inside` and `sessions` of the program that evaluates a training
     loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
 
@@ -18,14 +18,13 @@ need next to their values is that of ranks in one process; MPI may need other sc
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import ceil, lcm, prod
 from mmap import PAGESIZE
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from partc.compiler.cost.sizes import FileSizes, Operand
@@ -169,7 +168,7 @@ def rank_memory(
         memories[target].weights += bytes
     _add_state(memories, main, artifact.manifest, rank)
 
-    pools: dict[str, list[int]] = {target: [] for target in memories}
+    pools = {target: Pool() for target in memories}
     for program in steps:
         between = program.between()
         for target, one in memories.items():
@@ -297,26 +296,46 @@ def memory_over_step(
     return actions, lives
 
 
-def pooled(places: Sequence[Span[str, int]], free: list[int]) -> int:
-    """The bytes that a pool grows by to hold these places, each in freed memory that is large enough, the smallest, or in new memory.
+class Pool:
+    """Memory that values use in turn: each takes the smallest free place that is large enough, or new memory.
 
-    `free`: the sizes that are free in the pool, rising; afterwards those of its growth are among them.
+    It leaves what remains of a place that is at least twice as large; free neighbours are one place.
 
-        places of 2, 4, 8 bytes, one after another        grows by 14: none has room in the memory of those before it
+        values of 2, 4, 8 bytes, one after another        grow the pool by 14: none has room in the memory of those before it
     """
-    grown, held = 0, list[tuple[int, int]]()
-    for one in sorted((one for one in places if one.bytes), key=lambda one: one.first):
-        while held and held[0][0] < one.first:
-            insort(free, held.pop(0)[1])
-        at, size = bisect_left(free, one.bytes or 0), one.bytes or 0
-        if at == len(free):
-            grown += size
-        else:
-            size = free.pop(at)
-        insort(held, (one.last, size), key=itemgetter(0))
-    for _, size in held:
-        insort(free, size)
-    return grown
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []
+        """The begins and ends of free places."""
+        self.end = 0
+
+    def hold(self, places: Sequence[Span[str, int]]) -> int:
+        """The bytes that the pool grows by to hold these places, which are all free in the end."""
+        grown, held = 0, list[tuple[int, int, int]]()
+        for one in sorted((one for one in places if one.bytes), key=lambda one: one.first):
+            while held and held[0][0] < one.first:
+                self._give_back(*held.pop(0)[1:])
+            size = one.bytes or 0
+            fitting = [(end - begin, begin) for begin, end in self.free if end - begin >= size]
+            if fitting:
+                room, begin = min(fitting)
+                self.free.remove((begin, begin + room))
+                if room >= 2 * size:
+                    self.free.append((begin + size, begin + room))
+                    room = size
+            else:
+                room, begin = size, self.end + 1  # what is asked for later is no neighbour
+                self.end, grown = begin + size, grown + size
+            insort(held, (one.last, begin, begin + room))
+        for _, begin, end in held:
+            self._give_back(begin, end)
+        return grown
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Frees a place, as one with its free neighbours."""
+        beside = [one for one in self.free if begin in one or end in one]
+        self.free = [one for one in self.free if one not in beside]
+        self.free.append((min([begin, *(one[0] for one in beside)]), max([end, *(one[1] for one in beside)])))
 
 
 def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[str, int]]:
@@ -470,9 +489,9 @@ class _Program:
         """How many places in sessions and outside of arenas have a size that only a run tells."""
         return sum(place.bytes is None for own in self.sessions.values() for places in own for place in places)
 
-    def inside(self, target: str, pool: list[int]) -> int:
+    def inside(self, target: str, pool: Pool) -> int:
         """What a target's sessions need inside: those of a decoder a pool each, others what the common `pool` grows by."""
-        return sum(pooled(places, [] if self.file.caches else pool) for places in self.sessions.get(target, ()))
+        return sum((Pool() if self.file.caches else pool).hold(places) for places in self.sessions.get(target, ()))
 
     def places(self, segment: Segment) -> list[Span[str, int]]:
         """The places inside of the session of a segment."""

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
-from partc.compiler.cost.memory import laid_out, pooled, session_places
+from partc.compiler.cost.memory import Pool, laid_out, session_places
 from partc.compiler.cost.sizes import Operand
 from partc.runtime.artifact.liveness import Span
 from partc.runtime.program.steps import Segment
@@ -62,19 +62,22 @@ def test_sessions_need_what_is_predicted(name: str) -> None:
     places = session_places(
         segment, lambda one: Operand(shapes.get(one), 1 if (one, name) == ("c", "a selection") else 4)
     )
-    pool = list[int]()
-    assert (pooled(places, pool), pooled(places, pool)) == (expected, 0)
+    pool = Pool()
+    assert (pool.hold(places), pool.hold(places)) == (expected, 0)
     done = subprocess.run([sys.executable, "-c", RUN, text], capture_output=True, text=True, check=True)
     assert sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr))) == expected
 
 
 def test_freed_memory_has_what_is_not_larger() -> None:
-    rising = [Span(str(k), k, k, (), bytes) for k, bytes in enumerate((2, 4, 8))]
-    free = list[int]()
-    assert pooled(rising, free) == 14
-    assert pooled(rising[::-1], free) == 0
-    assert pooled([Span("a", 0, 2, (), 5), Span("b", 1, 2, (), 5), Span("c", 2, 2, (), None)], free) == 5
-    assert free == [2, 4, 5, 8]
+    rising, pool = [Span(str(k), k, k, (), bytes) for k, bytes in enumerate((2, 4, 8))], Pool()
+    assert pool.hold(rising) == 14
+    assert pool.hold(rising[::-1]) == 0
+    together = [Span("a", 0, 2, (), 5), Span("b", 1, 2, (), 3), Span("c", 2, 2, (), None)]
+    assert pool.hold(together) == 0, "5 takes all of 8, 3 all of 4"
+    assert pool.hold([Span("a", 0, 0, (), 20)]) == 20
+    assert pool.hold([Span("a", 0, 1, (), 9), Span("b", 1, 1, (), 11), Span("c", 2, 2, (), 20)]) == 0, (
+        "a part of 20, then all"
+    )
 
 
 LOAD = """
