@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import Link
+from partc.compiler.tasks.buckets import Filling
 from partc.compiler.tasks.zero import divided_dim
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -59,12 +60,11 @@ class Reductions:
         return self._calls[key]
 
     def _counted(self, kinds: Sequence[_Kind], tp: int, over: int) -> Calls:
-        found, filled = Calls(), dict[str, float]()
+        found, filling = Calls(), Filling[str](self.limit)
 
         def fill(op: str, bytes: float) -> None:
-            filled[op] = filled.get(op, 0.0) + bytes
-            if filled[op] >= self.limit:
-                found[op, filled.pop(op)] += 1
+            if (full := filling.add(op, bytes)) is not None:
+                found[op, full] += 1
 
         for at, shape, item in kinds:
             bytes = item * math.prod(shape) / (1 if at is None else tp)
@@ -77,7 +77,7 @@ class Reductions:
             else:
                 found[REDUCE_SCATTER, bytes] += 1
                 found[ALL_GATHER, bytes / over] += 1
-        found.update((op, bytes) for op, bytes in filled.items())
+        found.update(filling.open.items())
         return found
 
 
