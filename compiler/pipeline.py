@@ -15,10 +15,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
-from partc.compiler.cost.decoder_memory import most_slots
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
-from partc.compiler.emit.emit import emit, refuse_to_replace
+from partc.compiler.emit.emit import Unwritten, emit, refuse_to_replace
 from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
@@ -213,10 +212,15 @@ def programs_of(
     found: dict[Key, Complete] = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
     decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
-        # the prefill knows in how many runs slots lie, and both together how many there is room for
-        record = prefill.generation.record.model_copy(
-            update={"room": most_slots(decode, prefill, found.get(ProgramKind.ENCODE))}
-        )
+        # the prefill knows in how many runs slots lie, and all together how many there is room for
+        record, rules = prefill.generation.record, decode.plan.generate
+        if rules is not None and rules.memory is not None:
+            from partc.compiler.cost.memory import most_slots  # it knows how the runtime runs a file
+
+            programs = [replace(decode, generation=prefill.generation), prefill]
+            programs += [found[ProgramKind.ENCODE]] if ProgramKind.ENCODE in found else []
+            room = most_slots(Unwritten(programs, name), rules, record.runs)
+            record = record.model_copy(update={"room": room})
         found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
         sizes = [(ProgramKind.PREFILL, size) for size in record.narrow_chunks]
         sizes += [(ProgramKind.DECODE_ROWS, size) for size in record.narrow_rows]

@@ -84,8 +84,8 @@ def command(folder: Path, memory: bool) -> int:
 
 def _overlaps(folder: Path) -> list[str]:
     """What the proofs of the memory of each rank's step find, of every program, at typical sizes."""
-    from partc.cli.output.stats import typical_sizes
     from partc.runtime import load_local
+    from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.errors import RankError
     from partc.runtime.execution.memory.freed import VARIABLE

@@ -135,8 +135,9 @@ def command(
 
 def document(report: Report, spent: float) -> dict[str, object]:
     """The JSON document of a compile; byte counts of dynamic shapes are expressions in the symbols."""
-    from partc.cli.output.stats import rank_stats, typical_sizes
+    from partc.cli.output.stats import rank_stats
     from partc.compiler.sharding.values.budget import largest_first
+    from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(report.out, trust=True)
@@ -218,7 +219,8 @@ def _elements(value: ir.Value) -> int:
 
 def ranks_table(folder: Path) -> Table:
     """A row per rank: nodes, weights, bytes in and out as expressions, where one is too long at the sizes that the title names."""
-    from partc.cli.output.stats import Moved, rank_stats, typical_sizes
+    from partc.cli.output.stats import Moved, rank_stats
+    from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(folder, trust=True)

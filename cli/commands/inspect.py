@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from partc.cli.output.pipeline import Pipeline
     from partc.cli.output.stats import Moved, RankStats
     from partc.cli.output.training_stats import TrainingStats
+    from partc.compiler.cost.memory import RankMemory
     from partc.runtime.artifact.format import Collective, Transfer
     from partc.runtime.artifact.manifest import Artifact
-    from partc.runtime.execution.memory.parts import RankMemory
 
 _LARGEST = 10
 _SHOWN = 3
@@ -69,11 +69,13 @@ def command(
     partc inspect --format mermaid         # the graph of modules, by ranks
     """
     from partc.cli.job.inputs import choose_sizes
-    from partc.cli.output.memory import memory_json, memory_of_ranks, memory_table
+    from partc.cli.output.memory import memory_table
     from partc.cli.output.pipeline import pipeline_of, rows_text
-    from partc.cli.output.stats import rank_stats, typical_sizes
+    from partc.cli.output.stats import rank_stats
     from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
+    from partc.compiler.cost.memory import memory_of_ranks
+    from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.errors import UsageError
@@ -107,7 +109,7 @@ def command(
     ]
     if as_json:
         parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "training": trained}
-        found = {**_as_json(artifact, sizes, parts), "memory": memory_json(memory)}
+        found = {**_as_json(artifact, sizes, parts), "memory": [one.as_json() for one in memory]}
         console.echo(json.dumps(found, indent=1))
         return 0
     pipeline = pipeline_of(artifact)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from partc.cli.output.memory import memory_of_ranks
 from partc.cli.output.stats import moved
-from partc.cli.simulation.step import simulated
+from partc.compiler.cost.memory import memory_of_ranks
+from partc.compiler.cost.step import simulated
 from partc.runtime.artifact.format import BYTES, CUT, DOMAIN, PATH, RULE, TAG, TARGET
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.ranks import ranks_text
@@ -109,9 +109,7 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
         "messages": len(manifest.messages) + len(manifest.collectives),
         "bytes": sum(one.bytes for one in sent),
         "memory": max(one.peak for one in memory),
-        "weights": max(
-            sum(target.resident.weights + target.resident.parameters for target in one.targets) for one in memory
-        ),
+        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
     }
     if machine is not None:
         own = {name: size for name, size in sizes.items() if name in manifest.symbols}

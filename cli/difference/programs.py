@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from partc.cli.difference.compare import Difference, difference
 from partc.cli.difference.facts import Facts, facts_of
 from partc.cli.job.inputs import choose_sizes
-from partc.cli.output.stats import typical_sizes
 from partc.compiler.cost.machine import Machine
+from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import UsageError
 

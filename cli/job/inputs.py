@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
+from partc.runtime.artifact.legal_sizes import smallest
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Dtype
 from partc.runtime.artifact.training.data_spec import literal
 from partc.runtime.data.constants import as_input
@@ -23,7 +24,6 @@ from partc.runtime.data.convert import described
 from partc.runtime.data.memory import Memory
 from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
 from partc.runtime.errors import UsageError
-from partc.runtime.execution.symbol_bindings import smallest
 from partc.runtime.files.regular import fault
 from partc.runtime.spellings import numbered
 

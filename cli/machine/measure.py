@@ -14,9 +14,9 @@ from typing import Any
 from partc.cli.machine.job import found_by
 from partc.cli.machine.ranks import REQUEST, TINY
 from partc.cli.output import console
-from partc.cli.simulation.step import chosen_sizes
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 from partc.compiler.cost.machine_file import machine_text
+from partc.compiler.cost.step import chosen_sizes
 from partc.runtime.artifact.format import ALL_REDUCE, CPU
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from partc.cli.job.inputs import open_inputs
 from partc.cli.machine.kernels import clock_of, undisturbed
-from partc.cli.simulation.actions import digest
-from partc.cli.simulation.sizes import FileSizes
+from partc.compiler.cost.actions import digest
+from partc.compiler.cost.sizes import FileSizes
 from partc.runtime.artifact.manifest import Artifact, open_artifact
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.tensors.tensor import Tensor

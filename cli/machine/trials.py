@@ -10,9 +10,9 @@ from statistics import median
 from partc.cli.machine.job import found_by
 from partc.cli.machine.trial_rank import REQUEST
 from partc.cli.output import console
-from partc.cli.simulation.plays import Plays
 from partc.compiler.emit.emit import emit
 from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.plays import Plays
 from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.errors import RankError
 from partc.runtime.units import seconds

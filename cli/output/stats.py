@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 from partc.cli.output.training_stats import state_bytes
 from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_tensor, of_text
-from partc.runtime.artifact.format import BYTES, DOMAIN, TAG, Manifest
+from partc.runtime.artifact.format import BYTES, DOMAIN, TAG
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
-from partc.runtime.artifact.legal_sizes import is_legal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
-from partc.runtime.execution.symbol_bindings import smallest
 
 _UNKNOWN = "unknown"
 
@@ -39,20 +37,6 @@ class RankStats:
     weights: int
     sent: Moved
     received: Moved
-
-
-def typical_sizes(manifest: Manifest) -> dict[str, int]:
-    """The size of each symbol at which estimates are made: a training's batch, else the largest where one is given, else the smallest."""
-    found = {
-        name: smallest(symbol) if symbol.max is None else symbol.max - (symbol.max - symbol.remainder) % symbol.divisor
-        for name, symbol in manifest.symbols.items()
-    }
-    batch = manifest.training.settings.batch if manifest.training is not None else None
-    firsts = {port.shape[0] for port in manifest.inputs if port.shape}
-    for name, symbol in manifest.symbols.items():
-        if batch is not None and name in firsts and is_legal(batch, symbol):
-            found[name] = batch
-    return found
 
 
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:

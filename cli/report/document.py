@@ -18,20 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cli.output.memory import memory_json, memory_of_ranks
 from partc.cli.output.pipeline import Pipeline, pipeline_of, saved_by_home
-from partc.cli.output.stats import moved, rank_stats, typical_sizes
+from partc.cli.output.stats import moved, rank_stats
 from partc.cli.output.training_stats import training_stats
 from partc.cli.report.classes import RankClass, rank_classes
 from partc.cli.report.graph import graph_of, type_text
 from partc.cli.report.timeline import timeline_of
+from partc.compiler.cost.memory import RankMemory, memory_of_ranks, memory_over_step
 from partc.runtime.artifact.byte_count import largest_text
 from partc.runtime.artifact.format import LayoutRecord, Manifest
+from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
-from partc.runtime.execution.memory.needed import memory_over_step
-from partc.runtime.execution.memory.parts import RankMemory
 
 
 def schedule_of(pipeline: Pipeline, sizes: Mapping[str, int]) -> dict[str, object]:
@@ -72,7 +71,7 @@ _LARGEST = 12
 def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int]) -> dict[str, object]:
     """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
     steps, lives = memory_over_step(artifact, memory.rank, sizes)
-    kept = sum(one.resident.total + one.step.inputs_outputs for one in memory.targets)
+    kept = sum(one.resident + one.inputs_outputs for one in memory.targets)
     most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)
     there = sorted(
         (one for one in lives if one.born <= most <= max([one.died, *one.sends]) and one.bytes),
@@ -255,9 +254,7 @@ def _measures(
         "messages": len(manifest.transfers) + len(manifest.collectives),
         "bytes": sum(len(one.ranks) * bytes for one, bytes in zip(classes, sent, strict=True)),
         "memory": max(one.peak for one in memory),
-        "weights": max(
-            sum(target.resident.weights + target.resident.parameters for target in one.targets) for one in memory
-        ),
+        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
     }
 
 
@@ -273,7 +270,7 @@ def _classes(
         stats = asdict(rank_stats(artifact, first, sizes))
         row: dict[str, Any] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
         row["at"] = coordinates(manifest.mesh, one.ranks)
-        row["memory"] = memory_json([needed])[0]
+        row["memory"] = needed.as_json()
         if trains:
             row["training"] = asdict(training_stats(manifest, unrolled(one.model), first, sizes))
         found.append(row)

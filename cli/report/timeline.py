@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from partc.cli.simulation.run import instant
-from partc.cli.simulation.step import Simulation, simulated
-from partc.cli.simulation.traced import read_traced
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.cost.play import Action, Communicate
+from partc.compiler.cost.step import Simulation, simulated
+from partc.compiler.cost.traced import read_traced
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.trace import CATEGORIES, STEP, Span, read_trace

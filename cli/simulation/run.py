@@ -10,10 +10,10 @@ from pathlib import Path
 
 from partc.cli.output import console
 from partc.cli.simulation.shown import document, show
-from partc.cli.simulation.step import Simulation, simulated
-from partc.cli.simulation.traced import Traced, read_traced
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 from partc.compiler.cost.machine_file import read_machine
+from partc.compiler.cost.step import Simulation, simulated
+from partc.compiler.cost.traced import Traced, read_traced
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError

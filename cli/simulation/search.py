@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from partc.cli.output.table import Table
-from partc.cli.simulation.plays import Play, Plays, played
 from partc.compiler.cost.default_machine import default_machine
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.frontend.source import Source
 from partc.compiler.proposal.batch import batch_of
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.plays import Play, Plays, played
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import Base, base_of
 from partc.runtime.errors import UsageError

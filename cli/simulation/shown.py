@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.cli.simulation.expressions import operations, payload
-from partc.cli.simulation.step import Simulation
-from partc.cli.simulation.traced import Traced
+from partc.compiler.cost.expressions import operations, payload
+from partc.compiler.cost.step import Simulation
+from partc.compiler.cost.traced import Traced
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.units import count, operations_text, seconds, size_text
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
+from partc.compiler.cost.sizes import Operand
 from partc.compiler.ops.registry import Entry, entry_of
 from partc.compiler.ops.work import Dims
 
@@ -42,20 +43,6 @@ ROW = 256
 _PER_MULTIPLY_ADD = 2
 _COLUMNS = 16
 """Columns that a product computes together."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The sizes of an operand, None where only a run tells them, the bytes of an element, and whether it is the same in each step."""
-
-    sizes: tuple[int, ...] | None
-    item: float
-    constant: bool = False
-
-    @property
-    def bytes(self) -> float:
-        """All of it; 0 where it is not known."""
-        return 0.0 if self.sizes is None else math.prod(self.sizes) * self.item
 
 
 @dataclass(frozen=True)
@@ -102,17 +89,6 @@ class NodeCost:
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
         return max(computed, copy(self.moved)) + beside
-
-    def in_shards(self, shards: int) -> NodeCost:
-        """What each of so many ranks has that share the node evenly."""
-        return replace(
-            self,
-            operations=self.operations / shards,
-            matrices=max(1, self.matrices // shards),
-            moved=self.moved / shards,
-            laid_out=self.laid_out / shards,
-            copied=self.copied / shards,
-        )
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:

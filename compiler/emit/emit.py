@@ -17,10 +17,11 @@ from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.weights import Location, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Complete
-from partc.compiler.ir.programs import RankProgram
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.graph.rank_constants import bound
 from partc.runtime.artifact.legal_sizes import wrong_batch
+from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
@@ -35,17 +36,15 @@ def emit(
     texts: Mapping[str, str] | None = None,
     inner: Sequence[Complete] = (),
     prove: Callable[[Path], None] = lambda folder: None,
-    bare: bool = False,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
-    `bare`: without dumps, and with files of weights that are holes of the right size, for a simulation.
     """
     try:
         with replacing_folder(out) as folder:
-            manifest = _write_all([program, *inner], folder, sources, texts or {}, bare)
+            manifest = _write_all([program, *inner], folder, sources, texts or {})
             prove(folder)
             return manifest
     except ObstacleError as error:
@@ -67,7 +66,6 @@ def _write_all(
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
-    bare: bool = False,
 ) -> fmt.Manifest:
     """Writes the programs of an artifact, the main one first; its manifest."""
     files: dict[str, fmt.FileRecord] = {}
@@ -79,10 +77,10 @@ def _write_all(
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
         weights = owners({part.rank: part.weights for part, _ in program.alike}, shards, locations)
-        written, found = write_weights(folder, weights, shards, own, name, bare)
+        written, found = write_weights(folder, weights, shards, own, name)
         files |= written
         locations |= found
-        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations, bare))
+        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
@@ -114,36 +112,66 @@ def _write_ranks(
     files: dict[str, fmt.FileRecord],
     shards: WeightShards,
     locations: Mapping[Stored, Location],
-    bare: bool,
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
     models, texts = RankModels(program, names, shards, locations, helpers), RankTexts(shown, names, helpers)
-    programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
-    for part, ranks in program.alike:
-        programs.setdefault(models.of(part), (shown.parts[part.rank], []))[1].extend(ranks)
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
-    for data, (part, found) in programs.items():
-        file, shared = fmt.rank_file(part.rank, name), tuple(sorted(found))
+    for data, shared in _distinct(program, models).items():
+        file, part = fmt.rank_file(shared[0], name), shown.parts[shared[0]]
         for rank in shared:
             by_rank[rank] = file
         of_ranks = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(shared))
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
-        if bare:
-            continue
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
-    if bare:
-        return by_rank
     whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, names, bodies)}
     if program.tasks is not None:
         whole[fmt.SCHEDULE] = schedule_text(program.tasks.schedule, program.tasks.costs)
     for file, text in whole.items():
         files[fmt.dump_file(file, name)] = _write_text(folder, fmt.dump_file(file, name), text)
     return by_rank
+
+
+def _distinct(program: Complete, models: RankModels) -> dict[bytes, tuple[int, ...]]:
+    """Maps each distinct rank file, as bytes, to its ranks, which rise."""
+    ranks_of: dict[bytes, list[int]] = {}
+    for part, ranks in program.alike:
+        ranks_of.setdefault(models.of(part), []).extend(ranks)
+    return {data: tuple(sorted(ranks)) for data, ranks in ranks_of.items()}
+
+
+class Unwritten(Artifact):
+    """The artifact that programs would be written as, the main one first, without a folder, dumps and weights: what estimates read.
+
+    `where` stands for the folder in messages.
+    """
+
+    def __init__(self, programs: Sequence[Complete], where: str) -> None:
+        self.folder, self.trust = Path(where), True
+        self._data: dict[str, bytes] = {}
+        shards, manifests = WeightShards(), list[fmt.Manifest]()
+        sources = {"model": fmt.SourceRecord(name=where, sha256="0" * 64), "plan": None}
+        for program in with_laws(programs):
+            name, names, by_rank = program_name(program) if manifests else "", Names(program), [""] * program.plan.ranks
+            held = [shards.of(one) for part, _ in program.alike for one in part.weights]
+            locations = {one.stored: Location("", 0, one.tensor.nbytes) for one in held if not one.is_inline}
+            models = RankModels(program, names, shards, locations, HelperTypes(program))
+            for data, ranks in _distinct(program, models).items():
+                self._data[file := fmt.rank_file(ranks[0], name)] = data
+                for rank in ranks:
+                    by_rank[rank] = file
+            manifests.append(manifest_of(program, names, {}, sources, by_rank, not manifests))
+        self._index = ManifestFile.of(manifests)
+        self.manifest = self._of("")
+
+    def model(self, rank: int) -> onnx.ModelProto:
+        """The program of a rank, without the data of its weights."""
+        name = self.manifest.program(rank)
+        return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:

@@ -94,12 +94,10 @@ def write_weights(
     shards: WeightShards,
     names: Names,
     program: str = "",
-    bare: bool = False,
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
-    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact. `bare`: files have
-    their header alone, and a hole where the data would be.
+    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
@@ -108,7 +106,7 @@ def write_weights(
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
-        written = {file: writers.submit(_write_file, folder, file, weights, bare) for file, weights in files.items()}
+        written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
         shards.of(one).stored: results[weights_file(rank, program)][1][names[one.value]]
@@ -119,7 +117,7 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]], bare: bool
+    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]]
 ) -> tuple[FileRecord, dict[str, Location]]:
     shards = sorted(weights, key=lambda item: (-item[1].tensor.dtype.bitwidth, item[0]))
     ordered = [(name, shard.tensor, shard.tensor.nbytes) for name, shard in shards]
@@ -130,9 +128,7 @@ def _write_file(
     running = RunningSums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
-        if bare:
-            out.truncate(len(prefix) + sum(size for _, _, size in ordered))
-        for _, tensor, _ in ordered if not bare else ():
+        for _, tensor, _ in ordered:
             if isinstance(tensor, ir.ExternalTensor):
                 hashed = hasher.submit(_sum_range, running, tensor)
                 _copy_range(tensor, out)

@@ -155,7 +155,8 @@ class Entry:
     @property
     def moves(self) -> bool:
         """Whether an output's elements are some of the first input's, in other places; not so where it has the input's dims as numbers."""
-        return self.work.kernel in _MOVING and self.notation.factors != "" and self.notation.keeps_dims
+        own = self.notation
+        return self.work.kernel in _MOVING and own.factors != "" and own.keeps_dims and self.rounding == "exact"
 
     @property
     def rounding(self) -> Rounding:

@@ -45,7 +45,7 @@ class GenerateRules(PlacedOptions):
     )
     memory: ByteCount = Field(
         None,
-        description="The most of a rank's weights, caches and values; null: no limit.",
+        description="The most memory of a rank, as `partc inspect` states it; null: no limit.",
     )
     encoder_length: int | None = Field(
         None,

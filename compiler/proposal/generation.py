@@ -9,14 +9,15 @@ Where `tp` has more ranks than there are heads of keys, the compiler repeats hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import onnx_ir as ir
-from partc.compiler.cost.decoder_memory import cache_bytes
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
+from partc.compiler.ir.programs import RankProgram
 from partc.compiler.plan.generate import DEFAULT_CHUNK
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.tensor_parallel import TensorParallel
@@ -74,12 +75,22 @@ def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complet
 def repeated_lines(program: Typed, done: Complete, generation: Generation) -> Iterator[str]:
     """A comment line for each number of heads that is repeated, with what a rank's caches cost."""
     found = set(_repeated(program, done).values())
-    kept = size_text(generation.groups * max(map(cache_bytes, done.parts)))
+    kept = size_text(generation.groups * max(map(_cache_bytes, done.parts)))
     for heads, ranks in sorted(found):
         yield (
             f"# {heads} heads of keys and values over {ranks} ranks: each is repeated, and is with its cache on {ranks // heads} ranks. "
             f"A rank keeps {kept} of caches, as over {heads} ranks."
         )
+
+
+def _cache_bytes(part: RankProgram) -> int:
+    """The bytes of a rank's caches, of one group of slots."""
+    values = (one.value for one in part.kept if one.kind == "cache")
+    return sum(
+        one.of.dtype.bitwidth * math.prod(dim for dim in one.shape or () if isinstance(dim, int)) // 8
+        for one in values
+        if one.of is not None and one.of.dtype is not None
+    )
 
 
 def _repeated(program: Typed, done: Complete) -> dict[str, tuple[int, int]]:

@@ -25,7 +25,8 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.node import multiply_adds
-from partc.compiler.cost.price import Operand, cost_of
+from partc.compiler.cost.price import cost_of
+from partc.compiler.cost.sizes import Operand
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes

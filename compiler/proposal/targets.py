@@ -10,18 +10,23 @@ Each proposal is compiled, and the estimate is that of the compiled programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
+from partc.compiler.cost.memory import TargetMemory, rank_memory
+from partc.compiler.emit.emit import Unwritten
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Value
+from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.cuda_kernels import without_kernel
-from partc.compiler.proposal.device_bytes import DeviceBytes, device_bytes, shape_bytes, sizes_of
 from partc.compiler.proposal.names import among, patterns
 from partc.compiler.proposal.starting_plan import key
 from partc.runtime.artifact.format import CPU, CUDA
+from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.units import size_text
 
 LARGE = 16 * 10**6
@@ -30,7 +35,6 @@ SHARE = 16
 """How many times as large as these rows it is."""
 LEAST = 1000
 """The part of the device's bytes below which a weight is not worth the copies of what is computed with it."""
-_TOLD = 4
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,33 @@ class Device:
 
 @dataclass(frozen=True)
 class ProposedTargets:
-    """The lines of `target:`, whether the optimizer goes to the CPU, and the bytes of the ranks that need most of a target."""
+    """The lines of `target:`, whether the optimizer goes to the CPU, and the memory of the ranks that need most of a target."""
 
     lines: tuple[str, ...] = (f'"**": {CUDA}',)
     optimizer: bool = False
-    memory: tuple[DeviceBytes, ...] = ()
+    memory: tuple[TargetMemory, ...] = ()
 
     def section(self) -> Iterator[str]:
         """The section of a plan."""
         yield "target:   # the last match wins"
-        yield from (f"  # {one}" for one in self.memory)
+        for one in self.memory:
+            sizes = [f"{name} {size_text(size)}" for name, size in _parts(one).items() if size]
+            most = f"{one.target}: at most {size_text(one.peak)} on a rank"
+            yield f"  # {most}{': ' if sizes else ''}{', '.join(sizes)}"
         yield from (f"  {line}" for line in self.lines)
 
 
 Compile = Callable[[ProposedTargets], Complete]
 """Compiles the plan with these targets."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What a rank needs on a target, and the bytes of all of its weights by name, on whichever target."""
+
+    rank: int
+    memory: TargetMemory
+    weights: Mapping[str, int]
 
 
 @dataclass
@@ -69,24 +85,51 @@ def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[Propo
     """The targets, and the program compiled with them. CompileError where a rank's part does not fit on its device."""
     found, limit = ProposedTargets(), device.bytes
     program = compiled(found)
-    groups = [*_without_kernels(program), *_tables(program)]
+    sizes = typical_sizes(Unwritten([program], name).manifest)
+    groups = [*_without_kernels(program), *_tables(program, sizes)]
     offload = program.plan.train is not None and not program.plan.train.optimizer.target
     moved: set[str] = set()
     while True:
         found = replace(found, lines=tuple(_lines(program, groups)))
         program = compiled(found)
-        parts = device_bytes(program, CUDA)
-        over = [part for part in parts if limit is not None and part.needed > limit]
+        needs = _needs(program, name, sizes)
+        over = [need for need in needs if limit is not None and need.memory.target == CUDA and need.memory.peak > limit]
         if limit is None or not over:
-            largest = [max(some, key=lambda part: part.needed) for some in (parts, device_bytes(program, CPU))]
-            return replace(found, memory=tuple(largest)), program
+            largest = {need.memory.target: need.memory for need in sorted(needs, key=lambda one: one.memory.peak)}
+            return replace(found, memory=tuple(largest[one] for one in (CUDA, CPU) if one in largest)), program
         if offload and not found.optimizer:
             found = replace(found, optimizer=True)
             continue
         more = list(_not_fitting(program, over, limit, moved))
         if not more:
-            raise CompileError([_too_large(part, limit, name) for part in over])
+            raise CompileError([_too_large(need, limit, name) for need in over])
         groups += more
+
+
+def _needs(program: Complete, name: str, sizes: Mapping[str, int]) -> list[_Need]:
+    """What each distinct program of a rank needs on each target."""
+    artifact, needs = Unwritten([program], name), list[_Need]()
+    for part, _ in program.alike:
+        kept = (one for one in part.kept if one.kind == "parameter")
+        weights = {one.version.value.name or str(one.value): _bytes(one.value) for one in part.weights}
+        weights |= {one.tensor: _bytes(one.value) for one in kept}
+        targets = rank_memory(artifact, part.rank, sizes).targets
+        needs += (_Need(part.rank, memory, weights) for memory in targets)
+    return needs
+
+
+def _bytes(value: Value) -> int:
+    """The bytes of a weight."""
+    item = 0 if value.of is None or value.of.dtype is None else value.of.dtype.bitwidth
+    return math.prod(dim for dim in value.shape or () if isinstance(dim, int)) * item // 8
+
+
+def _parts(memory: TargetMemory) -> dict[str, int]:
+    """The parts of a target's memory, as they are called in a plan and in messages."""
+    weights = memory.weights + memory.parameters
+    others = memory.caches + memory.messages + memory.loading
+    steps = {"values of a step": memory.activations, "sessions": memory.sessions, "other": others}
+    return {"weights": weights, "optimizer": memory.optimizer, **steps}
 
 
 def _lines(program: Complete, groups: Sequence[_Group]) -> Iterator[str]:
@@ -110,16 +153,15 @@ def _without_kernels(program: Complete) -> list[_Group]:
     return list(found.values())
 
 
-def _tables(program: Complete) -> Iterator[_Group]:
+def _tables(program: Complete, sizes: Mapping[str, int]) -> Iterator[_Group]:
     """Large tables of which a step reads little."""
-    sizes = sizes_of(program)
+    at_sizes = TypicalSizes(program, sizes)
     for value in program.model.graph.initializers.values():
         readers = _readers(program, value)
         rows = [node.outputs[0] for node in readers]
         if not _is_table(value, readers) or not all(one in program.values for one in (value, *rows)):
             continue
-        size = shape_bytes(program, value, program.values[value].shape, sizes)
-        looked_up = sum(shape_bytes(program, one, program.values[one].shape, sizes) for one in rows)
+        size, looked_up = at_sizes.bytes_of(value), sum(map(at_sizes.bytes_of, rows))
         if size >= max(LARGE, SHARE * looked_up) and looked_up:
             at = ", ".join(f"{symbol}={number}" for symbol, number in sizes.items())
             reason = f"{value.name}: a table of {size_text(size)}, of which a step reads {size_text(looked_up)}"
@@ -144,35 +186,36 @@ def _readers(program: Complete, value: ir.Value) -> list[ir.Node]:
     return list(dict.fromkeys(found))
 
 
-def _not_fitting(program: Complete, over: Sequence[DeviceBytes], limit: int, moved: set[str]) -> Iterator[_Group]:
+def _not_fitting(program: Complete, over: Sequence[_Need], limit: int, moved: set[str]) -> Iterator[_Group]:
     """The next weights to take from the device: tables, then others, the largest first, until the excess is gone by their bytes."""
     graph = program.model.graph
     readers = {name_of(value): _readers(program, value) for value in graph.initializers.values()}
     tables = {name for name, some in readers.items() if _is_table(graph.initializers[name], some)}
     before = frozenset(moved)
-    for part in over:
-        excess = part.needed - limit
-        there = [name for name in part.every if any(program.targets[one] != CPU for one in readers.get(name, ()))]
-        worth = [name for name in there if part.every[name] * LEAST >= limit]
-        open_ones = [(name, part.every[name]) for name in worth if name not in before]
+    for need in over:
+        excess, bytes = need.memory.peak - limit, need.weights
+        there = [name for name in bytes if any(program.targets[one] != CPU for one in readers.get(name, ()))]
+        worth = [name for name in there if bytes[name] * LEAST >= limit]
+        open_ones = [(name, bytes[name]) for name in worth if name not in before]
         for name, size in sorted(open_ones, key=lambda one: (one[0] not in tables, -one[1], one[0])):
             if excess <= 0:
                 break
             if name not in moved:
                 moved.add(name)
                 what = "a table" if name in tables else "a weight"
-                reason = f"{name}: {what} of {size_text(size)} on a rank; with it {size_text(part.needed)} of {size_text(limit)}"
+                reason = f"{name}: {what} of {size_text(size)} on a rank; with it {size_text(need.memory.peak)} of {size_text(limit)}"
                 yield _Group(reason, [program.paths[node] for node in readers[name]])
             excess -= size
 
 
-def _too_large(part: DeviceBytes, limit: int, name: str) -> Problem:
-    largest = ", ".join(f"{what} {size_text(size)}" for what, size in part.largest[:_TOLD])
-    fact = f"rank {part.rank} needs {size_text(part.needed)} of its GPU, but has {size_text(limit)}"
+def _too_large(need: _Need, limit: int, name: str) -> Problem:
+    parts = sorted(_parts(need.memory).items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{what} {size_text(size)}" for what, size in parts if size)
+    fact = f"rank {need.rank} needs {size_text(need.memory.peak)} of its GPU, but has {size_text(limit)}"
     help = "propose more ranks or stages (--tp, --dp, --stages), bound the sizes of dynamic dims in the plan, or take a larger GPU"
     return Problem(
         name,
         fact,
-        f"all weights that are worth it and the optimizer are on the CPU; the largest parts left are {largest}",
+        f"all weights that are worth it and the optimizer are on the CPU; what is left is {largest}",
         help,
     )

@@ -1,12 +1,10 @@
 """What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
 
-    step        microbatches * task of the heaviest stage + bubble + gradients + update; where ranks share cores, the work of all on these
+    step        the tasks of all microbatches by their schedule + gradients + update; where ranks share cores, the work of all on these
                 where that is more: a rank that waits leaves its core to others
-    task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward, each of
-                which ends a session, and of a backward pass a second one that goes on beside it
-    hops        2(p - 1) messages of the first microbatch, and (p - 1)/p of two for each other one, which waits for its way back
-    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it; with v stages on each of p groups
-                (p - 1)/v tasks in a loop, and (p - 1)/2 less those gradients there and back, more of fewer microbatches than fill it
+    task        F, B and W of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward, each
+                of which ends a session, and of a backward pass a second one that goes on beside it
+    schedule    as `schedule.simulate` plays it; of more microbatches than twice the groups each one more adds as much as the last of these
     gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: of several microbatches
                 behind all tasks, else what of the former does not go on beside the backward pass
     update      of all that a rank has; of ZeRO of its shards, and of what is not divided
@@ -16,28 +14,37 @@ It ranks candidates: the best of them are compiled, and played as they are.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, Link, Machine, Processor
+from partc.compiler.cost.memory import session_bytes
+from partc.compiler.cost.price import function_seconds
+from partc.compiler.cost.sizes import Operand
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
+from partc.compiler.schedule.costs import Costs, StageCost
+from partc.compiler.schedule.precedence import Precedence, precedence
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedule.stages import chain
+from partc.compiler.schedulers.choose import NAMED
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.reductions import Calls, Reductions, seconds_of
 from partc.compiler.search.work import ModelWork, Work
+from partc.compiler.training.optimizer_functions import FAMILIES, function, variant
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
+from partc.runtime.updates.updater import SHARD
 
 _FORWARD_ACTIVATIONS = 0.1
 """The share of all activations that a forward pass alone holds at one time."""
-_OF_NODE, _OF_VALUE = 16_500, 2_400
-"""About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
-_OPERANDS, _AT_ONCE = 3, 1 << 19
-"""How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
+_USUAL, _ITEM = "Adam", 4
+"""The function that stands for an update of several functions, and the bytes of an element."""
 
 
 _BESIDE_SUMS = 0.4
@@ -82,58 +89,65 @@ class Sharding:
         return cls(frozenset(nodes), float(weights), tuple(forward), tuple(backward.values()), places)
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage has of a model: its part of the work, and the bytes that arrive there."""
+
+    work: float = 1.0
+    arriving: float = 0.0
+
+
 class Estimates:
-    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `slots`: of an optimizer, None without training."""
+    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `optimizer`: None without training."""
 
     def __init__(
-        self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None, bucket: int = 0
+        self, work: ModelWork, machine: Machine, hosts: int = 1, optimizer: Optimizer | None = None, bucket: int = 0
     ) -> None:
-        self.work, self.machine, self.slots = work, machine, slots
+        self.work, self.machine, self.optimizer = work, machine, optimizer
+        self.slots = None if optimizer is None else len(optimizer.slots)
         self.reductions = Reductions(work.program.model, bucket)
-        self.hosts, self.cores = hosts, machine.cores * hosts
+        self.hosts = hosts
         self._processors: dict[int, Processor] = {}
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
         """How many times its estimate a backward pass takes."""
-        self.computed: Callable[[Candidate], float | None] = lambda one: None
-        """What a rank computes of a microbatch, forward and backward, by the programs that are known; None for other shards of a layer."""
-        self.updates: Callable[[int, float], float] | None = None
-        """What the updates of a share of all parameters take on a rank of so many, as they are played; None before that is known."""
-        self._tasks: dict[object, tuple[float, float]] = {}
-        self._weights: dict[object, float] = {}
+        self._updates: dict[object, float] = {}
+        self._tasks: dict[object, tuple[float, float, float]] = {}
         self._all_sums: dict[object, float] = {}
         self._all_reduced: dict[object, tuple[float, float]] = {}
-        self._activations: dict[object, float] = {}
+        self._schedules: dict[object, float] = {}
+        self._orders: dict[object, tuple[Schedule, Precedence]] = {}
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
 
-    def of(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> Estimate:
-        """The estimate of a candidate with this sharding over `tp`; `heaviest`: what the heaviest stage takes for the mean of all."""
-        return Estimate(self.seconds(one, sharding, heaviest), self.bytes(one, sharding))
+    def of(self, one: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> Estimate:
+        """The estimate of a candidate with this sharding over `tp`; `parts`: what each stage has of the model."""
+        return Estimate(self.seconds(one, sharding, parts), self.bytes(one, sharding))
 
-    def seconds(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> float:
+    def seconds(self, one: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> float:
         degrees, count, groups = one.degrees, one.microbatches, one.degrees.stages
-        forward, backward = self._passes(one, sharding)
+        forward, backward, weights = self.task(sharding, degrees.dp * count, degrees.tp, degrees.ranks)
+        backward *= self.backward if self.slots is not None else 0.0
         again = forward if self.slots is not None and one.recompute else 0.0
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
         sums = self._sums(sharding, one)
         sessions = (3 if one.schedule in _SPLIT else 2) * one.stages_each
-        work = (forward + again + backward) / groups + (
-            sessions + self._apart(sharding, one) / groups
-        ) * processor.session
-        task = work + sums / groups
-        filled = message = 0.0
-        if one.schedule in _SPLIT:
-            filled = min(2 * min(backward, self._of_weights(sharding, one)) / groups, task)
-        if degrees.stages > 1:
-            crossing, link = self.crossing / degrees.dp / count, self.link(degrees.tp * degrees.dp, 2)
-            message = link.send(crossing) + link.wake
-        hops = sum(a != b for a, b in itertools.pairwise(one.homes)) + (count - 1) * (groups - 1) / groups
-        bubble = heaviest * _waiting(one, task, filled) + 2 * hops * message
+        apart = self._apart(sharding, one) / groups * processor.session
+        work = (forward + again + backward) / groups + sessions * processor.session + apart
+        weights = min(backward, weights) if one.schedule in _SPLIT else 0.0
+        waits = (apart + sums / groups) / one.stages_each / (2 if self.slots is not None else 1)
+        costs = [
+            StageCost(
+                part.work * forward + processor.session + waits,
+                part.work * (again + backward - weights) + processor.session + waits,
+                part.work * weights + processor.session if one.schedule in _SPLIT else 0.0,
+            )
+            for part in parts
+        ]
         least = count * (shared * work + sums / groups)
         agreed = self.machine.links[0].collective(ALL_REDUCE, degrees.ranks, 0)
-        step = processor.step + agreed + max(count * heaviest * task + bubble, least)
+        step = processor.step + agreed + max(self._scheduled(one, costs, parts), least)
         update = self._updated(one, sharding)
         reduced, gathered = self._reduced(one, sharding)
         overlap = self.link(degrees.tp, degrees.dp).overlap
@@ -143,6 +157,29 @@ class Estimates:
         hidden = min(overlap * reduced * (_BESIDE_SUMS if degrees.tp > 1 else 1.0), shared * backward / groups + update)
         return step + update + reduced - hidden + gathered - min(overlap * gathered, update)
 
+    def _scheduled(self, one: Candidate, costs: Sequence[StageCost], parts: Sequence[StageWork]) -> float:
+        """Seconds of the tasks of all microbatches."""
+        degrees, count, most = one.degrees, one.microbatches, 2 * one.degrees.stages
+        if one.stages == 1:
+            return count * (costs[0].forward + (costs[0].full_backward if self.slots is not None else 0.0))
+        link = self.link(degrees.tp * degrees.dp, 2)
+        sends = [link.send(part.arriving / degrees.dp / count) + link.wake for part in parts]
+        if (key := (one.schedule, one.homes, count, *sends, *costs)) not in self._schedules:
+            totals = [self._total(one, min(count, some), costs, sends) for some in (degrees.stages, most)]
+            more = max(0, count - most) / degrees.stages * (totals[1] - totals[0])
+            self._schedules[key] = totals[1] + more
+        return self._schedules[key]
+
+    def _total(self, one: Candidate, count: int, costs: Sequence[StageCost], sends: Sequence[float]) -> float:
+        """Seconds of the tasks of so many microbatches, as they are played."""
+        if (key := (one.schedule, one.homes, count)) not in self._orders:
+            stages = chain(one.homes, self.slots is not None)
+            schedule = NAMED[one.schedule or "gpipe"].make(stages, count)
+            self._orders[key] = schedule, precedence(schedule)
+        schedule, known = self._orders[key]
+        messages = {(stage - 1, stage): seconds for stage, seconds in enumerate(sends)}
+        return simulate(schedule, Costs(tuple(costs), messages=messages), known).total
+
     def _updated(self, one: Candidate, sharding: Sharding) -> float:
         """Seconds of a stage's update; of ZeRO each rank updates its shards, and all of what is not divided by dp."""
         degrees, own = one.degrees, self._own(sharding, one)
@@ -150,10 +187,7 @@ class Estimates:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
             own += rest * (degrees.dp - 1) / degrees.stages
-        if self.updates is None or self.slots is None:
-            return self._update(one, own)
-        shards = degrees.dp if one.zero else 1
-        return self.turns(degrees.ranks) * self.updates(degrees.ranks, own / shards / max(1.0, self.weights))
+        return self._update(one, own)
 
     def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""
@@ -179,23 +213,9 @@ class Estimates:
         reduced, gathered = self._all_reduced[key]
         return reduced / degrees.stages, gathered / degrees.stages
 
-    def _passes(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
-        """Seconds forward and backward of a microbatch, of all stages."""
-        parts, shards = one.degrees.dp * one.microbatches, one.degrees.tp
-        forward, backward = self.task(sharding, parts, shards, one.degrees.ranks)
-        if self.slots is None:
-            return forward, 0.0
-        if (both := self.computed(one)) is not None:
-            return forward, max(0.0, both - forward)
-        other = replace(one, degrees=replace(one.degrees, tp=1))
-        if (whole := self.computed(other)) is not None:
-            plain = sum(self.task(Sharding(), parts, 1, other.degrees.ranks))
-            return forward, max(0.0, whole * (forward + backward) / plain - forward)
-        return forward, self.backward * backward
-
     def calibrate(self, seconds: float) -> None:
         """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
-        forward, backward = self.task(Sharding(), 1, 1, 1)
+        forward, backward, _ = self.task(Sharding(), 1, 1, 1)
         if self.slots is not None and backward > 0:
             processor = self.processor(1)
             beside = processor.step + processor.session + self._updated(Candidate(Degrees()), Sharding())
@@ -208,34 +228,23 @@ class Estimates:
             self._processors[busy] = self.machine.among(busy).processor(CPU)
         return self._processors[busy]
 
-    def task(self, sharding: Sharding, records: int, shards: int, ranks: int) -> tuple[float, float]:
-        """The seconds of all nodes forward and backward, of one of so many shards of the records, and of layers that are sharded."""
+    def task(self, sharding: Sharding, records: int, shards: int, ranks: int) -> tuple[float, float, float]:
+        """The seconds of all nodes forward, backward, and of the gradients of weights in that, which zb_h1 computes where it would wait.
+
+        It is of one of so many shards of the records, and of layers that are sharded.
+        """
         processor = self.processor(ranks)
         key = sharding.nodes, records, shards, id(processor)
         if key not in self._tasks:
-            forward = backward = 0.0
+            forward = backward = weights = 0.0
             for (work, is_sharded), many in self.counted(sharding).items():
                 own = shards if is_sharded else 1
-                forward += many * work.seconds(processor, records, own)
+                seconds = many * work.seconds(processor, records, own)
+                forward += seconds
                 backward += many * work.backward(processor, records, own)
-            self._tasks[key] = forward, backward
+                weights += seconds if work.cost.is_product and work.weights else 0.0
+            self._tasks[key] = forward, backward, weights
         return self._tasks[key]
-
-    def _of_weights(self, sharding: Sharding, one: Candidate) -> float:
-        """The seconds of the gradients of weights alone, which zb_h1 computes where it would wait."""
-        processor, records, shards = (
-            self.processor(one.degrees.ranks),
-            one.degrees.dp * one.microbatches,
-            one.degrees.tp,
-        )
-        key = sharding.nodes, records, shards, id(processor)
-        if key not in self._weights:
-            self._weights[key] = sum(
-                many * work.seconds(processor, records, shards if is_sharded else 1)
-                for (work, is_sharded), many in self.counted(sharding).items()
-                if work.cost.is_product and work.weights
-            )
-        return self._weights[key]
 
     def bytes(self, one: Candidate, sharding: Sharding) -> float:
         """Parameters with gradients and slots, and what microbatches under way keep."""
@@ -248,11 +257,11 @@ class Estimates:
         made = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
-            return own + made * _FORWARD_ACTIVATIONS / part + nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+            return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * one.microbatches)
         nodes *= 4 if one.recompute else 3
         slots = self.slots / (degrees.dp if one.zero else 1)
         kept = made * (_FORWARD_ACTIVATIONS * 2 if one.recompute else 1.0)
-        sessions = nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        sessions = session_bytes(nodes, nodes * one.microbatches)
         return own * (2 + slots) + kept * under_way / part + sessions
 
     def _own(self, sharding: Sharding, one: Candidate) -> float:
@@ -267,15 +276,13 @@ class Estimates:
         return self._counted[sharding.nodes]
 
     def _made(self, sharding: Sharding, shards: int) -> float:
-        key = sharding.nodes, shards
-        if key not in self._activations:
-            some = self.counted(sharding).items()
-            self._activations[key] = sum(many * one.made / (shards if cut else 1) for (one, cut), many in some)
-        return self._activations[key]
+        some = self.counted(sharding).items()
+        return sum(many * one.made / (shards if cut else 1) for (one, cut), many in some)
 
     def turns(self, ranks: int) -> float:
         """By how much a rank takes longer, since the cores of its host are shared."""
-        return max(1.0, ranks / self.cores) if self.cores else 1.0
+        cores = self.machine.cores * self.hosts
+        return max(1.0, ranks / cores) if cores else 1.0
 
     def link(self, stride: int, count: int) -> Link:
         """What connects ranks that are so far apart."""
@@ -307,12 +314,6 @@ class Estimates:
         forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
         return forward + 2 * len(sharding.backward) * (self.slots is not None)
 
-    @cached_property
-    def crossing(self) -> float:
-        """The bytes of the value that layers hand on: the median of what products make."""
-        made = sorted(work.made for _, work in self.work.nodes() if work.cost.is_product)
-        return made[len(made) // 2] if made else 0.0
-
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
         """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
         if self.slots is None:
@@ -325,23 +326,19 @@ class Estimates:
         return update + many * link.collective(ALL_REDUCE, count, own / many)
 
     def _update(self, one: Candidate, own: float) -> float:
-        """Seconds of the update of so many bytes of parameters."""
-        if self.slots is None:
+        """Seconds of the update of so many bytes of parameters, by the optimizer's function."""
+        if self.optimizer is None:
             return 0.0
-        updated = own / (one.degrees.dp if one.zero else 1)
-        nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
+        trained = sum(item * math.prod(shape) for _, shape, item in self.reductions.parameters)
+        updated = own / max(1.0, self.weights) * trained / (one.degrees.dp if one.zero else 1)
         processor = self.processor(one.degrees.ranks)
-        kernel, at_once = processor.kernel(FALLBACK), max(1.0, min(updated, float(_AT_ONCE)))
-        shards = updated / at_once
-        moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
-        seconds = shards * (processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
-        return self.turns(one.degrees.ranks) * seconds
-
-
-def _waiting(one: Candidate, task: float, filled: float) -> float:
-    """Seconds in which a group of stages has nothing to compute, of a `task` of all its stages, of which `filled` may wait."""
-    groups, count, each = one.degrees.stages, one.microbatches, one.stages_each
-    if one.schedule == "zbv":
-        return max((groups - 1) * (task - filled) / 2, (2 * groups - 1 - count) * task / 3)
-    few = max(0, groups - count) * (1 - 1 / each)
-    return (groups - 1) * (task - filled) / each + few * task
+        if (key := (updated, id(processor))) not in self._updates:
+            form = self.optimizer.form
+            family = form.function if form.function in FAMILIES else _USUAL
+            decayed = self.optimizer.weight_decay > 0 and FAMILIES[family].decays
+            update = function(variant(family, decayed=decayed))
+            tensors = {"parameter", "gradient", *self.optimizer.slots}
+            flat = max(2, round(updated / _ITEM))
+            operands = [Operand((flat if name in tensors else 1,), _ITEM) for name in update.input]
+            self._updates[key] = function_seconds(update, operands, processor, SHARD)
+        return self.turns(one.degrees.ranks) * self._updates[key]

@@ -9,6 +9,7 @@ Parameters are reduced in the order in which a backward pass comes to them, the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -16,6 +17,8 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import Link
+from partc.compiler.tasks.buckets import Filling
+from partc.compiler.tasks.reduce_gradients import divided_dim
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -57,19 +60,15 @@ class Reductions:
         return self._calls[key]
 
     def _counted(self, kinds: Sequence[_Kind], tp: int, over: int) -> Calls:
-        found, filled = Calls(), dict[str, float]()
+        found, filling = Calls(), Filling[str](self.limit)
 
         def fill(op: str, bytes: float) -> None:
-            filled[op] = filled.get(op, 0.0) + bytes
-            if filled[op] >= self.limit:
-                found[op, filled.pop(op)] += 1
+            if (full := filling.add(op, bytes)) is not None:
+                found[op, full] += 1
 
         for at, shape, item in kinds:
-            sizes = [size // tp if dim == at else size for dim, size in enumerate(shape)]
-            bytes = item
-            for size in sizes:
-                bytes *= size
-            dim = next((k for k, size in enumerate(sizes) if over > 1 and size % over == 0 and size), None)
+            bytes = item * math.prod(shape) / (1 if at is None else tp)
+            dim = divided_dim(shape, [tp if dim == at else 1 for dim in range(len(shape))], over)
             if dim is None:
                 fill(ALL_REDUCE, bytes)
             elif dim == 0:
@@ -78,7 +77,7 @@ class Reductions:
             else:
                 found[REDUCE_SCATTER, bytes] += 1
                 found[ALL_GATHER, bytes / over] += 1
-        found.update((op, bytes) for op, bytes in filled.items())
+        found.update(filling.open.items())
         return found
 
 

@@ -17,6 +17,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Typed
 from partc.compiler.pipeline import run_passes
+from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.linked import Linked, linked_dims
@@ -27,7 +28,7 @@ from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.search.blocks import Block, Way, blocks_of
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
-from partc.compiler.search.estimate import Estimate, Estimates, Sharding
+from partc.compiler.search.estimate import Estimate, Estimates, Sharding, StageWork
 from partc.compiler.search.modules import Modules
 from partc.compiler.search.taken_over import Base
 from partc.compiler.search.work import ModelWork
@@ -63,6 +64,7 @@ class Search:
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _stage_parts: dict[int, list[StageWork]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -76,8 +78,7 @@ class Search:
         sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)
         work = ModelWork(apart, sizes, base.trains)
-        slots = base.slots if base.trains else None
-        estimates = Estimates(work, request.machine, request.hosts, slots, base.bucket)
+        estimates = Estimates(work, request.machine, request.hosts, base.optimizer, base.bucket)
         return cls(source, name, replace(request, sizes=sizes), program, apart, batch, estimates)
 
     @cached_property
@@ -140,7 +141,7 @@ class Search:
 
     def estimate(self, one: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._heaviest(one))
+        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._parts(one.stages))
         if not one.by_module:
             return found
         modules = self.modules(one.degrees)
@@ -160,10 +161,6 @@ class Search:
     def has_records(self, one: Candidate) -> bool:
         """Whether the batch of a candidate is cut over `tp`, too."""
         return one.by_module and self.modules(one.degrees).has_records
-
-    def is_sharded_alike(self, shards: int, other: int) -> bool:
-        """Whether the same dims are sharded over so many ranks as over others, where all is that can be."""
-        return self._sharded(shards)[1].places == self._sharded(other)[1].places
 
     def proposal(self, one: Candidate) -> Proposal:
         """The plan of a candidate; CompileError where the compiler refuses it."""
@@ -213,12 +210,18 @@ class Search:
             lines.append(f"    - [{', '.join(map(key, stage.lines()))}]")
         return (*lines, "")
 
-    def _heaviest(self, one: Candidate) -> float:
-        """The seconds of the group with the heaviest stages for the mean of all."""
-        work = [0.0] * one.degrees.stages
-        for home, stage in zip(one.homes, self._balanced(one.stages), strict=False):
-            work[home] += sum(unit.work for unit in stage.units)
-        return max(1.0, max(work) * len(work))
+    def _parts(self, count: int) -> list[StageWork]:
+        """What each of so many stages has of the model."""
+        if count not in self._stage_parts:
+            parts, sizes = list[StageWork](), TypicalSizes(self.program, self.request.sizes)
+            for stage in self._balanced(count):
+                own = {value for node in stage.nodes for value in node.outputs}
+                read = {
+                    value for node in stage.nodes for value in node.inputs if value is not None and value.producer()
+                }
+                parts.append(StageWork(sum(unit.work for unit in stage.units), sum(map(sizes.bytes_of, read - own))))
+            self._stage_parts[count] = parts or [StageWork()]
+        return self._stage_parts[count]
 
     def _stages_each(self, groups: int) -> list[int]:
         """How many stages each of so many groups can have: there are units with weights for all of them."""

@@ -17,6 +17,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.plan.document import read_text
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.proposal.edited_plan import with_optimizer
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode
@@ -28,11 +29,11 @@ _SEARCHED = ("dataset", "mesh", "outputs", "pipeline", "placement", "ranks", "sh
 
 @dataclass(frozen=True)
 class Base:
-    """The sections by name; of a training its batch, None where it is not stated, the tensors kept of a parameter, a bucket's bytes."""
+    """The sections by name; of a training its batch, None where it is not stated, its optimizer, a bucket's bytes."""
 
     sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
     batch: int | None = None
-    slots: int = 0
+    optimizer: Optimizer | None = None
     bucket: int = 0
     is_sharded: bool = False
     statistics: bool = False
@@ -80,7 +81,7 @@ def base_of(path: Path, source: Source) -> tuple[Base, Source]:
     base = Base(
         sections,
         None if train is None else train.batch,
-        0 if train is None else len(train.optimizer.slots),
+        None if train is None else train.optimizer,
         0 if train is None else train.bucket_bytes,
         train is not None and bool(train.optimizer.shard),
         plan.pipeline is not None and plan.pipeline.statistics is not None,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 from partc.compiler.cost.machine import Processor
 from partc.compiler.cost.node import PRODUCT, VIEW
-from partc.compiler.cost.price import NodeCost, Operand, cost_of
+from partc.compiler.cost.price import NodeCost, cost_of
+from partc.compiler.cost.sizes import Operand
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes, weights_read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import name_of
@@ -13,6 +14,7 @@ from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
 
+Key = TypeVar("Key", bound=Hashable)
 Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
@@ -31,6 +33,19 @@ def can_join(moves: tuple[mv.Move, ...]) -> bool:
 
 
 @dataclass
+class Filling(Generic[Key]):
+    """The bytes of open buckets by what joins there; a bucket is full once it has `limit` bytes."""
+
+    limit: int
+    open: dict[Key, float] = field(default_factory=dict)
+
+    def add(self, key: Key, bytes: float) -> float | None:
+        """The bytes of the bucket if these fill it; then the next ones open another."""
+        self.open[key] = self.open.get(key, 0) + bytes
+        return self.open.pop(key) if self.open[key] >= self.limit else None
+
+
+@dataclass
 class _Bucket:
     move: Fused
     values: list[ir.Value] = field(default_factory=list)
@@ -39,7 +54,6 @@ class _Bucket:
     then: list[Callable[[], None]] = field(default_factory=list)
     kinds: list[Hashable] = field(default_factory=list)
     elements: int = 0
-    bytes: int = 0
 
 
 class Buckets:
@@ -49,7 +63,7 @@ class Buckets:
     """
 
     def __init__(self, comm: CommLowering, limit: int, what: str) -> None:
-        self.comm, self.limit, self.what = comm, limit, what
+        self.comm, self.filling, self.what = comm, Filling[tuple[str, str, str]](limit), what
         self._open: dict[tuple[str, str, str], _Bucket] = {}
 
     def add(
@@ -76,12 +90,12 @@ class Buckets:
         bucket.kinds.append(kind)
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
         bucket.elements += elements
-        bucket.bytes += elements * (info.item_bytes or 1)
-        if bucket.bytes >= self.limit:
+        if self.filling.add(key, elements * (info.item_bytes or 1)) is not None:
             self._move(key)
 
     def flush(self) -> None:
         """Writes the collectives of buckets that are not full."""
+        self.filling.open.clear()
         for key in list(self._open):
             self._move(key)
 

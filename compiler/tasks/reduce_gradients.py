@@ -58,11 +58,18 @@ def shared_out(program: Targeted, home: ShardedValue, over: Over) -> ShardedValu
     used = {axis for cuts in layout.cuts for axis in cuts}
     free = tuple(axis for axis in marked.cuts[0] if axis not in used)
     shards = math.prod(layout.mesh[axis] for axis in free)
-    for dim, size in enumerate(shape) if shards > 1 else ():
-        if isinstance(size, int) and size and size % (layout.num_shards(dim) * shards) == 0:
-            cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
-            return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
-    return home
+    dim = divided_dim(shape, [layout.num_shards(dim) for dim in range(len(shape))], shards)
+    if dim is None:
+        return home
+    cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
+    return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
+
+
+def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
+    """The first dim of a parameter, whose dims are cut into as many shards as `cut` says, that can be divided further into `shards`."""
+    sizes = enumerate(zip(shape, cut, strict=True))
+    fits = (dim for dim, (size, own) in sizes if isinstance(size, int) and size and size % (own * shards) == 0)
+    return next(fits, None) if shards > 1 else None
 
 
 class GradientReduction:

@@ -244,7 +244,7 @@ class Updates(UpdateWriter):
             run.append(one)
             if one.share != one.home:
                 filled += prod(self._sizes(one)) * (self.values[one.parameter].item_bytes or 1)
-            if filled >= self.gathers.limit or not self.training.optimizer_of(one.parameter).is_elementwise:
+            if filled >= self.gathers.filling.limit or not self.training.optimizer_of(one.parameter).is_elementwise:
                 yield run
                 run, filled = [], 0
         if run:

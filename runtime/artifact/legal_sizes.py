@@ -41,6 +41,26 @@ def largest_legal(size: int, law: SymbolRecord) -> int:
     return last - (last - law.remainder) % law.divisor
 
 
+def smallest(symbol: SymbolRecord) -> int:
+    """The smallest legal size of a symbol that is not zero."""
+    least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
+    return least + (symbol.remainder - least) % symbol.divisor
+
+
+def typical_sizes(manifest: Manifest) -> dict[str, int]:
+    """The size of each symbol at which estimates are made: a training's batch, else the largest where one is given, else the smallest."""
+    sizes = {
+        name: smallest(symbol) if symbol.max is None else largest_legal(symbol.max, symbol)
+        for name, symbol in manifest.symbols.items()
+    }
+    batch = manifest.training.settings.batch if manifest.training is not None else None
+    firsts = {port.shape[0] for port in manifest.inputs if port.shape}
+    for name, symbol in manifest.symbols.items():
+        if batch is not None and name in firsts and is_legal(batch, symbol):
+            sizes[name] = batch
+    return sizes
+
+
 def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
     """The message about a size that a dim cannot have."""
     terms = []

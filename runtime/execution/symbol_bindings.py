@@ -19,7 +19,7 @@ from partc.runtime.artifact.tensors.dtypes import Dtype
 from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
 from ..artifact import dim_expression as expression
-from ..artifact.format import Manifest, Port, SymbolRecord
+from ..artifact.format import Manifest, Port
 from ..artifact.legal_sizes import is_legal, refusal
 from ..communication.transport import Agreements, Transport, Vector
 from ..errors import InputError
@@ -331,9 +331,3 @@ def _shape(given: object) -> tuple[int, ...]:
 
 def _is_tensor(port: Port) -> bool:
     return port.shape is not None and port.type.startswith("tensor(")
-
-
-def smallest(symbol: SymbolRecord) -> int:
-    """The smallest legal size of a symbol that is not zero."""
-    least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
-    return least + (symbol.remainder - least) % symbol.divisor

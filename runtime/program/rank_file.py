@@ -139,7 +139,7 @@ class RankFile:
     def declared_shapes(self) -> dict[str, Shape]:
         """The shapes that the file declares; None for a value with a dim that is left open."""
         found: dict[str, Shape] = {}
-        for value, names in self._declared:
+        for value, names in self.declarations:
             if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
                 dims = value.type.tensor_type.shape.dim
                 stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
@@ -150,13 +150,13 @@ class RankFile:
     def declared_types(self) -> dict[str, str]:
         """The types of weights, and those that the file declares of other values."""
         found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
-        for value, names in self._declared:
+        for value, names in self.declarations:
             if text := type_text(value.type):
                 found |= dict.fromkeys(names, text)
         return found
 
     @cached_property
-    def _declared(self) -> list[tuple[ValueInfoProto, list[str]]]:
+    def declarations(self) -> list[tuple[ValueInfoProto, list[str]]]:
         """What the file declares, each with the names of its values: of a body's value one for each call."""
         found: dict[int, tuple[ValueInfoProto, list[str]]] = {}
         for name, value in declared(self.model, self.where):

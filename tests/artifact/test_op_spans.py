@@ -14,7 +14,7 @@ import pytest
 from mutation_kinds import KINDS, WEIGHTS, Kind, build
 from partc.cli.job import training
 from partc.cli.main import invoke
-from partc.cli.simulation.traced import read_traced
+from partc.compiler.cost.traced import read_traced
 from partc.runtime.artifact.trace import CATEGORIES, COMPUTE, OP, STEP, Span, read_trace
 from partc.runtime.devices.devices import HOST
 from partc.runtime.errors import UsageError

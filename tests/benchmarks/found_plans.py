@@ -27,7 +27,6 @@ from pathlib import Path
 from mpi4py import MPI
 from partc.cli.job.inputs import open_inputs
 from partc.cli.machine.trials import run_fastest
-from partc.cli.simulation.plays import Plays, play_program, played
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.errors import CompileError
@@ -35,6 +34,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.plays import Plays, play_program, played
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import Base, base_of
 from partc.runtime import load, load_trainer, open_artifact

@@ -3,7 +3,7 @@
     python tests/benchmarks/predicted_memory.py [SAMPLE...]
 
 Compiles each sample, runs some steps by `partc run` or `partc train` at fixed sizes, and prints by rank the predicted peak, the measured
-one and their ratio. Ends with 1 if one is off by more than 15 %, and by more than 3 MB.
+one and their ratio. Ends with 1 if one is off by more than 20 %, and by more than 3 MB.
 
 A rank's peak is measured as the growth of its own memory from just before it loads the artifact, when MPI has begun and onnxruntime has
 run a session: anonymous pages, shared memory, and pages of the artifact's files. So it has weights, state, arenas, onnxruntime's sessions
@@ -27,7 +27,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SAMPLES = HERE.parents[1] / "samples"
-MOST = 0.15
+MOST = 0.2
 LEAST = 3e6
 """Bytes by which any process may differ: what Python, MPI and threads take is nothing that a file says."""
 MB = 1e6

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partc.cli.simulation.run import instant
-from partc.cli.simulation.step import simulated
-from partc.cli.simulation.traced import read_traced
+from partc.compiler.cost.step import simulated
+from partc.compiler.cost.traced import read_traced
 from partc.runtime import open_artifact
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command

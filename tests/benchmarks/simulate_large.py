@@ -45,9 +45,9 @@ def compiled(folder: Path) -> dict[str, float]:
 
 def played(folder: Path) -> dict[str, float]:
     """Simulates the artifact in the folder."""
-    from partc.cli.output.stats import typical_sizes
-    from partc.cli.simulation.step import simulated
+    from partc.compiler.cost.step import simulated
     from partc.runtime import open_artifact
+    from partc.runtime.artifact.legal_sizes import typical_sizes
 
     artifact = open_artifact(folder / "build", trust=True)
     found = simulated(artifact, cluster(), {"batch": typical_sizes(artifact.manifest)["batch"]})

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from machines import machine
-from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine import Curve
 from partc.compiler.cost.play import Begin, Communicate, Finish
+from partc.compiler.cost.step import simulated
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from partc.runtime.artifact.manifest import open_artifact

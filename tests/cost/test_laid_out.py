@@ -5,9 +5,10 @@ from __future__ import annotations
 import onnx
 import pytest
 from machines import curve
-from partc.cli.simulation.actions import shown
+from partc.compiler.cost.actions import shown
 from partc.compiler.cost.machine import Curve, Processor
-from partc.compiler.cost.price import Operand, cost_of, function_seconds
+from partc.compiler.cost.price import cost_of, function_seconds
+from partc.compiler.cost.sizes import Operand
 
 US = 1e-6
 CPU = Processor(

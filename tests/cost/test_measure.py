@@ -12,9 +12,9 @@ import pytest
 from partc.cli.machine import measure
 from partc.cli.machine.job import found_by
 from partc.cli.main import invoke
-from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine_file import machine_text, read_machine
 from partc.compiler.cost.play import Compute
+from partc.compiler.cost.step import simulated
 from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact

@@ -8,7 +8,8 @@ import onnx_ir as ir
 import pytest
 from machines import machine
 from partc.compiler.cost.machine import Curve, Processor
-from partc.compiler.cost.price import NodeCost, Operand, cost_of
+from partc.compiler.cost.price import NodeCost, cost_of
+from partc.compiler.cost.sizes import Operand
 
 Shape = tuple[int, ...]
 

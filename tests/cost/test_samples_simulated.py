@@ -15,22 +15,21 @@ from machines import curve, machine
 from minimal_ranks import minimal_runtime, run, same_as_partc
 from partc.cli.job.inputs import open_inputs
 from partc.cli.output.pipeline import pipeline_of
-from partc.cli.output.stats import typical_sizes
-from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine import Link, Machine
+from partc.compiler.cost.memory import rank_memory
 from partc.compiler.cost.play import Compute
+from partc.compiler.cost.step import simulated
 from partc.compiler.schedule.costs import unit_costs, with_times
 from partc.compiler.schedule.simulate import simulate
 from partc.runtime import load, load_trainer
 from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.artifact.legal_sizes import is_legal
+from partc.runtime.artifact.legal_sizes import is_legal, typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.communication.transport import CollectiveArgs, Request
 from partc.runtime.execution.inputs import shard
-from partc.runtime.execution.memory.needed import rank_memory
 from sample_plans import PLANS, compiled
 
 THREADS = {"threads": 1, "devices": {"cuda": "cpu"}}

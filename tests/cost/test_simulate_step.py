@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from machines import machine, shared
 from partc.cli.main import invoke
-from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.machine_file import machine_text
+from partc.compiler.cost.step import simulated
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import Artifact, open_artifact
 

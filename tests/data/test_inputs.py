@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from partc.cli.job.inputs import choose_sizes, open_inputs
 from partc.cli.job.outputs import flatten, write
-from partc.cli.output.stats import typical_sizes
 from partc.runtime.artifact.format import IdsRecord, LabelRecord, Manifest, Port, SymbolRecord
+from partc.runtime.artifact.legal_sizes import smallest, typical_sizes
 from partc.runtime.errors import UsageError
-from partc.runtime.execution.symbol_bindings import smallest
 
 
 def small_manifest(ports: list[Port], **symbols: SymbolRecord) -> Manifest:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from conftest import Golden
-from partc.cli.output.stats import typical_sizes
+from partc.compiler.cost.memory import rank_memory
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import rank_memory
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 
 SAMPLES = Path(__file__).parents[2] / "samples"

@@ -343,7 +343,6 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
     ("keys", "fact"),
     [
         ("{slots: 0, length: 64}", "slots"),
-        ("{slots: 2, length: 64, memory: 240KB}", "write slots: 1, the most that fit"),
         ("{slots: 2, length: 64, memory: 10KB}", "not one slot fits"),
         ("{length: 4000}", "the table of positions 'embed.positions.weight' has 256, and 'length' is 4000"),
         (

@@ -13,9 +13,11 @@ import pytest
 from decoders import decoder
 from onnx.reference import ReferenceEvaluator
 from partc.cli.main import invoke
+from partc.compiler.cost.memory import rank_memory
+from partc.compiler.cost.sizes import FileSizes
+from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import _Program, rank_memory
 from partc.runtime.program.rank_file import read_rank_file
 from step_allocations import PLANS, VOCABULARY, compiled, made_by_steps
 
@@ -34,8 +36,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "rows", "tokens"), [("decode", SLOTS, 1), ("prefill", 1, CHUNK)])
 def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, build: Path) -> None:
     artifact = open_artifact(build).beside(name)
-    generation = artifact.beside().manifest.generation
-    program, model = _Program(read_rank_file(artifact, 0), {}, generation), artifact.model(0)
+    file, model = read_rank_file(artifact, 0), artifact.model(0)
+    is_open = [name for name, shape in file.declared_shapes.items() if shape is None]
+    sizes = FileSizes(file, {})
+    sizes.close(LENGTH - 1 + tokens)
     made = [value for node in model.graph.node for value in node.output]
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=value) for value in made)
@@ -48,11 +52,24 @@ def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, b
         found = step.run(made, {**given, "position": np.full(rows, position)})
         for value, array in zip(made, found, strict=True):
             largest[value] = tuple(map(max, largest.get(value, array.shape), array.shape))
-    assert len(program.bounds) > 5
-    assert {value: largest[value] for value in program.bounds} == {
-        value: shape for value, (_, shape) in program.bounds.items()
-    }
-    assert max(max(shape, default=0) for _, shape in program.bounds.values()) == LENGTH - 1 + tokens
+    assert len(is_open) > 5
+    assert {value: largest[value] for value in is_open} == {value: sizes.operand(value).sizes for value in is_open}
+
+
+def test_the_slots_that_fit_are_those_of_inspect(tmp_path: Path) -> None:
+    onnx.save(decoder(1), tmp_path / "model.onnx")
+
+    def compiled_with(slots: int, memory: str = "") -> Path:
+        (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {{slots: {slots}, length: 200{memory}}}\n")
+        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / f"build{slots}")
+        return tmp_path / f"build{slots}"
+
+    few, many = (rank_memory(open_artifact(compiled_with(slots)), 0, {}).peak for slots in (3, 7))
+    record = open_artifact(compiled_with(3, f", memory: {many + 4096}")).generation
+    assert record is not None
+    assert record.room == 7, "within the bytes by which arenas are rounded"
+    with pytest.raises(CompileError, match=r"of memory: weights (.*\n)+.*write slots: 2, the most that fit"):
+        compiled_with(3, f", memory: {few - 1}")
 
 
 def test_inspect_says_that_the_longest_sequences_count(build: Path, capsys: pytest.CaptureFixture[str]) -> None:

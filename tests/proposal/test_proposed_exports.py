@@ -7,13 +7,13 @@ import onnx
 import pytest
 from equivalence import same, whole_outputs
 from partc.compiler import compile_model
+from partc.compiler.cost.memory import rank_memory
 from partc.compiler.frontend import load
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.propose import propose
 from partc.runtime import load_local
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import rank_memory
 
 torch = pytest.importorskip("torch", reason="torch exports the models of these tests")
 pytest.importorskip("onnxscript", reason="torch's exporter needs it")

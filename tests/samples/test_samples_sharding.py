@@ -18,13 +18,13 @@ import onnx_ir as ir
 import pytest
 from equivalence import whole_outputs
 from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
+from partc.compiler.cost.memory import rank_memory
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import Report, compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import InputError, load_local
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import rank_memory
 from sample_scripts import run_script
 
 SAMPLES = Path(__file__).parents[2] / "samples"

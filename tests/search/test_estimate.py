@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from machines import links
-from partc.cli.simulation.known_program import KnownProgram
-from partc.cli.simulation.plays import play_program
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.plays import play_program
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import base_of
 from perceptrons import TRAIN, layers
@@ -28,10 +27,7 @@ def ratios(on: Machine, folder: Path, *some: Candidate) -> list[float]:
     base, model = base_of(folder / "train.yaml", source(layers(48, 4)))
     search = Search.of(model, "model.onnx", Request(4, Fixed(), base, on, {}))
     step = play_program(search, search.proposal(Candidate(Degrees())).done)
-    known = KnownProgram(search, step)
-    search.estimates.updates = known.updating
     search.estimates.calibrate(step.played.busy[0])
-    search.estimates.computed = known.computed
     played = [play_program(search, search.proposal(one).done).played.seconds for one in some]
     return [search.estimate(one).seconds / seconds for one, seconds in zip(some, played, strict=True)]
 

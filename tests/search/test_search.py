@@ -14,16 +14,16 @@ from equivalence import same_as_whole
 from machines import links, machine, shared
 from onnx import helper
 from partc.cli.main import invoke
-from partc.cli.simulation import plays
-from partc.cli.simulation.plays import play_program, played
 from partc.cli.simulation.search import Found, Options, searched
 from partc.compiler.cost.machine import Curve, Machine
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.cost.play import Begin
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search import plays
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate
+from partc.compiler.search.plays import play_program, played
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import Base, base_of
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER

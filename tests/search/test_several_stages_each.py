@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from machines import links
-from partc.cli.simulation.plays import play_program, played
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.plays import play_program, played
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import base_of
 from perceptrons import TRAIN, layers

@@ -9,9 +9,9 @@ import pytest
 from partc.cli.machine import trials
 from partc.cli.machine.job import found_by
 from partc.cli.main import invoke
-from partc.cli.simulation.plays import Plays
 from partc.cli.simulation.search import Options, searched
 from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.plays import Plays
 from partc.runtime.errors import RankError
 from perceptrons import TRAIN, layers
 from proposal_case import source

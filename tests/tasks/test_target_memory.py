@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
+from partc.compiler.cost.memory import rank_memory
+from partc.compiler.emit.emit import Unwritten
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.device_bytes import device_bytes
 from partc.runtime import load_local
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import rank_memory
 from targets_case import ADAM, ON_CPU, PIPED, PLANS
 from training_equivalence import fed, from_text
 
@@ -42,14 +42,12 @@ def test_the_bytes_of_each_target_are_those_that_are_asked_for(name: str, tmp_pa
             for key, value in rank.state.tensors.items():
                 kept[lying.get(key, CPU)] += value.dtype.bytes_of(value.shape)
             needed = rank_memory(artifact, rank.rank, {"batch": len(step["x"])})
+            assert rank_memory(Unwritten([program], "model"), rank.rank, {"batch": len(step["x"])}, alone=True) == (
+                rank_memory(artifact, rank.rank, {"batch": len(step["x"])}, alone=True)
+            )
             found = {one.target: one for one in needed.targets}
-            assert {
-                target: one.step.between for target, one in found.items() if one.step.between or target == CPU
-            } == arenas
+            assert {target: one.between for target, one in found.items() if one.between or target == CPU} == arenas
             for target, one in found.items():
-                assert one.resident.parameters + one.resident.optimizer == kept[target]
-                assert one.resident.weights <= 100
-                assert one.peak >= kept[target] + one.step.between
-                proposed = {part.rank: part for part in device_bytes(program, target)}[rank.rank]
-                assert sum(proposed.weights.values()) == one.resident.parameters
-                assert sum(proposed.state.values()) == one.resident.optimizer
+                assert one.parameters + one.optimizer == kept[target]
+                assert one.weights <= 100
+                assert one.peak >= kept[target] + one.between

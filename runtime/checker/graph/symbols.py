@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from partc.runtime.artifact import dim_expression as expression
 from partc.runtime.artifact.format import Box, Manifest, Shape
+from partc.runtime.artifact.legal_sizes import smallest
 
 Bindings: TypeAlias = dict[str, int]
 """Sizes of the symbols."""
@@ -21,8 +22,7 @@ def samples(manifest: Manifest, larger: bool = False) -> list[Bindings]:
     for number in (*range(_SAMPLES), *(_LARGER if larger else ())):
         sizes: Bindings = {}
         for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
-            least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
-            least += (law.remainder - least) % law.divisor
+            least = smallest(law)
             size = least + law.divisor * number * (place + 1)
             sizes[name] = least if law.max is not None and size > law.max else size
         found.append(sizes)

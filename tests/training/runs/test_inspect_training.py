@@ -10,8 +10,8 @@ import pytest
 from partc.cli.commands.inspect import command
 from partc.cli.output.stats import rank_stats
 from partc.cli.output.training_stats import training_stats
+from partc.compiler.cost.memory import rank_memory
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.execution.memory.needed import rank_memory
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
 FLOATS = 6 * 5 + 5 + 5 * 3
@@ -44,10 +44,10 @@ def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
 def test_memory_is_that_of_the_state_and_of_what_lives_beside_it(build: Path) -> None:
     artifact = open_artifact(build)
     (small,), (large,) = (rank_memory(artifact, 0, {"batch": batch}).targets for batch in (2, 200))
-    assert (small.resident.parameters, small.resident.optimizer) == (4 * FLOATS, 4 * FLOATS)
-    assert small.resident.weights < 100
+    assert (small.parameters, small.optimizer) == (4 * FLOATS, 4 * FLOATS)
+    assert small.weights < 100
     # all gradients are alive when the first update begins
-    assert 4 * FLOATS <= small.step.between < 6 * 4 * FLOATS
+    assert 4 * FLOATS <= small.between < 6 * 4 * FLOATS
     # half the batch of the hidden values and what the backward pass makes of them
     assert large.peak - small.peak >= 4 * 99 * (6 + 5 + 5)
 

@@ -27,6 +27,7 @@ gather_block_quantized = op(
     remarks="of bytes in rows of two dims, rows of other ranks are masked, columns in whole blocks; others are replicated",
     precision="follow",
     kernel="lookup",
+    rounds="once",
 )
 
 

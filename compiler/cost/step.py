@@ -9,18 +9,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from partc.cli.output.memory import memory_of_ranks
-from partc.cli.output.stats import typical_sizes
-from partc.cli.simulation.actions import Pricing, rank_actions
-from partc.cli.simulation.classes import classes_of
-from partc.cli.simulation.sizes import FileSizes
-from partc.cli.simulation.traced import Traced
+from partc.compiler.cost.actions import Pricing, rank_actions
+from partc.compiler.cost.classes import classes_of
 from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.memory import RankMemory, memory_of_ranks
 from partc.compiler.cost.play import Communicate, Compute, Played, play
-from partc.runtime.artifact.legal_sizes import is_legal, refusal
+from partc.compiler.cost.sizes import FileSizes
+from partc.compiler.cost.traced import Traced
+from partc.runtime.artifact.legal_sizes import is_legal, refusal, typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import ArtifactError, UsageError
-from partc.runtime.execution.memory.parts import RankMemory
 from partc.runtime.program.rank_file import read_rank_file
 
 

@@ -1,4 +1,4 @@
-"""What onnxruntime takes inside of a session is what it asks the system for."""
+"""What onnxruntime is predicted to need is what it asks the system for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
+from partc.compiler.cost.memory import Pool, laid_out, session_places
+from partc.compiler.cost.sizes import Operand
 from partc.runtime.artifact.liveness import Span
-from partc.runtime.artifact.tensors.dtypes import BY_NAME
-from partc.runtime.execution.memory.laid_out_weights import laid_out
-from partc.runtime.program.session_memory import OwnArena, SharedArena, inside
 from partc.runtime.program.steps import Segment
 
 RUN = """
@@ -50,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_arena_grows_as_predicted(name: str) -> None:
+def test_sessions_need_what_is_predicted(name: str) -> None:
     nodes, expected = CASES[name]
     head = 'ir_version: 10, opset_import: ["": 21]'
     weight = f"float[64, 64] w = {{{', '.join(map(str, range(64 * 64)))}}}"
@@ -58,26 +57,27 @@ def test_the_arena_grows_as_predicted(name: str) -> None:
     text = f"<{head}> g {ports} {{ {nodes} }}"
     model = parser.parse_model(text)
     shapes = dict.fromkeys("xabcy", (64, 1000)) | ({"b": (1000, 64), "c": (1000, 64)} if name == "views" else {})
-    kinds = {"c": "bool"} if name == "a selection" else {}
-    known = {one: (BY_NAME[kinds.get(one, "float")], shape) for one, shape in shapes.items()}
     nodes_of = [node for node in model.graph.node if node.op_type != "Constant"]
     segment = Segment(nodes_of, ("x",), ("y",), ("r", "s", "w"))
-    arena = SharedArena()
-    for _ in range(3):
-        places = inside(segment, known.get)
-        arena.run(places)
-    assert all(place.bytes is not None for place in places)
-    assert arena.bytes == expected
+    places = session_places(
+        segment, lambda one: Operand(shapes.get(one), 1 if (one, name) == ("c", "a selection") else 4)
+    )
+    pool = Pool()
+    assert (pool.hold(places), pool.hold(places)) == (expected, 0)
     done = subprocess.run([sys.executable, "-c", RUN, text], capture_output=True, text=True, check=True)
     assert sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr))) == expected
 
 
-def test_an_arena_of_values_that_grow_asks_for_twice_as_much_each_time() -> None:
-    arena, mib = OwnArena(), 1 << 20
-    for bytes, used in ((mib // 2, mib // 2), (mib // 4, mib // 2), (3 * mib, 7 * mib)):
-        arena.run([Span("x", 0, 1, (), bytes)])
-        assert arena.bytes == used
-    assert [block.size // mib for block in arena.blocks] == [1, 2, 4]
+def test_freed_memory_has_what_is_not_larger() -> None:
+    rising, pool = [Span(str(k), k, k, (), bytes) for k, bytes in enumerate((2, 4, 8))], Pool()
+    assert pool.hold(rising) == 14
+    assert pool.hold(rising[::-1]) == 0
+    together = [Span("a", 0, 2, (), 5), Span("b", 1, 2, (), 3), Span("c", 2, 2, (), None)]
+    assert pool.hold(together) == 0, "5 takes all of 8, 3 all of 4"
+    assert pool.hold([Span("a", 0, 0, (), 20)]) == 20
+    assert pool.hold([Span("a", 0, 1, (), 9), Span("b", 1, 1, (), 11), Span("c", 2, 2, (), 20)]) == 0, (
+        "a part of 20, then all"
+    )
 
 
 LOAD = """

@@ -1,6 +1,6 @@
 """The candidates of a search that are compiled and simulated, as by `partc simulate`: those with the best estimates, and baselines.
 
-First of all the model is compiled for one rank: what its nodes take is what estimates begin with (`KnownProgram`). Of a large model a
+First of all the model is compiled for one rank: how long it computes is what estimates begin with. Of a large model a
 candidate is not simulated whose estimate is above what was found, as far as the estimates of what was simulated, of the same degrees or
 else of the same kind, were off. How many are simulated does not depend on how fast this process is, so that the same input gives the same
 plan; a limit of time ends the search before, and more are simulated in it.
@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.known_program import KnownProgram
-from partc.cli.simulation.step import Simulation, simulated
-from partc.compiler.emit.emit import emit
+from partc.compiler.cost.step import Simulation, simulated
+from partc.compiler.emit.emit import Unwritten
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import SourceRecord
-from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
 from partc.runtime.units import seconds
@@ -131,7 +126,7 @@ class Plays:
 @uncollected()
 def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> Plays:
     """Plays candidates, to find so many; UsageError where the limit of time, in seconds since it `began`, is over before one is found."""
-    found, known = Plays(search, memory, wanted), None
+    found = Plays(search, memory, wanted)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
     most = max(_FEWEST, wanted, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else max(_MOST, wanted)
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
@@ -146,12 +141,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            known = KnownProgram(search, step)
-            search.estimates.updates = known.updating
             search.estimates.calibrate(step.played.busy[0])
-            search.estimates.computed = known.computed
-        elif known is not None:
-            known.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
@@ -170,10 +160,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
 def play_program(search: Search, done: Complete) -> Simulation:
     """A step of a program, as it would be written."""
     request = search.request
-    with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
-        folder = Path(name) / "build"
-        emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
-        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
+    return simulated(Unwritten([done], search.name), request.machine, request.sizes, request.hosts, alike=True)
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:

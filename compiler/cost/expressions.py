@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from partc.cli.simulation.actions import shown
-from partc.cli.simulation.sizes import FileSizes
+from partc.compiler.cost.actions import shown
 from partc.compiler.cost.node import Known, products
+from partc.compiler.cost.sizes import FileSizes
 from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_value
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.tasks.task import parse as parse_task

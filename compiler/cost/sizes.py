@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from partc.compiler.cost.price import Operand
 from partc.runtime.artifact.format import OPTIMIZER, Shape
 from partc.runtime.artifact.graph.onnx_graph import reads
 from partc.runtime.artifact.graph.row_function import MERGE
@@ -17,13 +17,29 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import Segment
-from partc.runtime.program.value_table import declared_shapes
+from partc.runtime.program.value_table import declared_shapes, types_from_manifest
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
 _SOME = 4.0
 """The bytes of an element whose type is not known."""
+_UNSTATED = "tensor(float)"
+"""The type of a value without a stated one."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The sizes of an operand, None where only a run tells them, the bytes of an element, and whether it is the same in each step."""
+
+    sizes: tuple[int, ...] | None
+    item: float
+    constant: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """All of it; 0 where it is not known."""
+        return 0.0 if self.sizes is None else math.prod(self.sizes) * self.item
 
 
 class FileSizes:
@@ -45,8 +61,24 @@ class FileSizes:
 
     @cached_property
     def types(self) -> dict[str, str]:
-        """By value its type."""
-        return self.file.declared_types | {record.value: record.type for record in self.file.state}
+        """The type of each value, as the file and the manifest state it without sessions."""
+        file = self.file
+        types = {**dict.fromkeys((*file.computed, *file.results), _UNSTATED), **types_from_manifest(file)}
+        types |= file.declared_types
+        return types | {copy.result: types.get(copy.source, _UNSTATED) for copy in file.copies}
+
+    def assume(self, name: str | None, sizes: tuple[int, ...], item: float) -> None:
+        """Gives a value sizes that the file does not state."""
+        if name:
+            self._known[name] = Operand(sizes, item)
+
+    def close(self, size: int) -> None:
+        """Gives each dim that the file leaves open a size."""
+        for value, names in self.file.declarations:
+            dims = value.type.tensor_type.shape.dim
+            shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or size for dim in dims]
+            if value.type.tensor_type.HasField("shape"):
+                self.shapes.update(dict.fromkeys(names, shape))
 
     def at(self, sizes: Mapping[str, int]) -> FileSizes:
         """The same file at other sizes of its symbols."""
@@ -77,17 +109,17 @@ class FileSizes:
 
     def of_node(self, node: NodeProto, segment: Segment) -> tuple[list[Operand | None], list[Operand | None]]:
         """The operands of a node of a segment, and what it makes."""
-        of = self._reader(segment)
+        of = self.reader(segment)
         given, made = ([of(name) if name else None for name in some] for some in (node.input, node.output))
         return given, made
 
     def of_segment(self, segment: Segment) -> dict[str, Operand]:
         """By name in a segment's body the operands of all that its nodes read or make."""
-        of = self._reader(segment)
+        of = self.reader(segment)
         names = dict.fromkeys(name for node in segment.formal.nodes for name in (*node.input, *node.output) if name)
         return {name: of(name) for name in names}
 
-    def _reader(self, segment: Segment) -> Callable[[str], Operand]:
+    def reader(self, segment: Segment) -> Callable[[str], Operand]:
         """What gives the operand of a name in a segment's body."""
         names, fixed = self.names(segment), self.fixed(segment)
         suffix = f".{parse(segment.task).microbatch}" if segment.task else ""

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
 from partc.compiler.cost.machine import FALLBACK, Machine, Processor
 from partc.compiler.cost.play import Action
-from partc.compiler.cost.price import LAYOUT, NodeCost, Operand, cost_of, function_seconds
+from partc.compiler.cost.price import LAYOUT, NodeCost, cost_of, function_seconds
+from partc.compiler.cost.sizes import FileSizes, Operand
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import NEXT, ROWS, is_rowwise

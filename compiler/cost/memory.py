@@ -1,0 +1,561 @@
+"""Estimates the memory of a rank on each of its targets at given sizes, out of its file, without a session or a step.
+
+    weights             read there; a weight counts on every target that reads it
+    parameters          kept from step to step, with statistics
+    optimizer           the optimizer's tensors, and moving averages of parameters, which are on the CPU
+    caches              keys and values of tokens, of a decoder
+    sessions            what onnxruntime and the runtime hold of every session and node, by measurement
+    messages            slots of messages and rooms of collectives, which ranks of one host share
+    inputs_outputs      those of two steps, in a training with the batches that are read ahead
+    between             the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
+    inside              the values inside of sessions, in memory that they use in turn (`Pool`)
+    evaluation          `between`, `inside` and `sessions` of the program that evaluates a training
+    loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
+
+Lifetimes of values are those of `runtime/artifact/liveness.py`. The target `cuda` has the same bytes wherever it runs. What collectives
+need next to their values is that of ranks in one process; MPI may need other scratch.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import ceil, lcm, prod
+from mmap import PAGESIZE
+from typing import TYPE_CHECKING
+
+from partc.compiler.cost.sizes import FileSizes, Operand
+from partc.compiler.errors import CompileError, Problem
+from partc.runtime.artifact.byte_count import of_tensor
+from partc.runtime.artifact.format import (
+    ALL_REDUCE,
+    CACHE,
+    CPU,
+    EVALUATE,
+    EVALUATE_STREAMED,
+    PULL,
+    Manifest,
+    Shape,
+)
+from partc.runtime.artifact.generation import binds_rows
+from partc.runtime.artifact.graph.onnx_graph import reads
+from partc.runtime.artifact.liveness import Span, Use, alive, peak, spans
+from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.communication.host.messages import SLOT, SLOTS
+from partc.runtime.communication.host.rounds import ROOM, ROOMS
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.devices.devices import Devices
+from partc.runtime.errors import UsageError
+from partc.runtime.execution.collective_plans import plan_collectives, scratch_lifetimes
+from partc.runtime.execution.memory.layout import MOST_PLANS, arenas, at_sizes, lay_out
+from partc.runtime.execution.symbol_bindings import bound_symbols
+from partc.runtime.execution.wire_tags import wire_tags
+from partc.runtime.program.lifetimes import in_place_aliases
+from partc.runtime.program.locations import locations, used_targets
+from partc.runtime.program.memory_plan import Lifetime
+from partc.runtime.program.rank_file import RankFile, read_rank_file
+from partc.runtime.program.steps import LookUp, PostRecv, Segment, Send, StartCollective, Update
+from partc.runtime.program.value_table import Storage, known_shapes, promised_shapes
+from partc.runtime.units import size_text
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+    from partc.compiler.plan.generate import GenerateRules
+    from partc.runtime.artifact.generation import GenerationRecord
+
+_READ_AHEAD = 2
+"""Batches that wait for the steps of a training."""
+_OF_NODE, _OF_VALUE = 16_500, 1_800
+"""The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
+of onnxruntime 1.31."""
+_OF_TRAINING = 1_200_000
+"""The bytes that the loop, the reader of batches and MPI take for themselves."""
+_SIDE = "\n"
+"""Divides the name of a Where from that of its operand; no name has it."""
+_INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
+_NUMBER = 8
+"""The bytes of a row's number."""
+
+
+@dataclass
+class TargetMemory:
+    """Bytes of a rank on one of its targets; `unknown`: how many values are left out because only a run tells their size."""
+
+    target: str
+    weights: int = 0
+    parameters: int = 0
+    optimizer: int = 0
+    caches: int = 0
+    sessions: int = 0
+    messages: int = 0
+    inputs_outputs: int = 0
+    between: int = 0
+    inside: int = 0
+    evaluation: int = 0
+    loading: int = 0
+    unknown: int = 0
+
+    @property
+    def resident(self) -> int:
+        """What is there from step to step."""
+        return self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
+
+    @property
+    def activations(self) -> int:
+        """What a step has in addition."""
+        return self.inputs_outputs + self.between + self.inside + self.evaluation
+
+    @property
+    def peak(self) -> int:
+        """The memory of a step, or of loading where that is more."""
+        return self.resident + max(self.activations, self.loading)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of a rank by target; its segments, and the sessions that run them."""
+
+    rank: int
+    segments: int
+    sessions: int
+    targets: tuple[TargetMemory, ...]
+
+    @property
+    def peak(self) -> int:
+        """The bytes of all targets together."""
+        return sum(one.peak for one in self.targets)
+
+    @property
+    def inside(self) -> int:
+        """What sessions need inside, on all targets."""
+        return sum(one.inside for one in self.targets)
+
+    @property
+    def unknown(self) -> int:
+        """How many values are left out."""
+        return sum(one.unknown for one in self.targets)
+
+    def as_json(self) -> dict[str, object]:
+        """All figures for machines, in bytes."""
+        targets = [{**asdict(one), "peak": one.peak} for one in self.targets]
+        return {**asdict(self), "targets": targets, "peak": self.peak}
+
+
+def rank_memory(
+    artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None, alone: bool = False
+) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+
+    `file`: that of the artifact's program, where it is read already. `alone`: without the other programs of the artifact.
+    """
+    main = _Program(file or read_rank_file(artifact, rank), sizes, artifact.generation)
+    names = artifact.programs if artifact.manifest.is_main and not alone else ()
+    others = {
+        name: _Program(read_rank_file(artifact.beside(name), rank), sizes, artifact.generation, main.targets)
+        for name in names
+        if name in (EVALUATE, EVALUATE_STREAMED) or binds_rows(name)
+    }
+    steps = [main, *(others.pop(name) for name in [*others] if binds_rows(name))]  # in turn, over the same weights
+    memories = {target: TargetMemory(target) for target in sorted(main.used)}
+    host = memories[CPU]
+
+    weights = {key: bytes for program in steps for key, bytes in program.weights().items()}
+    for (target, _), bytes in weights.items():
+        memories[target].weights += bytes
+    _add_state(memories, main, artifact.manifest, rank)
+
+    pools = {target: Pool() for target in memories}
+    for program in steps:
+        between = program.between()
+        for target, one in memories.items():
+            one.between += between.get(target, 0)
+            one.inside = max(one.inside, program.inside(target, pools[target]))
+    host.unknown = sum(program.unknown for program in steps)
+    host.inputs_outputs = main.input_output_bytes()
+    host.messages = max(_messages(program.file, sizes) for program in (*steps, *others.values()))
+    host.sessions = main.session_bytes()
+    for target, one in memories.items():
+        one.loading = main.loading(target)
+
+    training = artifact.manifest.training
+    tests = training is not None and training.settings.test is not None
+    for program in others.values() if tests else ():  # else no step of theirs is run
+        between = program.between()
+        for target, one in memories.items():
+            one.evaluation = max(one.evaluation, between.get(target, 0) + program.inside(target, pools[target]))
+    host.evaluation += sum(program.session_bytes() for program in others.values())  # of both at once
+    segments = sum(isinstance(step, Segment) for step in main.file.steps)
+    return RankMemory(rank, segments, len(main.distinct), tuple(memories.values()))
+
+
+def memory_of_ranks(
+    artifact: Artifact,
+    sizes: Mapping[str, int],
+    ranks: Sequence[int] | None = None,
+    files: Mapping[str, RankFile] | None = None,
+) -> list[RankMemory]:
+    """The memory of every rank, or of some, those of one file at once; UsageError where a dim is not a whole number at the sizes.
+
+    `files`: by name the rank files that are read already.
+    """
+    by_file: dict[str, RankMemory] = {}
+    memories = []
+    for rank in range(artifact.manifest.ranks) if ranks is None else ranks:
+        file = artifact.manifest.program(rank)
+        if file not in by_file:
+            try:
+                by_file[file] = rank_memory(artifact, rank, sizes, (files or {}).get(file))
+            except ValueError as error:
+                chosen = ", ".join(f"{name}={size}" for name, size in sizes.items())
+                raise UsageError(f"{artifact.folder}: at {chosen}: {error}\n  help: --set other sizes") from None
+        memories.append(replace(by_file[file], rank=rank))
+    return memories
+
+
+def most_slots(artifact: Artifact, rules: GenerateRules, runs: int) -> int:
+    """The most slots of a decoder that fit into the plan's `memory`, a multiple of the `runs` in which ranks have them.
+
+    CompileError where the plan's own do not fit. Caches and the values of a step of decode grow with the slots, those inside of sessions
+    once they are more than the other programs have there.
+    """
+    assert rules.memory is not None
+    manifest, most, fitting = artifact.manifest, RankMemory(0, 0, 0, ()), list[int]()
+    for ranks in manifest.by_file(range(manifest.ranks)).values():
+        whole, decode = (rank_memory(artifact, ranks[0], {}, alone=alone) for alone in (False, True))
+        others = (artifact.beside(name) for name in artifact.programs if binds_rows(name))
+        inside, inside_others = decode.inside, max(rank_memory(one, ranks[0], {}).inside for one in others)
+        grows = sum(one.caches + one.inputs_outputs + one.between for one in decode.targets)
+        left = rules.memory - (whole.peak - whole.inside - grows)
+        fitting += [rules.slots * (left - inside_others) // grows, rules.slots * left // (grows + inside)]
+        most = max(most, whole, key=lambda one: one.peak)
+    step = lcm(runs, rules.groups)
+    room = max(0, min(fitting) // step * step)
+    if most.peak <= rules.memory:
+        return room
+    parts = ("weights", "caches", "activations", "messages", "sessions")
+    sizes = [f"{part} {size_text(sum(getattr(one, part) for one in most.targets))}" for part in parts]
+    fact = f"rank {most.rank} needs {size_text(most.peak, at_least=True)} of memory: {', '.join(sizes)}"
+    law = f"'memory' allows {size_text(rules.memory)}"
+    help_ = (
+        f"write slots: {room}, the most that fit"
+        if room
+        else "not one slot fits: use more ranks, a smaller 'length', or more memory"
+    )
+    raise CompileError(Problem(rules.where("memory"), fact, law, help_))
+
+
+def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: Manifest, rank: int) -> None:
+    """Adds what the rank keeps from step to step, where it is kept; moving averages of parameters are on the CPU."""
+    training = manifest.training
+    averaged = training is not None and training.settings.ema is not None
+    trained = {record.tensor for record in main.file.state if record.next}
+    for record in main.file.state:
+        bytes, one = manifest.state_bytes_of(record, rank), memories[main.targets.get(record.value, CPU)]
+        if record.kind in ("parameter", "statistics"):
+            one.parameters += bytes
+        elif record.kind == CACHE:
+            one.caches += bytes
+        else:
+            one.optimizer += bytes
+        if averaged and record.kind == "parameter" and record.tensor in trained:
+            memories[CPU].optimizer += bytes
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a rank at one action of a step: of values between segments, and what the session that runs needs inside."""
+
+    what: str
+    task: str
+    between: int
+    inside: int
+
+
+def memory_over_step(
+    artifact: Artifact, rank: int, sizes: Mapping[str, int]
+) -> tuple[list[StepMemory], list[Lifetime]]:
+    """By action what a rank holds in addition to what it keeps, on all targets together; and the values between segments.
+
+    Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what is unused
+    between values; memory inside of sessions stays with onnxruntime, so there it counts at its most.
+    """
+    program = _Program(read_rank_file(artifact, rank), sizes, artifact.generation)
+    lives, actions = program.lifetimes(), []
+    places = [Span(one.name, one.born, max([one.died, *one.sends]), (), one.bytes) for one in lives]
+    totals = dict(alive(places, 0))
+    between = totals.get(-1, 0)  # inputs are there before the first step
+    inside = {id(segment.formal): peak(program.places(segment))[0] for segment in program.distinct}
+    for at, step in enumerate(program.file.steps):
+        between = totals.get(at, between)
+        task, needed = (step.task, inside[id(step.formal)]) if isinstance(step, Segment) else ("", 0)
+        actions.append(StepMemory(str(step), task, between, needed))
+    return actions, lives
+
+
+class Pool:
+    """Memory that values use in turn: each takes the smallest free place that is large enough, or new memory.
+
+    It leaves what remains of a place that is at least twice as large; free neighbours are one place.
+
+        values of 2, 4, 8 bytes, one after another        grow the pool by 14: none has room in the memory of those before it
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []
+        """The begins and ends of free places."""
+        self.end = 0
+
+    def hold(self, places: Sequence[Span[str, int]]) -> int:
+        """The bytes that the pool grows by to hold these places, which are all free in the end."""
+        grown, held = 0, list[tuple[int, int, int]]()
+        for one in sorted((one for one in places if one.bytes), key=lambda one: one.first):
+            while held and held[0][0] < one.first:
+                self._give_back(*held.pop(0)[1:])
+            size = one.bytes or 0
+            fitting = [(end - begin, begin) for begin, end in self.free if end - begin >= size]
+            if fitting:
+                room, begin = min(fitting)
+                self.free.remove((begin, begin + room))
+                if room >= 2 * size:
+                    self.free.append((begin + size, begin + room))
+                    room = size
+            else:
+                room, begin = size, self.end + 1  # what is asked for later is no neighbour
+                self.end, grown = begin + size, grown + size
+            insort(held, (one.last, begin, begin + room))
+        for _, begin, end in held:
+            self._give_back(begin, end)
+        return grown
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Frees a place, as one with its free neighbours."""
+        beside = [one for one in self.free if begin in one or end in one]
+        self.free = [one for one in self.free if one not in beside]
+        self.free.append((min([begin, *(one[0] for one in beside)]), max([end, *(one[1] for one in beside)])))
+
+
+def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[str, int]]:
+    """The places that the nodes of a session need in addition to its inputs and outputs; `of` gives its values by their names.
+
+    A constant that one Transpose alone reads is turned once, while the session is made. A convolution, its batch normalization and its
+    activation are one kernel. A Where selects from either side, each spread to the condition, before it joins both.
+    """
+    elsewhere = {*segment.inputs, *segment.outputs, *segment.initializers}
+    readers, uses = Counter(name for node in segment.nodes for name in reads(node)), []
+    convolved: dict[str, str] = {}
+    for node in segment.nodes:
+        op, first = "" if node.domain else node.op_type, node.input[0] if node.input else ""
+        if op == "Transpose" and first in segment.initializers and readers[first] == 1:
+            elsewhere.add(node.output[0])
+        made = [name for name in node.output if name]
+        if op == "Where":
+            made = [*(f"{made[0]}{_SIDE}{side}" for side in node.input[1:]), *made]
+        if op == "Conv":
+            convolved[made[0]] = ""
+        elif op in _INTO_CONV and first in convolved and readers[first] == 1:
+            convolved[made[0]], op, inner = first, "Relu", made[0]
+            while made[0] in elsewhere and (inner := convolved[inner]):
+                elsewhere.add(inner)
+        uses.append(Use(list(reads(node)), made, op))
+    return spans(uses, lambda name: _known_bytes(of(name.partition(_SIDE)[0])), elsewhere)
+
+
+def session_bytes(nodes: float, values: float) -> float:
+    """What sessions and the runtime hold of so many nodes, and of the values of all microbatches in each plan of a step."""
+    return _OF_NODE * nodes + _OF_VALUE * values
+
+
+def laid_out(nodes: Iterable[NodeProto], weights: Mapping[str, int]) -> int:
+    """What onnxruntime needs, in addition to weights, to make a session of these nodes; `weights`: the bytes of constants by name.
+
+    Constant weights of convolutions are laid out in blocks one after another: a weight is there four times meanwhile, and in the end
+    all are there twice. Those into which a batch normalization is multiplied are there once more.
+    """
+    nodes = list(nodes)
+    normalized = {node.input[0] for node in nodes if node.op_type == "BatchNormalization"}
+    of = [(node.output[0], weights.get(node.input[1], 0)) for node in nodes if node.op_type == "Conv"]
+    total, largest = sum(bytes for _, bytes in of), max((bytes for _, bytes in of), default=0)
+    return max(4 * largest, 2 * total) - total + sum(bytes for made, bytes in of if made in normalized)
+
+
+class _Program:
+    """One of the programs of a rank, laid out. `state`: the targets of what the rank keeps, where another program has laid it out."""
+
+    def __init__(
+        self,
+        file: RankFile,
+        sizes: Mapping[str, int],
+        generation: GenerationRecord | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> None:
+        self.file, self.generation = file, generation
+        self.symbols, self.devices, self.of = file.manifest.symbols, Devices(), FileSizes(file, sizes)
+        self.targets = locations(file, self.devices, state)
+        self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}
+        bound, begins = bound_symbols(file.manifest), file.manifest.is_main
+        promises = promised_shapes(file, bound)
+        shapes = known_shapes(file, bound, promises)
+        types = self.of.types
+        self.values, self.updates = lay_out(file, types, shapes, promises, file.tensors, self.targets, begins)
+        self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
+        self._bound_lookups()
+        if generation is not None:
+            self.of.close(generation.length if begins else generation.length + generation.chunk - 1)
+
+    def weights(self) -> dict[tuple[str, str], int]:
+        """Maps targets and the weights that are read there to bytes; weights that are only sent or given are on the CPU."""
+        readers: dict[str, set[str]] = {}
+        for step in self.file.steps:
+            if isinstance(step, Segment | Update):
+                for name in (*step.inputs, *(step.initializers if isinstance(step, Segment) else ())):
+                    readers.setdefault(name, set()).add(self.devices.target(step.target))
+        kept = {record.value for record in self.file.state}
+        return {
+            (target, name): of_tensor(tensor)
+            for name, tensor in self.file.tensors.items()
+            for target in readers.get(name, {CPU})
+            if name not in kept
+        }
+
+    def lifetimes(self) -> list[Lifetime]:
+        """The values that cross segments, with their bytes, and what collectives need in addition."""
+        file, values = self.file, self.values
+        transport = LocalWorld(file.manifest.ranks).transport(file.rank)
+        wire = wire_tags(file.manifest, transport.tags)
+        shapes = {name: at_sizes(shape, self.symbols, self.of.sizes) for name, shape in values.shapes.items()}
+        kept = {record.value: record.local_shape(file.rank) for record in file.state}
+        works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
+        aliases = in_place_aliases(
+            file.steps, values.live_ranges, values.slots, (), values.are_alike, self.updates.in_place
+        )
+        return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
+
+    def between(self) -> dict[str, int]:
+        """By target the bytes of its arena."""
+        laid_out = arenas(self.lifetimes(), self.values.targets, self.used - {CPU})
+        return {target: one.bytes for target, one in laid_out.items()}
+
+    @cached_property
+    def distinct(self) -> list[Segment]:
+        """The segments, one for all calls of a body."""
+        return list({id(s.formal): s for s in self.file.steps if isinstance(s, Segment)}.values())
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step changes parameters; one of a decoder changes its caches alone."""
+        return any(record.next and record.kind != CACHE for record in self.file.state)
+
+    def session_bytes(self) -> int:
+        """What sessions and the runtime hold of the file while they do not run."""
+        nodes = sum(len(segment.nodes) for segment in self.distinct)
+        plans = 1
+        if self.generation is not None and not self.generation.padded and self.symbols:
+            plans = min(self.generation.chunk, MOST_PLANS)
+        return int(session_bytes(nodes, len(self.of.types) * plans)) + (_OF_TRAINING if self.trains else 0)
+
+    def input_output_bytes(self) -> int:
+        """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""
+        inputs, outputs = (
+            sum(self._bytes(name) or 0 for name in names) for names in (self.file.inputs, self.file.outputs)
+        )
+        return inputs * (2 + (_READ_AHEAD if self.trains else 0)) + 2 * outputs
+
+    def loading(self, target: str) -> int:
+        """The bytes in addition to weights that making the session takes that takes most."""
+        own = [one for one in self.distinct if self.devices.target(one.target) == target]
+        sizes = {name: of_tensor(tensor) for name, tensor in self.file.tensors.items()}
+        return max((laid_out(one.nodes, {name: sizes[name] for name in one.initializers}) for one in own), default=0)
+
+    @cached_property
+    def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
+        """By target the places in each session there; and those of values without an arena, as of one more session."""
+        found: dict[str, list[list[Span[str, int]]]] = {}
+        for segment in self.distinct:
+            found.setdefault(self.devices.target(segment.target), []).append(self.places(segment))
+        loose = [
+            Span(name, span.born, max(span.ends), (), self._bytes(name))
+            for name, span in self.values.live_ranges.items()
+            if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT)
+        ]
+        found.setdefault(CPU, []).append(loose)
+        return found
+
+    @property
+    def unknown(self) -> int:
+        """How many places in sessions and outside of arenas have a size that only a run tells."""
+        return sum(place.bytes is None for own in self.sessions.values() for places in own for place in places)
+
+    def inside(self, target: str, pool: Pool) -> int:
+        """What a target's sessions need inside: those of a decoder a pool each, others what the common `pool` grows by."""
+        return sum((Pool() if self.file.caches else pool).hold(places) for places in self.sessions.get(target, ()))
+
+    def places(self, segment: Segment) -> list[Span[str, int]]:
+        """The places inside of the session of a segment."""
+        return session_places(segment.formal, self.of.reader(segment))
+
+    def _bytes(self, name: str) -> int | None:
+        """The bytes of a value; None where only a run tells."""
+        return _known_bytes(self.of.operand(name))
+
+    def _bound_lookups(self) -> None:
+        """Bounds what lookups make, whose sizes only a run tells: each giver asks for a row once."""
+        for step in self.file.steps:
+            if not isinstance(step, LookUp) or (ids := self.promises.get(step.call.tag)) is None:
+                continue
+            call, asked = step.call, len(step.call.givers) * min(prod(ids), step.call.rows_of_owner)
+            if call.op == PULL:
+                for name, sizes in zip(call.asked, ((asked,), (len(step.ranks),), ids), strict=False):
+                    self.of.assume(name, sizes, _NUMBER)
+                continue
+            self.of.assume(call.numbers, (asked,), _NUMBER)
+            item = self.values.dtype(call.result).bits / 8 if call.result else 0
+            self.of.assume(call.result, (asked, *call.row), item)
+
+
+def _known_bytes(operand: Operand) -> int | None:
+    return None if operand.sizes is None else ceil(operand.bytes)
+
+
+def _messages(file: RankFile, sizes: Mapping[str, int]) -> int:
+    """Bytes of the slots and rooms that a rank touches, which it shares with the others of its host, as if all ranks were on one.
+
+    Slots and rooms are used in turn, so that each has held the largest message, or block of a collective, that goes through it; what only
+    a run can size fills them.
+
+        messages       by peer and direction SLOTS times the largest message, at most SLOT bytes each
+        collectives    by list of ranks ROOMS times the largest block in the room of each, at most ROOM bytes each; of an AllReduce among
+                       three ranks and more also in the room in common
+    """
+    slots, rooms = dict[tuple[int, bool], int](), dict[tuple[int, ...], int]()
+    common = set[tuple[int, ...]]()
+
+    def bytes_of(type: str, shape: Shape, most: int) -> int:
+        dtype = dense(type)
+        if dtype is None or shape is None:
+            return most
+        return -(-min(most, dtype.bytes_of(at_sizes(shape, file.manifest.symbols, sizes))) // PAGESIZE) * PAGESIZE
+
+    def exchanged(ranks: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        return ((peer, sent) for peer in ranks if peer != file.rank for sent in (True, False))
+
+    for step in file.steps:
+        bytes, keys = SLOT, list[tuple[int, bool]]()
+        if isinstance(step, Send | PostRecv):
+            record = file.transfers[step.tag]
+            bytes, keys = bytes_of(record.type, record.shape, SLOT), [(step.peer, isinstance(step, Send))]
+        elif isinstance(step, LookUp):
+            keys = [*exchanged(step.ranks)]
+        elif isinstance(step, StartCollective):
+            call = file.collectives[step.call.tag]
+            if step.call.kind.boxes:  # each is a message of a part of the input
+                bytes, keys = bytes_of(call.type, call.shape, SLOT), [*exchanged(step.ranks)]
+            elif len(step.ranks) > 1:
+                rooms[step.ranks] = max(rooms.get(step.ranks, 0), bytes_of(call.type, call.shape, ROOM))
+                common |= {step.ranks} if step.call.op == ALL_REDUCE and len(step.ranks) > 2 else set()
+        slots.update((key, max(slots.get(key, 0), bytes)) for key in keys)
+    of_rooms = sum((len(ranks) + (ranks in common)) * bytes for ranks, bytes in rooms.items())
+    return ROOMS * of_rooms + SLOTS * sum(slots.values())
