@@ -53,7 +53,7 @@ OVER_MPI = {
     "hostile_clients --seconds 1 --only all --late 0 --in-process": "all .* attacks .* 0 wrong",
     "kills --cases 1 --seed 326 --only run --start 8": "1 cases, 0 wrong",
     "early_signals --count 4 --seed 2 --within 1.5 --only train,run,serve,compile": "4 signals, 0 wrong",
-    "little_memory --from 240 --to 400 --step 160 --only run,compile": "4 commands, 0 wrong",
+    "little_memory --from 240 --to 400 --step 80 --only run,compile": "6 commands, 0 wrong",
 }
 """Scripts that start jobs."""
 WRONG_ONCE = (
