@@ -50,7 +50,7 @@ from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.serve import serve
 from partc.compiler.training_passes import add_training, differentiate, pipeline, update
 from partc.compiler.unsound import blamed
-from partc.compiler.verify import is_asked_for, verify
+from partc.compiler.verify import is_requested, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
@@ -141,10 +141,9 @@ def run_passes(
 ) -> P:
     """The program after the passes to `through`, from the first one on, or from behind `behind`; `after` and `watch` are told of each.
 
-    With `verify_passes`, or where the environment asks for it (`verify.py`), each pass's program is verified: InvalidProgram where it
+    With `verify_passes`, or where the environment requests it (`verify.py`), each pass's program is verified: InvalidProgram where it
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
-    verified = verify_passes or is_asked_for()
     valid = program if behind else None
     for step in PASSES[PASSES.index(behind) + 1 if behind else 0 : PASSES.index(through) + 1]:
         name = step.__name__
@@ -154,7 +153,7 @@ def run_passes(
         except Exception as error:
             error.add_note(f"in the pass '{name}'")
             raise
-        if verified:
+        if verify_passes or is_requested(last=step is through):
             verify(program, name, valid if step is not PASSES[-1] else None)
             valid = program
         if after:

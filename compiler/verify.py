@@ -123,7 +123,7 @@ def _unread(steps: Iterable[Op], kept: Iterable[Value]) -> Iterator[str]:
 
 
 VARIABLE = "PARTC_VERIFY_PASSES"
-"""The environment variable that has every compile verify after every pass; tests set it."""
+"""The environment variable that has every compile verify after every pass, or with `last` after the last one alone; tests set it."""
 _SHOWN = 12
 _own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
 """By node the rule that was found to be its own."""
@@ -138,9 +138,10 @@ class InvalidProgram(Exception):
         super().__init__(f"the pass '{name}' made a program that is not valid:\n  {lines}")
 
 
-def is_asked_for() -> bool:
-    """Whether the environment asks for it."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
+def is_requested(*, last: bool) -> bool:
+    """Whether the environment requests that a program is verified after a pass, which is the `last` one or not."""
+    requested = os.environ.get(VARIABLE, "")
+    return requested not in ("", "0") and (last or requested != "last")
 
 
 def verify(program: Loaded, name: str, before: Loaded | None = None) -> None:

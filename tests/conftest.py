@@ -17,12 +17,15 @@ from typing import Any, TypeAlias
 
 import pytest
 
-os.environ.setdefault("PARTC_VERIFY_PASSES", "1")  # every compile of a test verifies after every pass
 os.environ["PARTC_CACHE"] = ""  # no test begins with what another one exported
 os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of torch and BLAS in started processes spin on all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew
 Golden: TypeAlias = Callable[[str, str], None]
+_VERIFY_PASSES = "PARTC_VERIFY_PASSES"
+_REQUESTED = os.environ.get(_VERIFY_PASSES)
+_VERIFIED = ("tests/emit/", "tests/ops/")
+"""Folders whose compiles verify after every pass, as `.ci/run` has all do; others verify after the last one."""
 _SHOWN = 40
 """Lines of a difference that a failure shows."""
 
@@ -112,6 +115,13 @@ def _collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 5, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles of this test, of its fixtures and of the processes that it starts verify what the passes make."""
+    if _REQUESTED is None:
+        os.environ[_VERIFY_PASSES] = "1" if item.nodeid.startswith(_VERIFIED) else "last"
 
 
 def pytest_sessionfinish() -> None:

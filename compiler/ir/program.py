@@ -70,7 +70,7 @@ class Loaded:
     trainable: tuple[str, ...] = ()
     strict: bool = False
     size: int = 0
-    """Of a narrow program of a plan that generates the tokens of a chunk, or the slots of each run; 0 of all others."""
+    """The tokens of a chunk, or the slots of each run, of a narrow program of a plan that generates; 0 of all others."""
     generation: Generation | None = None
     """What a plan with `generate` adds."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)

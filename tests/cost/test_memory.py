@@ -100,14 +100,11 @@ print(bytes("VmHWM") - begin)
 """
 WIDE, NARROW = (512, 512), (512, 128)
 WIDER = (128, 512)
+CHAINS = [[WIDE], [WIDE, NARROW, WIDER, NARROW, WIDER], [WIDER, NARROW, WIDER, WIDE], [WIDE, WIDE], [WIDER, NARROW] * 5]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of a process's memory is to be had")
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    "chain",
-    [[WIDE], [WIDE, NARROW, WIDER, NARROW, WIDER], [WIDER, NARROW, WIDER, WIDE], [WIDE, WIDE], [WIDER, NARROW] * 5],
-)
+@pytest.mark.parametrize(("chain", "normalized"), [(chain, k % 2 == 0) for k, chain in enumerate(CHAINS)])
 def test_weights_of_convolutions_are_laid_out_as_predicted(
     chain: list[tuple[int, int]], normalized: bool, tmp_path: Path
 ) -> None:

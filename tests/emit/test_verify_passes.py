@@ -137,6 +137,22 @@ def test_a_law_that_is_broken_is_told_with_the_pass(
     assert str(caught.value).startswith(f"the pass '{plant.__name__}' made a program that is not valid:\n  ")
 
 
+def test_the_last_program_alone_is_verified_where_the_environment_says_so(
+    valid: Complete, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def behind(program: Complete) -> Complete:
+        return program
+
+    monkeypatch.setattr(pipeline, "PASSES", (lost_rank, behind))
+    for requested, name in (("1", "lost_rank"), ("last", "behind")):
+        monkeypatch.setenv("PARTC_VERIFY_PASSES", requested)
+        with pytest.raises(InvalidProgram, match=f"the pass '{name}' made a program that is not valid"):
+            pipeline.run_passes(valid, behind)
+    for requested in ("", "0"):
+        monkeypatch.setenv("PARTC_VERIFY_PASSES", requested)
+        assert len(pipeline.run_passes(valid, behind).parts) == 3
+
+
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_what_a_pass_changed_is_held_against_the_laws_again(
     valid: Complete, plant: Callable[[Complete], Complete]

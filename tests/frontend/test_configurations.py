@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface import configuration
 from partc.compiler.frontend.huggingface.flat_cache import start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
@@ -72,17 +70,3 @@ def test_one_module_reads_attributes() -> None:
         path.name: reads.findall(path.read_text()) for path in FOLDER.glob("*.py") if path.name != "configuration.py"
     }
     assert not {name: texts for name, texts in found.items() if texts}, "use configuration.attribute"
-
-
-def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """JSON has no infinity, so that transformers writes an object for it, and decodes that."""
-    settings = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = transformers.MistralConfig(**settings, num_attention_heads=2, num_key_value_heads=1)
-    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    text = json.loads(file.read_text())
-    text["rope_parameters"]["rope_theta"] = {"__float__": "Infinity"}
-    file.write_text(json.dumps(text))
-    table = load(tmp_path).model.graph.initializers["model.rotary_emb.inv_freq"].const_value
-    assert table is not None
-    assert table.numpy().tolist() == [1.0, 0.0]

@@ -66,7 +66,7 @@ def against_the_way(program: Typed, stages: list[Stage]) -> list[str]:
 def test_stages_of_random_networks_go_one_way(count: int) -> None:
     """49, 100 and 109 count their labels on a rank that has nothing else of the last stage; each third has two towers."""
     made = 0
-    for seed in (*range(20), 49, 100, 109):
+    for seed in (*range(6), 49, 100, 109):
         model = network(seed)[1]
         program = typed(model, count)
         stages = balanced_stages(program, count)
@@ -76,7 +76,7 @@ def test_stages_of_random_networks_go_one_way(count: int) -> None:
             assert not missing, seed
             assert in_line(model, text) == count, seed
             made += 1
-    assert made > 15
+    assert made > 5
 
 
 @pytest.mark.parametrize(("seed", "count"), [(3, 3), (49, 3), (100, 4), (109, 3)])
@@ -155,17 +155,17 @@ def search_of(name: str, folder: Path, ranks: int) -> Search:
     return Search.of(model, "model.onnx", Request(ranks, Fixed(), base, machine(), sizes))
 
 
+TAKEN = [(2, "1f1b", 1), (3, "zb_h1", 1), (4, "1f1b", 1), (4, "interleaved", 2), (6, "zb_h1", 1), (6, "zbv", 2)]
+"""Stages, a schedule for them, and how many of them each rank has: every count, and every schedule with a count of each kind."""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_search_may_take_every_schedule(name: str, tmp_path: Path) -> None:
-    """Of so many stages one on each rank, or two, by every schedule for them."""
     search = search_of(name, tmp_path, 6)
-    for count in (2, 3, 4, 6):
-        for schedule, each in (("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("zbv", 2)):
-            if count % each == 0 and count > each:
-                one = Candidate(Degrees(stages=count // each), 4, schedule, stages_each=each)
-                tasks = search.proposal(one).done.tasks
-                assert tasks is not None
-                assert tasks.schedule.name == schedule
+    for count, schedule, each in TAKEN:
+        tasks = search.proposal(Candidate(Degrees(stages=count // each), 4, schedule, stages_each=each)).done.tasks
+        assert tasks is not None
+        assert tasks.schedule.name == schedule
 
 
 @pytest.mark.parametrize("name", ["towers", "attending"])

@@ -39,9 +39,9 @@ from training_equivalence import from_text
 
 CASES = [
     *[(1, name, (4,)) for name in LOSSES],
-    (2, "both, smoothed", (1, 8)),
+    (2, "both, smoothed", (8,)),
     (2, "sum", (4,)),
-    (4, "both, smoothed", (4, 8)),
+    (4, "both, smoothed", (8,)),
     (4, "sum of squares", (2,)),
 ]
 
