@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from partc.compiler.pipeline import Report
 
 
+_INT8 = 4
+"""The accuracy level of products that compute in int8."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model that was compiled, and the inputs on which it is compared."""
@@ -45,6 +49,20 @@ class Case:
 
         path, whole = self.scratch / "whole.onnx", self.source.model.clone()
         ir.save(unrolled(whole, dict(self.report.program.plan.mesh)), path, external_data="whole.data")
+        return path
+
+    def with_float_products(self) -> Path | None:
+        """A file of the model whose quantized products compute in float32; None of a model without any that compute in int8."""
+        import onnx_ir as ir
+
+        whole = self.source.model.clone()
+        nodes = [node for node in whole.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
+        if not nodes:
+            return None
+        for node in nodes:
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
+        path = self.scratch / "float_products.onnx"
+        ir.save(whole, path, external_data="float_products.data")
         return path
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 TIE = 1e-4
 """Two scores that differ by less are equal; more where products round activations to int8, and a value halfway is rounded either way."""
-_INT8 = 4
-"""The accuracy level of products that compute in int8."""
 _PROMPTS, _TOKENS, _LONGEST = 6, 16, 40
 
 
@@ -127,28 +124,13 @@ def _whole(tokens: list[int], count: int) -> list[int]:
     return tokens + [-1] * (count - len(tokens))
 
 
-def _with_float_products(case: Case) -> Path | None:
-    """A file of the model whose quantized products compute in float32; None of a model without any that compute in int8."""
-    import onnx_ir as ir
-
-    model = case.source.model.clone()
-    found = [node for node in model.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
-    if not found:
-        return None
-    for node in found:
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
-    path = case.scratch / "float_products.onnx"
-    ir.save(model, path, external_data="float_products.data")
-    return path
-
-
 class _Unsharded:
     """The model itself, a sequence at a time."""
 
     def __init__(self, case: Case, record: GenerationRecord) -> None:
         self._torch = case.torch_model
         self._session: Any = unsharded_session(case.unsharded()) if self._torch is None else None
-        in_float = _with_float_products(case) if self._torch is None else None
+        in_float = case.with_float_products() if self._torch is None else None
         self._in_float: Any = None if in_float is None else unsharded_session(in_float)
         self._record = record
         self._caches = {

@@ -115,6 +115,8 @@ class ContinuousBatch:
         turns = Turns(self.generator, slots)
         while turns.next() is not None:
             pass
+        for step in slots.without_part():
+            self.generator.begin(slots, step)()
 
     def admit(self, number: int, request: Request) -> None:
         """Rank 0's: a request joins, under a number that no other one has; InputError where it cannot be met."""

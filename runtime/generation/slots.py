@@ -27,7 +27,7 @@ Requests join and are cancelled between steps; each has a number, by which its t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,6 +155,20 @@ class Slots:
         if not min(reading.values(), key=lambda one: one.number).encoded:
             return self._encode({slot: one for slot, one in reading.items() if not one.encoded}, group)
         return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
+
+    def without_part(self) -> Iterator[Step]:
+        """A step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
+        for group, slots in enumerate(self._of_group):
+            none = np.zeros(len(slots), np.int64)
+            yield Step(none[:, None], none, none, {}, DECODE, None, group, self._lengths(slots))
+            of_run = len(slots) // self.record.runs
+            for kind, sizes in ((PREFILL, self.record.narrow_chunks), (DECODE, self._rows)):
+                for size in sizes:
+                    rows, width = (1, size) if kind == PREFILL else (size, 1)
+                    window = [slot for begin in range(0, len(slots), of_run) for slot in slots[begin : begin + rows]]
+                    none = np.zeros(len(window), np.int64)
+                    tokens = np.zeros((len(window), width), np.int64)
+                    yield Step(tokens, none, none, {}, narrow(kind, size), window, group, self._lengths(window))
 
     def _free(self) -> int | None:
         """The first free slot of the group that has the fewest sequences; None where all have one."""

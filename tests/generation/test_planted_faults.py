@@ -160,7 +160,9 @@ def test_what_is_said_of_the_generation_fits_its_programs(
 def test_caches_without_a_generation_or_a_prefill(built: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(built["one rank"], tmp_path / "build")
     rewrite_raw(tmp_path / "build", lambda data: data["programs"].pop("prefill"))
-    assert "its programs are decode; tokens are made by 'decode' and 'prefill'" in texts(tmp_path / "build")
+    assert "its programs are decode, decode_1, decode_2; tokens are made by 'decode' and 'prefill' and" in texts(
+        tmp_path / "build"
+    )
     rewrite_raw(tmp_path / "build", lambda data: data.update(generation=None))
     assert "ranks keep the cache 'past_k.0', and the manifest has no generation" in texts(tmp_path / "build")
 

@@ -425,17 +425,20 @@ def test_a_client_that_leaves_frees_its_slot(server: LocalServer) -> None:
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer, tokens: list[int]) -> None:
-    program, body = server.generator.program, {"prompt": PROMPT, "max_tokens": 3}
+    programs, body = {**server.generator._programs}, {"prompt": PROMPT, "max_tokens": 3}
 
     class Spoilt:
         """Its steps find no token for any slot."""
 
-        ranks = program.ranks  # type: ignore[union-attr]
+        def __init__(self, program: Any) -> None:
+            self.program = program
+            self.at_slots = program.at_slots
 
         def step_of_all(self, given: Any) -> Any:
-            return [{**one, "next_token": np.full(2, VOCABULARY)} for one in program.step_of_all(given)]
+            made = self.program.step_of_all(given)
+            return [{**one, "next_token": np.full_like(one["next_token"], VOCABULARY)} for one in made]
 
-    server.generator.program = Spoilt()  # type: ignore[assignment]
+    server.generator._programs = {name: Spoilt(one) for name, one in programs.items()}
     try:
         status, found = server.post(COMPLETIONS, body)
         assert (status, found["error"]["code"]) == (500, "not_finite")
@@ -443,7 +446,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer,
             kind, data = [*events][-1]
         assert (kind, json.loads(data)["error"]["code"]) == ("error", "not_finite")
     finally:
-        server.generator.program = program
+        server.generator._programs = programs
     assert server.complete(PROMPT, max_tokens=3)["token_ids"] == tokens[:3]
 
 

@@ -33,7 +33,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.runtime.errors import PartcError
 from partc.runtime.files.regular import read_regular
-from partc.runtime.files.replace import replacing
+from partc.runtime.files.replace import remove_file, replacing
 
 MOST_BYTES = 1 << 30
 """The most bytes of all entries; those that were not used for longest are removed."""
@@ -107,7 +107,7 @@ def _code() -> str:
     for folder in _CODE:
         for path in sorted((root / folder).rglob("*.py")):
             total.update(path.relative_to(root).as_posix().encode())
-            total.update(path.read_bytes())
+            total.update(read_regular(path))
     return total.hexdigest()
 
 
@@ -126,7 +126,7 @@ def read(key: str, where: str) -> Export | None:
         export = _export(proto, facts, path, where)
         os.utime(path)
     except Exception:  # protobuf raises its own kinds, by version
-        _remove(path)
+        remove_file(path)
         return None
     return export
 
@@ -238,7 +238,7 @@ def clear() -> int:
     """Removes all entries; their number."""
     found = entries()
     for path, _, _ in found:
-        _remove(path)
+        remove_file(path)
     return len(found)
 
 
@@ -247,8 +247,4 @@ def _bound(folder: Path) -> None:
     for path, size, _ in entries():
         total += size
         if total > MOST_BYTES:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+            remove_file(path)
