@@ -213,20 +213,20 @@ def programs_of(
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
         # the prefill knows in how many runs slots lie, and all together how many there is room for
         record, rules = prefill.generation.record, decode.plan.generate
-        if rules is not None and rules.memory is not None:
-            from partc.compiler.cost.memory import most_slots  # it knows how the runtime runs a file
-
-            programs = [replace(decode, generation=prefill.generation), prefill]
-            programs += [found[ProgramKind.ENCODE]] if ProgramKind.ENCODE in found else []
-            room = most_slots(Unwritten(programs, name), rules, record.runs)
-            record = record.model_copy(update={"room": room})
-        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
         sizes = [(ProgramKind.PREFILL, size) for size in record.narrow_chunks]
         sizes += [(ProgramKind.DECODE_ROWS, size) for size in record.narrow_rows]
         for kind, size in sizes:
             watch(f"{kind.value} of {size}")
             first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)
             found[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
+        if rules is not None and rules.memory is not None:
+            from partc.compiler.cost.memory import most_slots  # it knows how the runtime runs a file
+
+            others = [program for key, program in found.items() if key is not ProgramKind.STEP]
+            programs = [replace(decode, generation=prefill.generation), *others]
+            room = most_slots(Unwritten(programs, name), rules, record.runs)
+            record = record.model_copy(update={"room": room})
+        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
     return found
 
 

@@ -194,6 +194,8 @@ class Builder:
         graph = model.graph
         graph.name = "segment"
         graph.node.extend(segment.nodes)
+        for node in graph.node:  # what other tools read differs by program, and sessions that are alike are one
+            del node.metadata_props[:]
         graph.initializer.extend(self.initializers[name] for name in segment.initializers if name in self.initializers)
         graph.sparse_initializer.extend(self.sparse[name] for name in segment.initializers if name in self.sparse)
         for one, name in segment.operands:

@@ -71,7 +71,7 @@ def test_positions_come_from_the_past_or_as_inputs(
     folder = compiled(keys=f"slots: {slots}, length: 64, chunk: 5", inputs=inputs)
     decode = open_artifact(folder)
     assert decode.programs[:2] == ["decode", "prefill"]
-    assert {one.partition("_")[0] for one in decode.programs[2:]} == {"decode"}
+    assert {one.partition("_")[0] for one in decode.programs[2:]} <= {"decode"}
     shapes = {port.name: port.shape for port in decode.manifest.inputs}
     assert shapes == {"ids": [slots, 1], "position": [slots], "count": [slots]}
     shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
