@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 from partc.compiler.emit.dump import begin_text, end_text, rank_text
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.laws import with_laws
-from partc.compiler.emit.manifest import manifest_of, program_name
+from partc.compiler.emit.manifest import guard_of, manifest_of, program_name
 from partc.compiler.emit.names import Names
-from partc.compiler.emit.rank_model import RankModels
+from partc.compiler.emit.rank_model import RankModels, structure
 from partc.compiler.emit.rank_text import RankTexts
+from partc.compiler.emit.run_list import run_list
 from partc.compiler.emit.weights import Location, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Complete
@@ -25,6 +26,7 @@ from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
+from partc.runtime.artifact.run_list import RunList
 from partc.runtime.errors import printable
 from partc.runtime.files.writers import write_new
 
@@ -116,6 +118,7 @@ def _write_ranks(
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
     models, texts = RankModels(program, names, shards, locations, helpers), RankTexts(shown, names, helpers)
+    lists: dict[Hashable, RunList] = {}
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, shared in _distinct(program, models).items():
@@ -125,6 +128,10 @@ def _write_ranks(
         of_ranks = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(shared))
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
+        if (key := structure(program.parts[part.rank])) not in lists:
+            lists[key] = run_list(onnx.ModelProto.FromString(data), program_name(program), guard_of(program))
+        listed = lists[key].model_copy(update={"program": files[file].sha256})
+        files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))

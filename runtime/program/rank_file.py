@@ -15,14 +15,15 @@ from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall,
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
-from partc.runtime.artifact.tasks.calls import bodies_of, declared
+from partc.runtime.artifact.tasks.calls import bodies_of, declared, unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
 
 from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
-from .segmentation import segmented
+from .default_list import default_list
+from .listed_steps import listed_steps
 from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class RankFile:
     collectives: dict[int, Collective]
     state: list[StateRecord]
     """What the rank keeps from step to step."""
+    listed: bool = False
+    """Whether a run list says its steps, which was proven when the artifact was compiled."""
 
     @cached_property
     def inputs(self) -> list[str]:
@@ -174,14 +177,19 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
-    refuse_left_out(model, manifest, where)
-    steps = segmented(model, where, manifest.groups_of(rank), manifest.guard)
+    run = artifact.run_list(rank)
+    listed = run is not None
+    if run is None:
+        refuse_left_out(model, manifest, where)
+        model = unrolled(model, where)
+        run = default_list(model, manifest.name, where)
+    steps = listed_steps(model, run, manifest.name, where, manifest.groups_of(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
     there = {value.name for value in model.graph.input}
     kept = (record for record in manifest.state if rank in record.ranks)
     state = [record for record in kept if manifest.is_main or record.value in there]
-    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state)
+    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state, listed)
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:

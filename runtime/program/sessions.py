@@ -23,7 +23,6 @@ from ..artifact.format import DOMAIN, TASKS
 from ..devices.devices import HOST, Device, Devices
 from ..errors import NO_MEMORY_HELP, ArtifactError, speaks_of_memory
 from .kernels import refuse_moved_to_host, refuse_without_kernel
-from .one_thread import in_one_thread, wants_one_thread
 from .ort import NO_FALLBACK, Session, new_session, version
 from .steps import Segment
 
@@ -102,7 +101,6 @@ class Builder:
         graph = model.graph
         self.model = model
         self.functions = [one for one in model.functions if one.domain != TASKS]
-        self.single = in_one_thread(self.functions)
         self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
         self.made = 0
         self.folder = folder
@@ -153,9 +151,7 @@ class Builder:
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
         settings, device = self.settings, self.settings.devices.of(segment.target)
-        threads = settings.threads
-        if any(wants_one_thread(node, self.single) for node in segment.formal.nodes):
-            threads = 1
+        threads = segment.threads or settings.threads
         entries = {
             "session.intra_op.allow_spinning": "1" if settings.spinning else "0",
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),

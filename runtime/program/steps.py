@@ -21,7 +21,8 @@ class Segment:
     """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands.
 
     One of the body of a task has the names of a microbatch as operands; `formal` has the body's own, and is one for all calls. `task` is
-    the task as a schedule writes it, `target` the target of all nodes, as the file names it.
+    the task as a schedule writes it, `target` the target of all nodes, as the file names it; `threads`: how many threads a node may have,
+    0 for as many as the rank has.
     """
 
     nodes: Sequence[NodeProto]
@@ -31,6 +32,7 @@ class Segment:
     task: str = ""
     body: Segment | None = None
     target: str = ""
+    threads: int = 0
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
