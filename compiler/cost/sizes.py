@@ -17,7 +17,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import Segment
-from partc.runtime.program.value_table import declared_shapes, types_from_manifest
+from partc.runtime.program.value_table import types_from_manifest
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -48,7 +48,7 @@ class FileSizes:
     def __init__(self, file: RankFile, sizes: Mapping[str, int]) -> None:
         self.file, self.sizes = file, sizes
         self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in file.tensors.items()}
-        self.shapes |= declared_shapes(file)
+        self.shapes |= file.declared_shapes
         segments = [step for step in file.steps if isinstance(step, Segment)]
         nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
         self.merged = {made: source for node in nodes for source, made in zip(node.input, node.output, strict=True)}

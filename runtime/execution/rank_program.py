@@ -299,7 +299,7 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
 
 def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
     """By step its session, and the types of all values."""
-    builder = Builder(file.model, folder, types_from_manifest(file), settings, file.where)
+    builder = Builder(file, folder, types_from_manifest(file), settings)
     runners: dict[int, Runner] = {}
     for index, step in enumerate(file.steps):
         if isinstance(step, Segment):

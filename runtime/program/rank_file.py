@@ -6,7 +6,7 @@ every one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -139,32 +139,57 @@ class RankFile:
         return found
 
     @cached_property
+    def named(self) -> set[str]:
+        """The values that steps read or make, or that the rank keeps: all that are outside of sessions."""
+        found = {*self.inputs, *self.outputs, *self.computed}
+        for step in self.steps:
+            match step:
+                case Segment() | Update():
+                    found.update(step.inputs)
+                case Copy():
+                    found.add(step.source)
+                case Send() | PostRecv():
+                    found.add(step.value)
+                case StartCollective() | LookUp():
+                    found.update((*step.call.given, *step.call.made))
+        return found.union(*((one.value, one.next) for one in self.state))
+
+    @cached_property
+    def declared(self) -> dict[str, ValueInfoProto]:
+        """What the file declares of each value; of a body's value for each call."""
+        return dict(declared(self.model, self.where))
+
+    @cached_property
     def declared_shapes(self) -> dict[str, Shape]:
         """The shapes that the file declares; None for a value with a dim that is left open."""
+        return self.shapes_of(self.declared)
+
+    def shapes_of(self, names: Iterable[str]) -> dict[str, Shape]:
+        """The declared shapes of some values, of those that have any."""
         found: dict[str, Shape] = {}
-        for value, names in self.declarations:
-            if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+        known: dict[int, Shape] = {}
+        for name in names:
+            value = self.declared.get(name)
+            if value is None or not value.type.HasField("tensor_type") or not value.type.tensor_type.HasField("shape"):
+                continue
+            if id(value) not in known:
                 dims = value.type.tensor_type.shape.dim
                 stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-                found |= dict.fromkeys(names, stated if all(dim != "" for dim in stated) else None)
+                known[id(value)] = stated if "" not in stated else None
+            found[name] = known[id(value)]
         return found
 
     @cached_property
     def declared_types(self) -> dict[str, str]:
         """The types of weights, and those that the file declares of other values."""
         found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
-        for value, names in self.declarations:
-            if text := type_text(value.type):
-                found |= dict.fromkeys(names, text)
+        known: dict[int, str] = {}
+        for name, value in self.declared.items():
+            if id(value) not in known:
+                known[id(value)] = type_text(value.type)
+            if known[id(value)]:
+                found[name] = known[id(value)]
         return found
-
-    @cached_property
-    def declarations(self) -> list[tuple[ValueInfoProto, list[str]]]:
-        """What the file declares, each with the names of its values: of a body's value one for each call."""
-        found: dict[int, tuple[ValueInfoProto, list[str]]] = {}
-        for name, value in declared(self.model, self.where):
-            found.setdefault(id(value), (value, []))[1].append(name)
-        return list(found.values())
 
     @cached_property
     def _updated(self) -> list[str]:
