@@ -57,7 +57,9 @@ def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, file
             name = own[rank] if apart else file
             written = {name: model.SerializeToString()}
             if run_list_file(file) in files:
-                written[run_list_file(name)] = run_list(model, manifest.name, manifest.guard).text().encode()
+                kept = [record.value for record in manifest.state if rank in record.ranks]
+                listed = run_list(model, manifest.name, manifest.guard, kept)
+                written[run_list_file(name)] = listed.text().encode()
             for path, data in written.items():
                 remove_file(folder / path)
                 write_new(folder / path, data)

@@ -129,7 +129,8 @@ def _write_ranks(
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
         if (key := structure(program.parts[part.rank])) not in lists:
-            lists[key] = run_list(onnx.ModelProto.FromString(data), program_name(program), guard_of(program))
+            kept, model = [names[one.value] for one in part.kept], onnx.ModelProto.FromString(data)
+            lists[key] = run_list(model, program_name(program), guard_of(program), kept)
         listed = lists[key].model_copy(update={"program": files[file].sha256})
         files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
         bodies.append((shared, texts.of(part, shared)))

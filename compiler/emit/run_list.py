@@ -20,21 +20,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onnx import ModelProto, NodeProto
-from partc.runtime.artifact.comm.collective_node import read_call
+from partc.compiler.emit.updates import plan_groups
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.format import DOMAIN, OPTIMIZER, RECV, SEND, TAG, TASKS
+from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RECV, SEND, TAG, TASKS
 from partc.runtime.artifact.graph.one_thread import Key, in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.row_function import is_rowwise
-from partc.runtime.artifact.graph.targets import is_copy, target_of
-from partc.runtime.artifact.run_list import RunList, SegmentRow, UpdateRow, numbers_text
+from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
+from partc.runtime.artifact.run_list import BufferRow, RunList, SegmentRow, UpdateRow, numbers_of, numbers_text
 from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
+from partc.runtime.artifact.tensors.dtypes import type_text
 
 
-def run_list(model: ModelProto, name: str, guard: str = "") -> RunList:
-    """The run list of a rank file, whose main row is called `name`; updates wait for the value `guard`. Time is linear in the nodes."""
+def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str] = ()) -> RunList:
+    """The run list of a rank file, whose main row is called `name`; time is linear in the nodes.
+
+    Updates wait for the value `guard`. `kept`: the values that the rank keeps from step to step.
+    """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     weights |= {sparse.values.name for sparse in graph.sparse_initializer}
@@ -48,12 +54,63 @@ def run_list(model: ModelProto, name: str, guard: str = "") -> RunList:
     found = RunList(rows={}, segments=[], updates=[])
     main = _Nodes(nodes, [*inputs, *weights], outputs, single)
     found.rows[name] = main.row(found, weights, main.cut(updating, calls, guard))
+    if found.updates:
+        _add_groups(found, model, nodes, calls.values(), {*kept})
     for function, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call.node.input for call in calls.values() if call.node.op_type == function]
         operands = zip(body.function.input, *alike, strict=True)
         shared = {name for name, *others in operands if name in weights and {*others} == {name}}
         part = _Nodes(list(body.nodes), list(body.function.input), list(body.function.output), single)
         found.rows[function] = part.row(found, shared | {*body.constants}, part.cut((), {}))
+    return found
+
+
+def _add_groups(
+    found: RunList, model: ModelProto, nodes: Sequence[NodeProto], calls: Iterable[Call], kept: Collection[str]
+) -> None:
+    """Adds to a list which updates run as one, and the memory that they need."""
+    numbers = [numbers_of(row.nodes, len(nodes)) for row in found.updates]
+    steps = [[nodes[at] for at in some] for some in numbers]
+    names = {name for step in steps for node in step for name in node.input}
+    copied = {node.output[0]: node.input[0] for node in nodes if is_copy(node)}
+    names |= {*copied.values()}
+    ports = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    types = {port.name: type_text(port.type) for port in ports if port.name in names}
+    targets = {name: target for node in nodes if (target := output_target(node)) != CPU for name in node.output}
+    for call in calls:
+        of = {
+            formal: name
+            for formal, name in zip(call.body.function.output, call.node.output, strict=True)
+            if name in names
+        }
+        if not of:
+            continue
+        types |= {of[port.name]: type_text(port.type) for port in call.body.function.value_info if port.name in of}
+        inside = {name: output_target(node) for node in call.body.nodes for name in node.output if name in of}
+        targets |= {of[formal]: target for formal, target in inside.items() if target != CPU}
+    for result, source in copied.items():
+        types |= {result: types[source]} if source in types else {}
+    functions = {one.name: one for one in model.functions if one.domain == OPTIMIZER}
+    plan = plan_groups(steps, functions, types, kept, _coalesced(nodes), targets)
+    places = {
+        id(node): at for some, step in zip(numbers, steps, strict=True) for at, node in zip(some, step, strict=True)
+    }
+    for index, row in enumerate(found.updates):
+        groups = [numbers_text(places[id(node)] for node in group) for group in plan.groups[index]]
+        pairs = plan.renewed.get(index, [])
+        found.updates[index] = row.model_copy(update={"groups": groups, "renewed": pairs})
+    for kind, buffers in (("state", plan.kept), ("step", [*plan.gradients, *plan.shards])):
+        found.buffers.extend(BufferRow(kind=kind, members=[*some]) for some in buffers if len(some) > 1)
+
+
+def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
+    """By value that a collective of several puts next to others the collective, and its place among them."""
+    found: dict[str, tuple[str, int]] = {}
+    for node in nodes:
+        if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:
+            call = read_call(node, node.name)
+            if isinstance(call, CollectiveCall) and call.parts and not call.kind.joins:
+                found |= {name: (node.name, place) for place, name in enumerate(call.made)}
     return found
 
 
@@ -231,15 +288,15 @@ class _Nodes:
         A segment or a copy without readers is left out, and then what only those need.
         """
         nodes, operands, wanted = self.nodes, self.operands, set(self.outputs)
-        segments, cells = list[SegmentRow](), list[str | SegmentRow]()
+        segments, updates, cells = list[SegmentRow](), list[UpdateRow](), list[str | SegmentRow | UpdateRow]()
         for step in reversed(steps):
             if isinstance(step, _Event):
                 if step.made and step.made not in wanted:
                     continue
                 wanted.update(step.touches)
-                cells.append(step.cell or f"U{len(found.updates)}")
                 if step.nodes:
-                    found.updates.append(UpdateRow(nodes=numbers_text(step.nodes), target=step.target))
+                    updates.append(UpdateRow(nodes=numbers_text(step.nodes), target=step.target))
+                cells.append(updates[-1] if step.nodes else step.cell)
                 continue
             wanted.update(name for index in step for name in moved_statistics(nodes[index]))
             made = {name for index in step for name in nodes[index].output}
@@ -259,10 +316,11 @@ class _Nodes:
                 )
             )
             cells.append(segments[-1])
-        number = len(found.segments) + len(segments)
-        texts = list[str]()
-        for cell in cells:
-            number -= isinstance(cell, SegmentRow)
-            texts.append(f"S{number}" if isinstance(cell, SegmentRow) else cell)
         found.segments.extend(reversed(segments))
+        found.updates.extend(reversed(updates))
+        texts, counts = list[str](), {"S": len(found.segments), "U": len(found.updates)}
+        for cell in cells:
+            letter = "S" if isinstance(cell, SegmentRow) else "U"
+            counts[letter] -= not isinstance(cell, str)
+            texts.append(cell if isinstance(cell, str) else f"{letter}{counts[letter]}")
         return " ".join(reversed(texts))

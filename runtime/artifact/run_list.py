@@ -4,7 +4,8 @@
      "rows": {"train": "R3 S0 A7 W3 S1 W7 U0"},
      "segments": [{"nodes": "0-4", "inputs": ["x"], "outputs": ["h"], "weights": ["w"]},
                   {"nodes": "6,8-9", "inputs": ["h", "g"], "outputs": ["g.sum"]}],
-     "updates": [{"nodes": "11-12"}]}
+     "updates": [{"nodes": "11-12", "groups": ["11-12"]}],
+     "buffers": [{"kind": "state", "members": ["w", "v"]}, {"kind": "step", "members": ["w.grad", "v.grad"]}]}
 
 A row is a text of steps; the rank file's main graph has one under the name of its program, each function of a task one under its own name.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 from partc.runtime.artifact.format import Record
 from pydantic import Field
@@ -48,25 +50,39 @@ class SegmentRow(Record):
 
 
 class UpdateRow(Record):
-    """Nodes that overwrite what the rank keeps, in any order; `target` is the target of all."""
+    """Nodes that overwrite what the rank keeps, in any order; `target` is the target of all.
+
+    `groups`: nodes that run as one, of one function over operands that are next to each other in memory; without them each node runs by
+    itself. `renewed`: shards that are cut out of parameters in each step, each with its new value, which takes its place.
+    """
 
     nodes: str
     target: str = ""
+    groups: list[str] = Field([])
+    renewed: list[tuple[str, str]] = Field([])
+
+
+class BufferRow(Record):
+    """Values of one type that are next to each other in memory, in this order: gradients or shards of a step, or tensors of the state."""
+
+    kind: Literal["step", "state"]
+    members: list[str]
 
 
 class RunList(Record):
-    """The segments and updates of a rank file, and by name the rows of steps that run them."""
+    """The segments and updates of a rank file, by name the rows of steps that run them, and what is next to each other in memory."""
 
     program: str = ""
     rows: dict[str, str]
     segments: list[SegmentRow] = Field([])
     updates: list[UpdateRow] = Field([])
+    buffers: list[BufferRow] = Field([])
 
     def text(self) -> str:
         """The file's text, with a line for each row, segment and update."""
         rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in self.rows.items()]
         parts = [f'"program": {json.dumps(self.program)}', f'"rows": {{{_lines(rows)}}}']
-        for key, records in (("segments", self.segments), ("updates", self.updates)):
+        for key, records in (("segments", self.segments), ("updates", self.updates), ("buffers", self.buffers)):
             if records:
                 lines = [json.dumps(one.model_dump(exclude_defaults=True)) for one in records]
                 parts.append(f'"{key}": [{_lines(lines)}]')

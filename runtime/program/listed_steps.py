@@ -125,7 +125,12 @@ class _Reader:
         if number >= len(self.run.updates):
             self.refuse(f"there is no update for {cell}")
         row = self.run.updates[number]
-        return Update(self.chosen(row.nodes, cell, nodes, done), row.target)
+        found = self.chosen(row.nodes, cell, nodes, done)
+        again = Counter[int]()
+        groups = [self.chosen(group, cell, nodes, again) for group in row.groups] or [[node] for node in found]
+        if (row.groups and again.keys() != {*numbers_of(row.nodes, len(nodes))}) or max(again.values(), default=1) > 1:
+            self.refuse(f"the groups of {cell} are not its nodes")
+        return Update(found, row.target, groups, row.renewed)
 
     def communication(self, letter: str, cell: str, node: NodeProto) -> Step:
         """A step of a message, a collective or a lookup."""

@@ -15,6 +15,7 @@ from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall,
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
+from partc.runtime.artifact.run_list import BufferRow
 from partc.runtime.artifact.tasks.calls import bodies_of, declared, unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
@@ -47,6 +48,8 @@ class RankFile:
     """What the rank keeps from step to step."""
     listed: bool = False
     """Whether a run list says its steps, which was proven when the artifact was compiled."""
+    buffers: Sequence[BufferRow] = ()
+    """What is next to each other in memory."""
 
     @cached_property
     def inputs(self) -> list[str]:
@@ -214,7 +217,7 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     there = {value.name for value in model.graph.input}
     kept = (record for record in manifest.state if rank in record.ranks)
     state = [record for record in kept if manifest.is_main or record.value in there]
-    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state, listed)
+    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state, listed, run.buffers)
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:

@@ -78,10 +78,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Update:
-    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
+    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step.
+
+    `groups`: nodes that run as one; `renewed`: shards that are cut out of parameters in each step, each with its new value.
+    """
 
     nodes: Sequence[NodeProto]
     target: str = ""
+    groups: Sequence[Sequence[NodeProto]] = ()
+    renewed: Sequence[tuple[str, str]] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -42,6 +42,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], name: str 
     (folder / "manifest.json").write_text(json.dumps(index))
 
 
+def in_buffer(change: Callable[[list[str]], list[str]]) -> Callable[[dict[str, Any]], None]:
+    """Changes the members of the first buffer of the state."""
+
+    def changed(listed: dict[str, Any]) -> None:
+        buffer = next(one for one in listed["buffers"] if one["kind"] == "state")
+        buffer["members"] = change(buffer["members"])
+
+    return changed
+
+
 def row(pattern: str, instead: str, name: str = "train") -> Callable[[dict[str, Any]], None]:
     def change(listed: dict[str, Any]) -> None:
         before = listed["rows"][name]
@@ -108,6 +118,13 @@ FAULTS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         lambda listed: listed["updates"][0].update(nodes="16-18"),
         "not an update on ''",
     ),
+    "a group of other nodes": (
+        "",
+        lambda listed: listed["updates"][0].update(groups=["17"]),
+        "the groups of U0 are not",
+    ),
+    "operands that do not follow": ("", in_buffer(lambda names: names[::-1]), "nothing says that"),
+    "memory of two buffers": ("", lambda listed: listed["buffers"].append(listed["buffers"][0]), "in several buffers"),
     "another file's list": (
         "",
         lambda listed: listed.update(program="0" * 64),
@@ -146,6 +163,9 @@ def test_what_several_threads_would_lose_is_found(tmp_path: Path) -> None:
         (of_segment("nodes", lambda text: "0-999999999"), "is not a rising list of nodes"),
         (of_segment("outputs", lambda names: ["nothing"]), "do not make what it gives"),
         (lambda listed: listed["segments"][0].update(target="tpu"), "a target is one of cpu, cuda, device"),
+        (in_buffer(lambda names: names[::-1]), "do not follow each other in memory"),
+        (in_buffer(lambda names: [names[0], "x.0"]), "are not of one buffer"),
+        (lambda listed: listed["updates"][0].update(groups=["17", "17-18"]), "the groups of U0 are not its nodes"),
         (lambda listed: listed.update(program="0" * 64), "the run list of rank 0: it is not of the artifact's"),
     ],
 )

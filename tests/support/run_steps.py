@@ -44,7 +44,7 @@ def decide_again(folder: Path) -> None:
             if known["program"] == digest:
                 continue
             model, row = onnx.load_model_from_string(data), next(iter(known["rows"]))
-            listed = run_list(model, row, guard if row == main else "")
+            listed = run_list(model, row, guard if row == main else "", index["programs"][row].get("kept", ()))
         except Exception:
             continue
         text = listed.model_copy(update={"program": digest}).text().encode()

@@ -8,16 +8,20 @@ Played step by step, for the main graph and for the function of each task:
     order        messages, collectives, lookups and tasks begin in the order of the file, all of them, and what begins is waited for
     updates      once a tensor is overwritten nothing reads its old value: no later step, no other node of the update, no message, and no
                  collective that has begun and was not waited for; the guard is there before
+    groups       nodes that run as one are of one function, attributes and numbers, none reads what another makes, and each operand
+                 is next to that of the node before in a buffer, and so is each result
     outputs      at the end all outputs are there
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from onnx import ModelProto, NodeProto
-from partc.runtime.artifact.comm.collective_node import read_call
+from onnx import AttributeProto, ModelProto, NodeProto
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import (
     DOMAIN,
@@ -32,11 +36,13 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, read_model, reads
+from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.targets import is_copy, target_of
 from partc.runtime.artifact.manifest import read_run_list
 from partc.runtime.artifact.run_list import RunList, numbers_of, parsed_step
 from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
+from partc.runtime.artifact.training.scalars import NUMBERS
 from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
@@ -60,6 +66,10 @@ def check_run_list(
         return [Violation(name, fact, help=_AGAIN)]
 
 
+def _attribute(attribute: AttributeProto) -> bytes:
+    return bytes(attribute.SerializeToString(deterministic=True))
+
+
 class _WrongListError(Exception):
     """A fact about a list, with the node that it is about."""
 
@@ -81,6 +91,20 @@ class _Player:
         self.calls = calls_of(self.nodes, self.bodies, file)
         self.single = in_one_thread(one for one in model.functions if one.domain != TASKS)
         self.following = {one.next: one.value for one in kept if one.next}
+        self.functions = {one.name: one for one in model.functions if one.domain == OPTIMIZER}
+        self.next_to: dict[str, str] = {}
+        """By value the one that follows it in memory: in a buffer of the list, or among the values of one collective."""
+        for node in self.nodes:
+            if node.domain == DOMAIN and node.op_type in COLLECTIVES and len(node.output) > 1:
+                call = read_call(node, file)
+                if isinstance(call, CollectiveCall) and not call.kind.joins:
+                    self.next_to |= dict(pairwise(call.made))
+        buffered = {name for pair in self.next_to.items() for name in pair}
+        for row in run.buffers:
+            if not buffered.isdisjoint(row.members) or len({*row.members}) < len(row.members):
+                raise ArtifactError(f"'{row.members[0]}' and on are in several buffers")
+            buffered.update(row.members)
+            self.next_to |= dict(pairwise(row.members))
         inputs = {port.name for port in model.graph.input}
         fixed = {one.name for one in self.graph.initializer}
         fixed |= {one.values.name for one in self.graph.sparse_initializer}
@@ -219,6 +243,33 @@ class _Row:
             if others := [other for other in numbers if other != at and name in self.nodes[other].input]:
                 raise _WrongListError(f"{cell} overwrites '{name}', which this node of it reads", self.nodes[others[0]])
         self.overwritten |= replaced.keys()
+        groups = [self.numbers(cell, group) for group in row.groups]
+        if groups and sorted(at for group in groups for at in group) != numbers:
+            raise _WrongListError(f"the groups of {cell} are not its nodes")
+        for group in groups:
+            for before, after in pairwise(self.nodes[at] for at in group):
+                self.follows(cell, before, after)
+
+    def follows(self, cell: str, before: NodeProto, after: NodeProto) -> None:
+        """Raises where a node cannot run as one with the node before."""
+        player = self.player
+        function = player.functions.get(after.op_type)
+        same = (before.op_type, *map(_attribute, before.attribute)) == (
+            after.op_type,
+            *map(_attribute, after.attribute),
+        )
+        if not same or function is None or not is_elementwise(function) or {*before.output} & {*after.input}:
+            raise _WrongListError(f"{cell} runs it as one with {node_title(before)}, which does something else", after)
+        formals = [*function.input, *function.output]
+        pairs = zip(formals, (*before.input, *before.output), (*after.input, *after.output), strict=True)
+        for formal, one, two in pairs:
+            if formal in NUMBERS and one == two:
+                continue
+            one, two = player.following.get(one, one), player.following.get(two, two)
+            if formal in NUMBERS or player.next_to.get(one) != two:
+                raise _WrongListError(
+                    f"{cell} runs it as one, and nothing says that '{two}' follows '{one}' in memory", after
+                )
 
     def communicate(self, cell: str, letter: str, tag: int) -> None:
         at = self.ends[tag]
