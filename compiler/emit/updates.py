@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from onnx import FunctionProto, NodeProto
@@ -90,20 +91,20 @@ class _Member:
     again: Set[str]
     """Values that several updates read: each would lie with the gradients of its own."""
 
-    @property
+    @cached_property
     def shared(self) -> tuple[bool, ...]:
         """By operand whether it is one number."""
         return tuple(formal in NUMBERS for formal in self.function.input)
 
-    @property
+    @cached_property
     def tensors(self) -> list[str]:
         return [name for name, one in zip(self.node.input, self.shared, strict=True) if not one]
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[str, ...]:
         return tuple(name for name, one in zip(self.node.input, self.shared, strict=True) if one)
 
-    @property
+    @cached_property
     def gradient(self) -> str:
         """The one tensor that is neither kept nor replaced, and that no other update reads; else empty."""
         replaced = self._replaced
@@ -116,14 +117,14 @@ class _Member:
         """The operands that are replaced and not kept, which are cut out of parameters in each step, with their new values."""
         return [(name, made) for name, made in self._replaced.items() if name not in self.kept]
 
-    @property
+    @cached_property
     def _replaced(self) -> dict[str, str]:
         """By operand whose new value the function makes that value."""
         made = dict(zip(self.function.output, self.node.output, strict=True))
         pairs = zip(self.function.input, self.node.input, strict=True)
         return {name: made[following] for formal, name in pairs if (following := f"{formal}{NEXT}") in made}
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for nodes that do the same to operands that lie alike: a parameter that is kept, or a shard cut out of it in each step."""
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))

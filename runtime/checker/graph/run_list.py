@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import pairwise
 from pathlib import Path
 
-from onnx import AttributeProto, ModelProto, NodeProto
+from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
@@ -64,10 +64,6 @@ def check_run_list(
     except ArtifactError as error:
         fact = str(error).splitlines()[0].removeprefix(f"{folder / name}, ")
         return [Violation(name, fact, help=_AGAIN)]
-
-
-def _attribute(attribute: AttributeProto) -> bytes:
-    return bytes(attribute.SerializeToString(deterministic=True))
 
 
 class _WrongListError(Exception):
@@ -247,20 +243,25 @@ class _Row:
         if groups and sorted(at for group in groups for at in group) != numbers:
             raise _WrongListError(f"the groups of {cell} are not its nodes")
         for group in groups:
+            function = player.functions.get(self.nodes[group[0]].op_type)
+            if len(group) == 1 or function is None or not is_elementwise(function):
+                if len(group) > 1:
+                    raise _WrongListError(f"{cell} runs it as one with others", self.nodes[group[0]])
+                continue
+            made = {name for at in group for name in self.nodes[at].output}
             for before, after in pairwise(self.nodes[at] for at in group):
-                self.follows(cell, before, after)
+                if (
+                    before.op_type != after.op_type
+                    or [*before.attribute] != [*after.attribute]
+                    or made & {*after.input}
+                ):
+                    fact = f"{cell} runs it as one with {node_title(before)}, which does something else"
+                    raise _WrongListError(fact, after)
+                self.follows(cell, function, before, after)
 
-    def follows(self, cell: str, before: NodeProto, after: NodeProto) -> None:
-        """Raises where a node cannot run as one with the node before."""
-        player = self.player
-        function = player.functions.get(after.op_type)
-        same = (before.op_type, *map(_attribute, before.attribute)) == (
-            after.op_type,
-            *map(_attribute, after.attribute),
-        )
-        if not same or function is None or not is_elementwise(function) or {*before.output} & {*after.input}:
-            raise _WrongListError(f"{cell} runs it as one with {node_title(before)}, which does something else", after)
-        formals = [*function.input, *function.output]
+    def follows(self, cell: str, function: FunctionProto, before: NodeProto, after: NodeProto) -> None:
+        """Raises where a node's operands or results are not next to those of the node before."""
+        player, formals = self.player, [*function.input, *function.output]
         pairs = zip(formals, (*before.input, *before.output), (*after.input, *after.output), strict=True)
         for formal, one, two in pairs:
             if formal in NUMBERS and one == two:
