@@ -74,11 +74,11 @@ class FileSizes:
 
     def close(self, size: int) -> None:
         """Gives each dim that the file leaves open a size."""
-        for value, names in self.file.declarations:
+        for name, value in self.file.declared.items():
             dims = value.type.tensor_type.shape.dim
             shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or size for dim in dims]
             if value.type.tensor_type.HasField("shape"):
-                self.shapes.update(dict.fromkeys(names, shape))
+                self.shapes[name] = shape
 
     def at(self, sizes: Mapping[str, int]) -> FileSizes:
         """The same file at other sizes of its symbols."""

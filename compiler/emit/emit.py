@@ -161,6 +161,7 @@ class Unwritten(Artifact):
     def __init__(self, programs: Sequence[Complete], where: str) -> None:
         self.folder, self.trust = Path(where), True
         self._data: dict[str, bytes] = {}
+        self._lists: dict[str, RunList] = {}
         shards, manifests = WeightShards(), list[fmt.Manifest]()
         sources = {"model": fmt.SourceRecord(name=where, sha256="0" * 64), "plan": None}
         for program in with_laws(programs):
@@ -180,6 +181,15 @@ class Unwritten(Artifact):
         """The program of a rank, without the data of its weights."""
         name = self.manifest.program(rank)
         return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
+
+    def run_list(self, rank: int) -> RunList:
+        """How the nodes of a rank's program would run."""
+        manifest, name = self.manifest, self.manifest.program(rank)
+        if name not in self._lists:
+            kept = [record.value for record in manifest.state if rank in record.ranks]
+            model = onnx.ModelProto.FromString(self._data[name])
+            self._lists[name] = run_list(model, manifest.name, manifest.guard, kept)
+        return self._lists[name]
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:
