@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import onnx
-from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
+from partc.compiler.emit.run_list import run_list
+from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest, run_list_file
 from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
@@ -54,8 +55,13 @@ def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, file
                     if entry.key == OF_RANKS:
                         entry.value = str(rank)
             name = own[rank] if apart else file
-            data = model.SerializeToString()
-            remove_file(folder / name)
-            write_new(folder / name, data)
-            files[name] = FileRecord(bytes=len(data), sha256="")
+            written = {name: model.SerializeToString()}
+            if run_list_file(file) in files:
+                kept = [record.value for record in manifest.state if rank in record.ranks]
+                listed = run_list(model, manifest.name, manifest.guard, kept)
+                written[run_list_file(name)] = listed.text().encode()
+            for path, data in written.items():
+                remove_file(folder / path)
+                write_new(folder / path, data)
+                files[path] = FileRecord(bytes=len(data), sha256="")
     return manifest.model_copy(update={"rank_files": own}) if apart else manifest

@@ -17,7 +17,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import Segment
-from partc.runtime.program.value_table import declared_shapes, types_from_manifest
+from partc.runtime.program.value_table import types_from_manifest
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -48,7 +48,7 @@ class FileSizes:
     def __init__(self, file: RankFile, sizes: Mapping[str, int]) -> None:
         self.file, self.sizes = file, sizes
         self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in file.tensors.items()}
-        self.shapes |= declared_shapes(file)
+        self.shapes |= file.declared_shapes
         segments = [step for step in file.steps if isinstance(step, Segment)]
         nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
         self.merged = {made: source for node in nodes for source, made in zip(node.input, node.output, strict=True)}
@@ -74,11 +74,11 @@ class FileSizes:
 
     def close(self, size: int) -> None:
         """Gives each dim that the file leaves open a size."""
-        for value, names in self.file.declarations:
+        for name, value in self.file.declared.items():
             dims = value.type.tensor_type.shape.dim
             shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or size for dim in dims]
             if value.type.tensor_type.HasField("shape"):
-                self.shapes.update(dict.fromkeys(names, shape))
+                self.shapes[name] = shape
 
     def at(self, sizes: Mapping[str, int]) -> FileSizes:
         """The same file at other sizes of its symbols."""

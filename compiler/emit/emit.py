@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 from partc.compiler.emit.dump import begin_text, end_text, rank_text
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.laws import with_laws
-from partc.compiler.emit.manifest import manifest_of, program_name
+from partc.compiler.emit.manifest import guard_of, manifest_of, program_name
 from partc.compiler.emit.names import Names
-from partc.compiler.emit.rank_model import RankModels
+from partc.compiler.emit.rank_model import RankModels, structure
 from partc.compiler.emit.rank_text import RankTexts
+from partc.compiler.emit.run_list import run_list
 from partc.compiler.emit.weights import Location, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Complete
@@ -25,6 +26,7 @@ from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
+from partc.runtime.artifact.run_list import RunList
 from partc.runtime.errors import printable
 from partc.runtime.files.writers import write_new
 
@@ -116,6 +118,7 @@ def _write_ranks(
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
     models, texts = RankModels(program, names, shards, locations, helpers), RankTexts(shown, names, helpers)
+    lists: dict[Hashable, RunList] = {}
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, shared in _distinct(program, models).items():
@@ -125,6 +128,11 @@ def _write_ranks(
         of_ranks = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(shared))
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
+        if (key := structure(program.parts[part.rank])) not in lists:
+            kept, model = [names[one.value] for one in part.kept], onnx.ModelProto.FromString(data)
+            lists[key] = run_list(model, program_name(program), guard_of(program), kept)
+        listed = lists[key].model_copy(update={"program": files[file].sha256})
+        files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
@@ -153,6 +161,7 @@ class Unwritten(Artifact):
     def __init__(self, programs: Sequence[Complete], where: str) -> None:
         self.folder, self.trust = Path(where), True
         self._data: dict[str, bytes] = {}
+        self._lists: dict[str, RunList] = {}
         shards, manifests = WeightShards(), list[fmt.Manifest]()
         sources = {"model": fmt.SourceRecord(name=where, sha256="0" * 64), "plan": None}
         for program in with_laws(programs):
@@ -172,6 +181,15 @@ class Unwritten(Artifact):
         """The program of a rank, without the data of its weights."""
         name = self.manifest.program(rank)
         return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
+
+    def run_list(self, rank: int) -> RunList:
+        """How the nodes of a rank's program would run."""
+        manifest, name = self.manifest, self.manifest.program(rank)
+        if name not in self._lists:
+            kept = [record.value for record in manifest.state if rank in record.ranks]
+            model = onnx.ModelProto.FromString(self._data[name])
+            self._lists[name] = run_list(model, manifest.name, manifest.guard, kept)
+        return self._lists[name]
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:

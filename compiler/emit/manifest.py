@@ -100,8 +100,14 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
     """The training record, in the manifest of the step's program alone."""
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
-    guard = "".join(name_of(value) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
-    return program.training.record().model_copy(update={"guard": guard})
+    return program.training.record().model_copy(update={"guard": guard_of(program)})
+
+
+def guard_of(program: Complete) -> str:
+    """The value that must be finite for a step to replace what ranks keep; empty where there is none."""
+    if program.training is None or program.kind is not ProgramKind.STEP:
+        return ""
+    return "".join(name_of(value) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
 
 
 def _guards(program: Complete) -> list[ir.Value]:

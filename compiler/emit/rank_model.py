@@ -91,9 +91,7 @@ class RankModels:
         Ranks that do the same with other weights share all bytes but those of the weights. The fields stand in the order of their numbers,
         as protobuf writes them deterministically: nodes of the graph, its weights, its other tensors and its ports.
         """
-        ends = tuple([tuple([held.value for held in some]) for some in (part.inputs, part.weights)])
-        kept = tuple([(one.value, one.target) for one in part.kept])
-        key = part.steps, ends, kept, part.scalars, part.results
+        key = structure(part)
         if key not in self._frames:
             self._frames[key] = self._frame(part)
         frame = self._frames[key]
@@ -291,6 +289,13 @@ class RankModels:
         proto.attribute.append(_attribute(fmt.TO, step.target))
         _add_metadata(proto, {fmt.PATH: step.path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
         return proto
+
+
+def structure(part: RankProgram) -> Hashable:
+    """Equal for ranks whose files differ in the bytes of weights alone."""
+    ends = tuple([tuple([held.value for held in some]) for some in (part.inputs, part.weights)])
+    kept = tuple([(one.value, one.target) for one in part.kept])
+    return part.steps, ends, kept, part.scalars, part.results
 
 
 class _Message(Protocol):

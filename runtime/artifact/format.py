@@ -165,6 +165,11 @@ def rank_file(rank: int, program: str = "") -> str:
     return f"{_before(program)}rank_{rank:04d}.onnx"
 
 
+def run_list_file(rank_file: str) -> str:
+    """The file of the run list of a rank file: `rank_0000.run.json` of `rank_0000.onnx`."""
+    return f"{rank_file.removesuffix('.onnx')}.run.json"
+
+
 def weights_file(rank: int, program: str = "") -> str:
     """The file that holds the weights whose lowest using rank is `rank`; of another `program` those that the main one does not have."""
     return f"{WEIGHTS}/{_before(program)}rank_{rank:04d}.safetensors"

@@ -28,10 +28,11 @@ from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, is_outside, open_regular, read_regular
 from . import dim_expression as expression
-from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, stays_inside
+from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, run_list_file, stays_inside
 from .generation import binds_rows
 from .manifest_file import ManifestFile
-from .ranks import Grid
+from .ranks import Grid, ranks_text
+from .run_list import RunList
 from .transfer import bad_pairs
 
 if TYPE_CHECKING:
@@ -125,6 +126,17 @@ class Artifact:
             raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
         return bound(model, self.manifest.groups_of(rank), rank, str(self.folder / name))
 
+    def run_list(self, rank: int) -> RunList | None:
+        """How the nodes of a rank's program run; None where the artifact has no list of it.
+
+        ArtifactError where the list is not what it was, or is of another rank file.
+        """
+        program = self.manifest.program(rank)
+        if run_list_file(program) not in self.manifest.files:
+            return None
+        self._check([run_list_file(program)])
+        return read_run_list(self.folder, self.manifest, program)
+
     def text(self, name: str) -> str:
         """A text of the artifact, such as `ir/schedule.txt`; ArtifactError where the file is not what it was, or is not text."""
         self._check([name])
@@ -173,6 +185,26 @@ def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = 
     if rank is not None:
         artifact.model(rank)
     return artifact
+
+
+def read_run_list(folder: Path, manifest: Manifest, program: str) -> RunList:
+    """The run list of a rank file; ArtifactError where it is not of that file, or no list at all."""
+    file = folder / run_list_file(program)
+    ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == program)
+    title = f"{file}, the run list of rank {ranks}"
+    try:
+        found = RunList.model_validate(counted.read_json(file, counted.RUN_LIST))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        fact = f"{'.'.join(map(str, wrong['loc'])) or 'the whole'}: {wrong['msg']}"
+        raise ArtifactError(f"{title}: {fact}\n  {_AGAIN}") from None
+    except OSError as error:
+        raise ArtifactError(f"{title}: {error.strerror}\n  {_AGAIN}") from None
+    except ValueError as error:
+        raise ArtifactError(f"{title}: is not JSON: {error}\n  {_AGAIN}") from None
+    if found.program != manifest.files[program].sha256:
+        raise ArtifactError(f"{title}: it is not of the artifact's {program}\n  {_AGAIN}")
+    return found
 
 
 def sha256(file: Path) -> str:

@@ -25,6 +25,7 @@ from partc.runtime.checker.across.rows import check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks
+from partc.runtime.checker.graph.run_list import check_run_list
 from partc.runtime.checker.graph.targets import check_targets
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
@@ -65,6 +66,12 @@ CHECKS = (
     Check(RANKS, GRAPH, lambda one: check_ranks(one.file.name, one.file.model, one.manifest)),
     Check("the targets", GRAPH, lambda one: check_targets(one.file.name, one.file.model, one.file.kept)),
     Check("ONNX", GRAPH, lambda one: check_onnx(one.file.name, one.file.model), SOUND),
+    Check(
+        "the run list",
+        GRAPH,
+        lambda one: check_run_list(one.folder, one.file.name, one.manifest, one.file.kept),
+        SOUND,
+    ),
     Check("the types", GRAPH, lambda one: check_types(one.file.name, one.file.model, one.manifest), SOUND),
     Check(NO_CODE, TRAINING, lambda one: carried_code(one.folder, one.manifest)),
     Check("the training", TRAINING, lambda one: check_training(one.manifest, one.models)),

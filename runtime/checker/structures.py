@@ -20,11 +20,14 @@ from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, rea
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.graph.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.run_list import check_run_list
 from partc.runtime.checker.graph.types import check_types, without_weights
-from partc.runtime.errors import Violation
+from partc.runtime.checker.training.in_place import unsafe_state
+from partc.runtime.errors import ArtifactError, Violation
 
 __all__ = ["Structure", "check_model", "check_structures", "refusal", "structures"]
 
@@ -43,9 +46,13 @@ _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 @dataclass(frozen=True)
 class Structure:
-    """One of several rank files of equal structure, by its path in the artifact's folder; `rest`: without nodes that one before it has."""
+    """One of several rank files of equal structure, by its path in the artifact's folder; `rest`: without nodes that one before it has.
+
+    `listed`: the file as it is, with calls of tasks.
+    """
 
     file: str
+    listed: ModelProto
     model: ModelProto
     rest: ModelProto
     manifest: Manifest
@@ -65,10 +72,10 @@ def structures(folder: Path) -> list[Structure]:
                 if (structure := _structure(model)) not in known:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
-                    model = unrolled(model, name, once=True)
+                    listed, model = model, unrolled(model, name, once=True)
                     new = _new_nodes(name, model, seen)
                     rest = model if len(new) == len(model.graph.node) else _with_nodes(model, new)
-                    found.append(Structure(name, model, rest, manifest, inside))
+                    found.append(Structure(name, listed, model, rest, manifest, inside))
     return found
 
 
@@ -77,8 +84,23 @@ def check_structures(programs: Sequence[Structure]) -> list[Violation]:
     return [
         violation
         for one in programs
-        for violation in check_graph(one.file, one.model) or _check_nodes(one.file, one.rest, one.manifest)
+        for violation in check_graph(one.file, one.model)
+        or _check_nodes(one.file, one.rest, one.manifest)
+        or _check_run(one)
     ]
+
+
+def _check_run(one: Structure) -> list[Violation]:
+    """What is wrong with how a program runs: its list, and its updates in place."""
+    file, manifest = Path(one.file).name, one.manifest
+    rank = next(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
+    kept = [record for record in manifest.state if rank in record.ranks]
+    found = check_run_list(one.folder, file, manifest, kept, one.listed) or unsafe_state(manifest, rank, one.listed)
+    try:
+        refuse_left_out(one.listed, manifest, file)
+    except ArtifactError as error:
+        found.append(Violation(file, str(error).splitlines()[0].removeprefix(f"{file}: ")))
+    return found
 
 
 def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:

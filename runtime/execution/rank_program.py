@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
@@ -26,7 +25,6 @@ from ..program.lifetimes import in_place_aliases
 from ..program.locations import locations, used_targets
 from ..program.ort import give_back_freed
 from ..program.rank_file import RankFile, check_ports, read_rank_file
-from ..program.segmentation import segmented
 from ..program.sessions import Builder, Runner, Settings
 from ..program.steps import Copy, Segment, StartCollective, Step, Update, WaitCollective
 from ..program.value_table import (
@@ -183,10 +181,7 @@ def describe(steps: Sequence[Step], index: int) -> str:
 
 def describe_action(folder: str | Path, rank: int, action: int) -> str:
     """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
-    artifact = open_artifact(folder, trust=True)
-    manifest, file = artifact.manifest, Path(folder) / artifact.manifest.program(rank)
-    model = read_model(file)
-    return describe(segmented(model, str(file), manifest.groups_of(rank), manifest.guard), action)
+    return describe(read_rank_file(open_artifact(folder, trust=True), rank).steps, action)
 
 
 def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
@@ -281,7 +276,8 @@ def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
     """Runs those checks of `partc check` whose violation would make a step return wrong numbers without failing.
 
-    The file is this rank's, each weight lies where its own tensor is stored, and memory is overwritten only where that is safe.
+    The file is this rank's, each weight lies where its own tensor is stored, and the state is laid out as its records say. That updates in
+    place are safe was proven with the run list, by compile; of a file without one it is proven here.
     """
     from ..checker.graph.rank_file import check_ranks
     from ..checker.graph.weights import check_weights
@@ -293,15 +289,17 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
     ]
     if file.manifest.state:
         from ..checker.training.in_place import unsafe_state
+        from ..checker.training.state import check_state_of_rank
 
-        problems += unsafe_state(file.manifest, file.rank, file.model)
+        check = check_state_of_rank if file.listed else unsafe_state
+        problems += check(file.manifest, file.rank, file.model)
     if problems:
         raise ArtifactError("\n".join(map(str, problems)))
 
 
 def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
     """By step its session, and the types of all values."""
-    builder = Builder(file.model, folder, types_from_manifest(file), settings, file.where)
+    builder = Builder(file, folder, types_from_manifest(file), settings)
     runners: dict[int, Runner] = {}
     for index, step in enumerate(file.steps):
         if isinstance(step, Segment):

@@ -27,6 +27,7 @@ class Limit:
 
 
 MANIFEST = Limit(bytes=1 << 29, values=1 << 23)
+RUN_LIST = Limit(bytes=1 << 28, values=1 << 23)
 CHECKPOINT_INDEX = Limit(bytes=1 << 30, values=1 << 24, digits=4300)
 CHECKPOINT_LIST = Limit(bytes=1 << 26, values=1 << 20)
 PROFILE = Limit(bytes=1 << 28, values=1 << 24)

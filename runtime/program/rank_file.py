@@ -6,7 +6,7 @@ every one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,14 +15,16 @@ from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall,
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
-from partc.runtime.artifact.tasks.calls import bodies_of, declared
+from partc.runtime.artifact.run_list import BufferRow
+from partc.runtime.artifact.tasks.calls import bodies_of, declared, unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
 
 from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
-from .segmentation import segmented
+from .default_list import default_list
+from .listed_steps import listed_steps
 from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class RankFile:
     collectives: dict[int, Collective]
     state: list[StateRecord]
     """What the rank keeps from step to step."""
+    listed: bool = False
+    """Whether a run list says its steps, which was proven when the artifact was compiled."""
+    buffers: Sequence[BufferRow] = ()
+    """What is next to each other in memory."""
 
     @cached_property
     def inputs(self) -> list[str]:
@@ -136,32 +142,57 @@ class RankFile:
         return found
 
     @cached_property
+    def named(self) -> set[str]:
+        """The values that steps read or make, or that the rank keeps: all that are outside of sessions."""
+        found = {*self.inputs, *self.outputs, *self.computed}
+        for step in self.steps:
+            match step:
+                case Segment() | Update():
+                    found.update(step.inputs)
+                case Copy():
+                    found.add(step.source)
+                case Send() | PostRecv():
+                    found.add(step.value)
+                case StartCollective() | LookUp():
+                    found.update((*step.call.given, *step.call.made))
+        return found.union(*((one.value, one.next) for one in self.state))
+
+    @cached_property
+    def declared(self) -> dict[str, ValueInfoProto]:
+        """What the file declares of each value; of a body's value for each call."""
+        return dict(declared(self.model, self.where))
+
+    @cached_property
     def declared_shapes(self) -> dict[str, Shape]:
         """The shapes that the file declares; None for a value with a dim that is left open."""
+        return self.shapes_of(self.declared)
+
+    def shapes_of(self, names: Iterable[str]) -> dict[str, Shape]:
+        """The declared shapes of some values, of those that have any."""
         found: dict[str, Shape] = {}
-        for value, names in self.declarations:
-            if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+        known: dict[int, Shape] = {}
+        for name in names:
+            value = self.declared.get(name)
+            if value is None or not value.type.HasField("tensor_type") or not value.type.tensor_type.HasField("shape"):
+                continue
+            if id(value) not in known:
                 dims = value.type.tensor_type.shape.dim
                 stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-                found |= dict.fromkeys(names, stated if all(dim != "" for dim in stated) else None)
+                known[id(value)] = stated if "" not in stated else None
+            found[name] = known[id(value)]
         return found
 
     @cached_property
     def declared_types(self) -> dict[str, str]:
         """The types of weights, and those that the file declares of other values."""
         found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
-        for value, names in self.declarations:
-            if text := type_text(value.type):
-                found |= dict.fromkeys(names, text)
+        known: dict[int, str] = {}
+        for name, value in self.declared.items():
+            if id(value) not in known:
+                known[id(value)] = type_text(value.type)
+            if known[id(value)]:
+                found[name] = known[id(value)]
         return found
-
-    @cached_property
-    def declarations(self) -> list[tuple[ValueInfoProto, list[str]]]:
-        """What the file declares, each with the names of its values: of a body's value one for each call."""
-        found: dict[int, tuple[ValueInfoProto, list[str]]] = {}
-        for name, value in declared(self.model, self.where):
-            found.setdefault(id(value), (value, []))[1].append(name)
-        return list(found.values())
 
     @cached_property
     def _updated(self) -> list[str]:
@@ -174,14 +205,19 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
-    refuse_left_out(model, manifest, where)
-    steps = segmented(model, where, manifest.groups_of(rank), manifest.guard)
+    run = artifact.run_list(rank)
+    listed = run is not None
+    if run is None:
+        refuse_left_out(model, manifest, where)
+        model = unrolled(model, where)
+        run = default_list(model, manifest.name, where)
+    steps = listed_steps(model, run, manifest.name, where, manifest.groups_of(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
     there = {value.name for value in model.graph.input}
     kept = (record for record in manifest.state if rank in record.ranks)
     state = [record for record in kept if manifest.is_main or record.value in there]
-    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state)
+    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state, listed, run.buffers)
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
-from partc.runtime.artifact.tasks.calls import bodies_of, declared
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_proto, type_text
 
 from ..artifact.format import DOMAIN, TASKS
 from ..devices.devices import HOST, Device, Devices
 from ..errors import NO_MEMORY_HELP, ArtifactError, speaks_of_memory
 from .kernels import refuse_moved_to_host, refuse_without_kernel
-from .one_thread import in_one_thread, wants_one_thread
 from .ort import NO_FALLBACK, Session, new_session, version
+from .rank_file import RankFile
 from .steps import Segment
 
 if TYPE_CHECKING:
@@ -96,13 +95,11 @@ class Runner:
 class Builder:
     """Makes the sessions of one rank, in order: types are known from the file, the manifest or an earlier session."""
 
-    def __init__(
-        self, model: ModelProto, folder: Path, types: Mapping[str, str], settings: Settings, where: str
-    ) -> None:
+    def __init__(self, file: RankFile, folder: Path, types: Mapping[str, str], settings: Settings) -> None:
+        model, where = file.model, file.where
         graph = model.graph
         self.model = model
         self.functions = [one for one in model.functions if one.domain != TASKS]
-        self.single = in_one_thread(self.functions)
         self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
         self.made = 0
         self.folder = folder
@@ -110,15 +107,13 @@ class Builder:
         self.where = where
         self.types = dict(types)
         self.protos: dict[str, TypeProto] = {}
-        for name, value in declared(model, where):
-            if text := type_text(value.type):
+        for name in file.named.intersection(file.declared):
+            if text := type_text(file.declared[name].type):
                 self.types[name] = text
-                self.protos[name] = value.type
-        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
-        for name, tensor in self.initializers.items():
-            self.types.setdefault(name, f"tensor({element(tensor.data_type)})")
-        for body in bodies_of(model).values():
-            self.initializers |= body.constants
+                self.protos[name] = file.declared[name].type
+        self.initializers = file.tensors
+        for tensor in graph.initializer:
+            self.types.setdefault(tensor.name, f"tensor({element(tensor.data_type)})")
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
 
     def build(self, segment: Segment) -> Runner:
@@ -153,9 +148,7 @@ class Builder:
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
         settings, device = self.settings, self.settings.devices.of(segment.target)
-        threads = settings.threads
-        if any(wants_one_thread(node, self.single) for node in segment.formal.nodes):
-            threads = 1
+        threads = segment.threads or settings.threads
         entries = {
             "session.intra_op.allow_spinning": "1" if settings.spinning else "0",
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),

@@ -21,7 +21,8 @@ class Segment:
     """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands.
 
     One of the body of a task has the names of a microbatch as operands; `formal` has the body's own, and is one for all calls. `task` is
-    the task as a schedule writes it, `target` the target of all nodes, as the file names it.
+    the task as a schedule writes it, `target` the target of all nodes, as the file names it; `threads`: how many threads a node may have,
+    0 for as many as the rank has.
     """
 
     nodes: Sequence[NodeProto]
@@ -31,6 +32,7 @@ class Segment:
     task: str = ""
     body: Segment | None = None
     target: str = ""
+    threads: int = 0
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
@@ -76,10 +78,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Update:
-    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
+    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step.
+
+    `groups`: nodes that run as one; `renewed`: shards that are cut out of parameters in each step, each with its new value.
+    """
 
     nodes: Sequence[NodeProto]
     target: str = ""
+    groups: Sequence[Sequence[NodeProto]] = ()
+    renewed: Sequence[tuple[str, str]] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
     """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
-    stated = {**{name: one.shape for name, one in file.sent.items()}, **declared_shapes(file)}
+    stated = {**{name: one.shape for name, one in file.sent.items()}, **file.shapes_of(file.named)}
     shapes = {
         name: shape
         for name, shape in stated.items()
@@ -128,7 +128,7 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
 
 def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype, list[Dim]]]:
     """The type and shape that stand for each input that is not fed; ArtifactError where the inputs of a step do not determine them."""
-    declared = declared_shapes(file)
+    declared = file.shapes_of(file.sized)
     ports = {port.name: port for port in file.manifest.inputs}
     found: dict[str, tuple[Dtype, list[Dim]]] = {}
     for name in file.sized:
@@ -217,8 +217,3 @@ def storage_of(
 
 def _known(shape: Shape, manifest: Manifest, bound: frozenset[str]) -> bool:
     return shape is not None and all(bound.issuperset(symbols_in(dim, manifest.symbols)) for dim in shape)
-
-
-def declared_shapes(file: RankFile) -> dict[str, Shape]:
-    """The shapes that a rank file declares; None for a value with a dim that is left open."""
-    return dict(file.declared_shapes)

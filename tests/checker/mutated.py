@@ -12,6 +12,7 @@ import onnx
 from flat_manifest import edit
 from partc.runtime.artifact.format import MANIFEST
 from partc.runtime.checker.check import check_artifact
+from run_steps import decide_again
 
 
 def change_file(folder: Path, file: str, change: Callable[[onnx.ModelProto], object]) -> None:
@@ -37,6 +38,7 @@ def correct(folder: Path) -> None:
             content = (folder / name).read_bytes()
             data["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / MANIFEST).write_text(json.dumps(data))
+    decide_again(folder)
 
 
 def texts(folder: Path) -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from artifact_text import write
+from run_steps import give_lists
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
@@ -41,7 +42,7 @@ GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], 
 
 def every_op(folder: Path) -> Path:
     """An artifact of 4 ranks with every collective; its first op is a Gather, which fails where `index` is out of range."""
-    return write(
+    folder = write(
         folder,
         [
             GRAPH.replace("float[n, 6] h", "float[i, 6] h")
@@ -59,3 +60,4 @@ def every_op(folder: Path) -> Path:
         groups=GROUPS,
         shapes={"places": None, "h": ["i", 6], "wide": ["i", 12]},
     )
+    return give_lists(folder)

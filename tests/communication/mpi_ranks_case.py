@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from artifact_text import write
+from run_steps import give_lists
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 GRAPHS = [
@@ -49,7 +50,7 @@ bad = {"x": x, "index": np.array([1, 77])}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("artifact"), GRAPHS)
+    return give_lists(write(tmp_path_factory.mktemp("artifact"), GRAPHS))
 
 
 def job(

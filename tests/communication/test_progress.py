@@ -12,8 +12,8 @@ import onnx.parser
 import pytest
 from partc.runtime.execution.under_way import beside_messages
 from partc.runtime.job.progress import LONG, Progress
-from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
+from run_steps import steps_of
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 TEXT = """<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1]>
@@ -30,7 +30,7 @@ rank (float[n] x) => (float[n] y, float[n] z) <float[n] a, float[n] b, float[n] 
 
 
 def test_segments_beside_messages_are_known_before_they_run() -> None:
-    steps = segmented(onnx.parser.parse_model(TEXT), "rank", {"all": (0, 1)})
+    steps = steps_of(onnx.parser.parse_model(TEXT), "rank", {"all": (0, 1)})
     made = {index: list(step.outputs) for index, step in enumerate(steps) if isinstance(step, Segment)}
     beside = [made[index] for index in sorted(beside_messages(steps, {4}))]
     assert beside == [made[index] for index in sorted(made)][1:]

@@ -17,8 +17,8 @@ from partc.runtime.execution.targets import session_calls
 from partc.runtime.program.copy_runs import copy_runs, merged
 from partc.runtime.program.lifetimes import lifetimes, live_ranges
 from partc.runtime.program.memory_plan import Lifetime, assign
-from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Copy, Segment, Step
+from run_steps import steps_of
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from targeted import ON_CPU, perceptron_steps, scattered, targeted
 from training_equivalence import from_text, same_training
@@ -72,7 +72,7 @@ def test_what_nothing_reads_is_neither_copied_nor_computed() -> None:
         back = partc.comm.Copy <to = "cpu"> (unread)
         y = Neg(x)
     }"""
-    steps = segmented(onnx.parser.parse_model(HEAD + text), "rank.onnx")
+    steps = steps_of(onnx.parser.parse_model(HEAD + text), "rank.onnx")
     assert [(step.inputs, step.outputs) for step in steps if isinstance(step, Segment)] == [(("x",), ("y",))]
     assert len(steps) == 1
 

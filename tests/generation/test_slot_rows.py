@@ -15,6 +15,7 @@ from decoders import decoder
 from onnx import ModelProto, helper, numpy_helper
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checker.check import check
+from run_steps import decide_again
 
 Change = Callable[[ModelProto], None]
 
@@ -92,3 +93,4 @@ def edit(folder: Path, name: str, change: Change) -> None:
     index = json.loads((folder / "manifest.json").read_text())
     index["files"][name] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(index))
+    decide_again(folder)

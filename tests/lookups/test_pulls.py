@@ -18,8 +18,8 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
-from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
+from run_steps import steps_of
 
 ROWS, WIDTH = 24, 6
 TEXT = f"""<ir_version: 10, opset_import: ["" : 18]>
@@ -171,7 +171,7 @@ def test_pulls_follow_each_other_and_what_reads_their_rows_is_one_segment(tmp_pa
     compiled(proto, said, tmp_path)
     rank = onnx.load(tmp_path / "rank_0000.onnx", load_external_data=False)
     assert [node.op_type for node in rank.graph.node][:3] == ["Neg", "Pull", "Pull"]
-    segments = [step for step in segmented(rank, "rank_0000.onnx") if isinstance(step, Segment)]
+    segments = [step for step in steps_of(rank, "rank_0000.onnx") if isinstance(step, Segment)]
     assert [len(one.nodes) for one in segments] == [1, len(rank.graph.node) - 3]
 
 

@@ -15,8 +15,8 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Compute, TaskKind
 from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
-from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
+from run_steps import steps_of
 from training_equivalence import from_text, source_of
 from training_models import gpt, lenet
 
@@ -163,7 +163,7 @@ def test_one_is_repeated_behind_the_other(tmp_path: Path) -> None:
         source, parse_plan(ONE + train(LABELS, 1) + pipeline(1, "layers.*"), "plan.yaml"), tmp_path / "build"
     )
     model = onnx.load(tmp_path / "build" / "rank_0000.onnx", load_external_data=False)
-    segments = [step for step in segmented(model, "rank_0000.onnx") if isinstance(step, Segment)]
+    segments = [step for step in steps_of(model, "rank_0000.onnx") if isinstance(step, Segment)]
     paths = [
         {_metadata(node, "partc.path").split(".")[1] for node in one.nodes if _metadata(node, "partc.recomputed")}
         for one in segments

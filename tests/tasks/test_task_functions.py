@@ -18,9 +18,9 @@ from partc.runtime.artifact.format import TASKS
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.execution.in_process import load_local
-from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
 from pipelines_case import CLASSES, pipeline, placed, small_gpt
+from run_steps import steps_of
 from sharded_models import with_weights
 from training_equivalence import source_of
 
@@ -77,7 +77,7 @@ def test_a_body_has_one_session(built: Built) -> None:
     beside: dict[int, set[int]] = {}
     for count in (2, 8):
         for rank, model in enumerate(models(built(count, "zb_h1"))):
-            segments = [step for step in segmented(model, "file") if isinstance(step, Segment)]
+            segments = [step for step in steps_of(model, "file") if isinstance(step, Segment)]
             bodies = {id(one.formal): one for one in segments if one.task}
             alone = [one for one in bodies.values() if any(node.op_type == "ScatterND" for node in one.nodes)]
             assert len(tasks(model)) <= len(bodies) <= len(tasks(model)) + 2 * len(alone)
@@ -121,7 +121,7 @@ def test_forged_calls_are_refused(fault: str, words: str, built: Built) -> None:
         del call.attribute[:]
     else:
         del call.input[-1]
-    for reader in (unrolled, segmented):
+    for reader in (unrolled, steps_of):
         with pytest.raises(ArtifactError, match=words):
             reader(model, "rank_0000.onnx")
 

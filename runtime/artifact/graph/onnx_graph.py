@@ -45,6 +45,8 @@ def graph_bodies(node: NodeProto) -> list[GraphProto]:
 def reads(node: NodeProto) -> Iterator[str]:
     """The values that a node reads: its operands, and what its bodies capture from the graphs around them."""
     yield from filter(None, node.input)
+    if not node.attribute:
+        return
     for body in graph_bodies(node):
         inside = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
         inside |= {sparse.values.name for sparse in body.sparse_initializer}
@@ -133,7 +135,7 @@ def path_of(node: NodeProto) -> str:
 
 def is_recomputed(node: NodeProto) -> bool:
     """Whether a forward node is repeated in the backward pass."""
-    return any(item.key == RECOMPUTED for item in node.metadata_props)
+    return RECOMPUTED in [item.key for item in node.metadata_props]
 
 
 def addends(node: NodeProto) -> list[str]:

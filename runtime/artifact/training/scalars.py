@@ -22,6 +22,8 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "bound": lambda step, hyper: (step + 1) ** -0.5,
 }
 """By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
+NUMBERS = frozenset((*SCALARS, "ratio"))
+"""The inputs of an optimizer's functions that are one number."""
 _SHARED = ("lr", "scale")
 
 

@@ -80,10 +80,12 @@ class _Rank:
     def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord], guard: str) -> None:
         self.file, self.model, self.guard = file, model, guard
         self.records = [record for record in records if record.next]
-        self.functions = {(one.domain, one.name): one for one in model.functions}
+        self.nodes = list(model.graph.node)
+        functions = (one for one in model.functions if one.domain == OPTIMIZER)
+        self.updating = {one.name: one for one in functions if is_elementwise(one) or is_rowwise(one)}
         self.makers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
-        for at, node in enumerate(model.graph.node):
+        for at, node in enumerate(self.nodes):
             for name in filter(None, node.output):
                 self.makers.setdefault(name, []).append(at)
             for name in dict.fromkeys(reads(node)):
@@ -113,22 +115,20 @@ class _Rank:
             if self.guard and any(maker > at for maker in self.makers.get(self.guard, [at + 1])):
                 fact = f"it stands before the node that makes '{self.guard}', by which it is decided whether it runs"
                 found.append(self._violation(at, fact))
-            found += self._check_function(at)
             found += self._check_rows(at)
+        for at in {self.nodes[at].op_type: at for at in in_place.values()}.values():
+            found += self._check_function(at)
         found += self._check_in_flight(in_place)
         number = len(in_place) + len(appends)
         return Replaced(number, len(self.records) - number), found
 
     def _function(self, at: int) -> FunctionProto | None:
         """The function with which a node updates in place; None for an ordinary node, whose result is copied."""
-        node = self.model.graph.node[at]
-        function = self.functions.get((node.domain, node.op_type))
-        if node.domain != OPTIMIZER or function is None:
-            return None
-        return function if is_elementwise(function) or is_rowwise(function) else None
+        node = self.nodes[at]
+        return self.updating.get(node.op_type) if node.domain == OPTIMIZER else None
 
     def _check_record(self, record: StateRecord, at: int) -> Iterator[Violation]:
-        node, function = self.model.graph.node[at], self._function(at)
+        node, function = self.nodes[at], self._function(at)
         assert function is not None
         for reader in self.readers.get(record.value, []):
             if reader > at:
@@ -169,14 +169,14 @@ class _Rank:
                 yield self._violation(at, fact, "let every reader of an old value lead to the new one")
 
     def _check_rows(self, at: int) -> Iterator[Violation]:
-        node, function = self.model.graph.node[at], self._function(at)
+        node, function = self.nodes[at], self._function(at)
         assert function is not None
         if not is_rowwise(function) or adds_up(function) or len(node.input) != len(function.input):
             return
         operands = dict(zip(function.input, node.input, strict=True))
         merges = {one.name for one in self.model.functions if is_merge(one)}
         ids, rows = (self._copied(operands[name]) for name in (IDS, ROWS))
-        before = (self.model.graph.node[k] for k in self.makers.get(ids, []))
+        before = (self.nodes[k] for k in self.makers.get(ids, []))
         if not merged_by(before, ids, rows, merges):
             fact = (
                 f"nothing proves that each row stands once among '{operands[IDS]}', and {function.name} overwrites rows"
@@ -186,14 +186,14 @@ class _Rank:
     def _copied(self, name: str) -> str:
         """The value itself, of a copy on another target."""
         for at in self.makers.get(name, []):
-            node = self.model.graph.node[at]
+            node = self.nodes[at]
             if is_copy(node) and node.input[0] != name:
                 return self._copied(node.input[0])
         return name
 
     def _check_in_flight(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
-        nodes = self.model.graph.node
+        nodes = self.nodes
         for name, at in in_place.items():
             for reader in self.readers.get(name, []):
                 if reader < at and nodes[reader].domain == DOMAIN and not self._has_ended(nodes[reader], reader, at):
@@ -211,7 +211,7 @@ class _Rank:
         """By update the first one of those that it follows directly: they may run as one."""
         runs: dict[int, int] = {}
         first: int | None = None
-        for at, node in enumerate(self.model.graph.node):
+        for at, node in enumerate(self.nodes):
             if self._function(at) is not None and not self.outputs.isdisjoint(node.output):
                 first = at if first is None else first
                 runs[at] = first
@@ -228,5 +228,5 @@ class _Rank:
         return any(begun < reader <= at for name in node.output for reader in self.readers.get(name, []))
 
     def _violation(self, at: int, fact: str, help: str = _AGAIN) -> Violation:
-        node: NodeProto = self.model.graph.node[at]
+        node: NodeProto = self.nodes[at]
         return Violation(self.file, fact, node_title(node), path_of(node), help)

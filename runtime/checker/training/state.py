@@ -14,7 +14,7 @@ from partc.runtime.artifact.format import CACHE, MANIFEST, PIECE, SCALE, Law, Ma
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
 from partc.runtime.artifact.tensors.dtypes import dense
-from partc.runtime.checker.graph.declared import declared_types, type_of
+from partc.runtime.checker.graph.declared import type_of
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -152,7 +152,7 @@ def _check_file(
     inputs = {port.name: type_of(port.type) for port in graph.input}
     outputs = {port.name: type_of(port.type) for port in graph.output}
     first = {tensor.name: tensor for tensor in graph.initializer}
-    declared = declared_types(model)
+    declared = inputs | outputs
     for record in records:
         title = f"state '{record.value}'"
         wanted: Shape = list(record.local_shape(rank))

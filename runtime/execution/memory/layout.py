@@ -14,7 +14,7 @@ from ...program.flat_buffers import coalesced_buffers
 from ...program.memory_plan import Arena, Lifetime, assign
 from ...program.rank_file import RankFile
 from ...program.value_table import ValueTable, value_table
-from ...updates.fusion import UpdatePlan, plan_updates
+from ...updates.fusion import UpdatePlan, planned_updates
 
 MOST_PLANS = 8
 """The most plans of steps of other sizes that are there at once."""
@@ -35,8 +35,8 @@ def lay_out(
     """
     buffers, plan = coalesced_buffers(file, shapes), UpdatePlan()
     if begins:
-        plan = plan_updates(file, shapes, types, buffers, targets)
-        buffers += [*plan.gradients, *plan.shards]
+        plan = planned_updates(file, shapes, types, buffers)
+        buffers += plan.buffers
         buffers += copied_buffers(file, [*buffers, *plan.kept], shapes, types) if targets else []
     return value_table(file, types, shapes, promises, buffers, {*weights}, targets), plan
 

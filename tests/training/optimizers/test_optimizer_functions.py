@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from optimizer_case import Tensors, begun, drawn, fed, model_of, operands, session_of, slot_shape
+from partc.compiler.emit.updates import plan_groups
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
 from partc.compiler.training.optimizers import update_steps
@@ -19,8 +20,6 @@ from partc.compiler.training.whole_updates import ShardSum
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise, is_in_place
 from partc.runtime.artifact.graph.row_function import is_rowwise
 from partc.runtime.artifact.training.scalars import SCALARS
-from partc.runtime.program.steps import Update
-from partc.runtime.updates.fusion import plan_groups
 from partc.runtime.updates.update_model import flat_model
 from plan_values import optimizer
 
@@ -285,9 +284,7 @@ def test_neighbours_with_results_of_their_own_run_by_themselves(name: str, group
     ]
     names = [f"{k}.{each}" for k in "ab" for each in (kept, other, *called.output)]
     states = {f"{k}.{kept}" for k in "ab"}
-    plan = plan_groups(
-        [Update(nodes)], {name: called}, dict.fromkeys(names, (3,)), dict.fromkeys(names, "tensor(float)"), states, {}
-    )
+    plan = plan_groups([nodes], {name: called}, dict.fromkeys(names, "tensor(float)"), states, {})
     assert [len(found) for found in plan.groups.values()] == [groups]
 
 
@@ -295,11 +292,11 @@ def test_gradients_apart_in_their_buffer_are_no_run() -> None:
     """Another one may lie between two neighbours: that of a parameter which another device updates."""
     called = function("Sgd")
     names = [f"{k}{word}" for k in "abc" for word in ("", ".grad", ".next")]
-    types, shapes = dict.fromkeys([*names, "lr"], "tensor(float)"), dict.fromkeys(names, (3,))
+    types = dict.fromkeys([*names, "lr"], "tensor(float)")
     one, two, three = (onnx.helper.make_node("Sgd", [k, f"{k}.grad", "lr"], [f"{k}.next"]) for k in "abc")
     laid = {"a.grad": ("bucket", 0), "b.grad": ("bucket", 1), "c.grad": ("bucket", 2)}
     for nodes, count in (([one, two, three], 1), ([one, three], 2), ([two, one], 2)):
-        plan = plan_groups([Update(nodes)], {"Sgd": called}, shapes, types, set("abc"), laid)
+        plan = plan_groups([nodes], {"Sgd": called}, types, set("abc"), laid)
         assert [len(found) for found in plan.groups.values()] == [count]
 
 
@@ -307,26 +304,26 @@ def test_a_gradient_of_several_updates_lies_in_no_buffer_of_gradients() -> None:
     """Two versions of a parameter may be updated by one value, in steps of their own."""
     called = function("Sgd")
     names = ["a", "b", "g", "h", "lr", "a.next", "b.next"]
-    types, shapes = dict.fromkeys(names, "tensor(float)"), dict.fromkeys(names, (3,))
+    types = dict.fromkeys(names, "tensor(float)")
     one, two = (onnx.helper.make_node("Sgd", [k, "g", "lr"], [f"{k}.next"]) for k in "ab")
     other = onnx.helper.make_node("Sgd", ["b", "h", "lr"], ["b.next"])
     for steps, laid in (([one], [two]), []), (([one, two],), []), (([one], [other]), ["g", "h"]):
-        plan = plan_groups([Update(nodes) for nodes in steps], {"Sgd": called}, shapes, types, {"a", "b"}, {})
-        assert [name for buffer in plan.gradients for name in buffer.members] == laid
+        plan = plan_groups(steps, {"Sgd": called}, types, {"a", "b"}, {})
+        assert [name for buffer in plan.gradients for name in buffer] == laid
 
 
 def test_memory_that_is_kept_has_what_is_kept_alone() -> None:
     """A shard that is cut out of a parameter in each step, with a late gradient that is kept, stands beside a kept parameter."""
     called = function("Sgd")
     names = ["a", "a.grad", "b.share", "b.pending", "lr", "a.next", "b.share.next"]
-    types, shapes = dict.fromkeys(names, "tensor(float)"), dict.fromkeys(names, (3,))
+    types = dict.fromkeys(names, "tensor(float)")
     nodes = [
         onnx.helper.make_node("Sgd", ["a", "a.grad", "lr"], ["a.next"]),
         onnx.helper.make_node("Sgd", ["b.share", "b.pending", "lr"], ["b.share.next"]),
     ]
     for order in (nodes, nodes[::-1]):
-        plan = plan_groups([Update(order)], {"Sgd": called}, shapes, types, {"a", "b.pending"}, {})
-        assert {name for buffer in plan.kept for name in buffer.members} == {"a", "b.pending"}
+        plan = plan_groups([order], {"Sgd": called}, types, {"a", "b.pending"}, {})
+        assert {name for buffer in plan.kept for name in buffer} == {"a", "b.pending"}
 
 
 def test_a_shard_with_a_late_gradient_runs_by_itself() -> None:
@@ -345,9 +342,8 @@ def test_a_shard_with_a_late_gradient_runs_by_itself() -> None:
     names = [name for node in nodes for name in (*node.input, *node.output)]
     kept = {f"{k}.{name}" for k in "ab" for name in ("pending", "momentum")}
     plan = plan_groups(
-        [Update(nodes)],
+        [nodes],
         {"Momentum": called},
-        dict.fromkeys(names, (3,)),
         dict.fromkeys(names, "tensor(float)"),
         kept,
         {},

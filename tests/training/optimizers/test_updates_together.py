@@ -6,10 +6,10 @@ from pathlib import Path
 
 import onnx
 import pytest
+from partc.compiler.emit.updates import UpdatePlan, plan_groups
 from partc.compiler.training.optimizer_functions import function
 from partc.runtime import load_local
-from partc.runtime.program.steps import Segment, StartCollective, Update, WaitCollective
-from partc.runtime.updates.fusion import UpdatePlan, plan_groups
+from partc.runtime.program.steps import Segment, StartCollective, WaitCollective
 from small_training import compiled
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
@@ -30,13 +30,12 @@ def sgd(parameter: str, gradient: str, **numbers: float) -> onnx.NodeProto:
 
 def planned(*nodes: onnx.NodeProto, kept: str = "") -> UpdatePlan:
     names = {name for node in nodes for name in (*node.input, *node.output)}
-    shapes, types = dict.fromkeys(names, (3,)), dict.fromkeys(names, "tensor(float)")
-    return plan_groups([Update(nodes)], {"Sgd": function("Sgd")}, shapes, types, set(kept), {})
+    return plan_groups([nodes], {"Sgd": function("Sgd")}, dict.fromkeys(names, "tensor(float)"), set(kept), {})
 
 
 def groups(plan: UpdatePlan) -> list[str]:
     """By group its members' parameters."""
-    return ["".join(one.operands[0]) for one in plan.groups[0]]
+    return ["".join(node.input[0] for node in nodes) for nodes in plan.groups[0]]
 
 
 def test_updates_alike_come_together_whatever_their_order() -> None:
@@ -45,7 +44,7 @@ def test_updates_alike_come_together_whatever_their_order() -> None:
     )
     plan = planned(one, two, three, four, kept="abcd")
     assert groups(plan) == ["ac", "bd"]
-    assert [buffer.members for buffer in plan.gradients] == [("a.grad", "c.grad", "b.grad", "d.grad")]
+    assert plan.gradients == [("a.grad", "c.grad", "b.grad", "d.grad")]
     reads_another = onnx.helper.make_node("Sgd", ["c", "b.next", "lr"], ["c.next"], lr_multiplier=1.0)
     assert [name[0] for name in groups(planned(one, two, reads_another, kept="abc"))] == ["a", "b", "c"]
 
@@ -53,11 +52,10 @@ def test_updates_alike_come_together_whatever_their_order() -> None:
 def test_shards_lie_side_by_side_and_are_renewed_in_their_places() -> None:
     plan = planned(sgd("s", "s.grad"), sgd("t", "t.grad"))
     assert groups(plan) == ["st"]
-    assert [buffer.members for buffer in plan.shards] == [("s", "t"), ("s.next", "t.next")]
-    assert plan.in_place == {0: [tuple(buffer.name for buffer in plan.shards)]}
-    assert plan.renewed == {"s": "s.next", "t": "t.next"}
+    assert plan.shards == [("s", "t"), ("s.next", "t.next")]
+    assert plan.renewed == {0: [("s", "s.next"), ("t", "t.next")]}
     read_twice = planned(sgd("s", "s.grad"), sgd("t", "s"))
-    assert (read_twice.in_place, read_twice.renewed) == ({0: [("t", "t.next")]}, {"t": "t.next"})
+    assert read_twice.renewed == {0: [("t", "t.next")]}
 
 
 @pytest.mark.parametrize(

@@ -33,4 +33,5 @@ def wants_one_thread(node: NodeProto, functions: Collection[Key]) -> bool:
         return text_of(node, "reduction") not in ("", "none")
     if (node.domain, node.op_type) in functions:
         return True
-    return any(wants_one_thread(inner, functions) for body in graph_bodies(node) for inner in body.node)
+    bodies = graph_bodies(node) if node.attribute else ()
+    return bool(bodies) and any(wants_one_thread(inner, functions) for body in bodies for inner in body.node)

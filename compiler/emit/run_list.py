@@ -1,0 +1,326 @@
+"""Decides how a rank file's nodes run, and writes it as a run list (`runtime/artifact/run_list.py`): segments, updates, rows of steps.
+
+The order of the file is kept for everything that communicates. A segment ends before a Send of a value that it makes, and before
+the first node that needs a received value that was not waited for yet; all other cuts would only cost. A receive is posted at its place
+in the file, or before the segment that is open there, and waited for at the first use of its value. A collective begins like a
+Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
+what the global order puts later.
+
+What is right in one thread alone is in a segment of such nodes (`one_thread.py`), with the zeros that it adds to.
+
+A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
+both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
+
+What cuts shards for updates alone, with ZeRO, waits for the next update: the shards are needed no earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnx import ModelProto, NodeProto
+from partc.compiler.emit.updates import plan_groups
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.collectives import COLLECTIVES
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RECV, SEND, TAG, TASKS
+from partc.runtime.artifact.graph.one_thread import Key, in_one_thread, wants_one_thread
+from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, reads
+from partc.runtime.artifact.graph.optimizer_function import is_elementwise
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
+from partc.runtime.artifact.graph.row_function import is_rowwise
+from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
+from partc.runtime.artifact.run_list import BufferRow, RunList, SegmentRow, UpdateRow, numbers_of, numbers_text
+from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
+from partc.runtime.artifact.tensors.dtypes import type_text
+
+
+def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str] = ()) -> RunList:
+    """The run list of a rank file, whose main row is called `name`; time is linear in the nodes.
+
+    Updates wait for the value `guard`. `kept`: the values that the rank keeps from step to step.
+    """
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    weights |= {sparse.values.name for sparse in graph.sparse_initializer}
+    weights = (weights - {value.name for value in graph.input}) | set(names_of(model))
+    nodes = [node for node in graph.node if not is_rank_constant(node)]
+    calls = calls_of(nodes, bodies_of(model), name)
+    functions = [function for function in model.functions if function.domain != TASKS]
+    single = in_one_thread(functions)
+    updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
+    inputs, outputs = ([value.name for value in ports] for ports in (graph.input, graph.output))
+    found = RunList(rows={}, segments=[], updates=[])
+    main = _Nodes(nodes, [*inputs, *weights], outputs, single)
+    found.rows[name] = main.row(found, weights, main.cut(updating, calls, guard))
+    if found.updates:
+        _add_groups(found, model, nodes, calls.values(), {*kept})
+    for function, body in {call.node.op_type: call.body for call in calls.values()}.items():
+        alike = [call.node.input for call in calls.values() if call.node.op_type == function]
+        operands = zip(body.function.input, *alike, strict=True)
+        shared = {name for name, *others in operands if name in weights and {*others} == {name}}
+        part = _Nodes(list(body.nodes), list(body.function.input), list(body.function.output), single)
+        found.rows[function] = part.row(found, shared | {*body.constants}, part.cut((), {}))
+    return found
+
+
+def _add_groups(
+    found: RunList, model: ModelProto, nodes: Sequence[NodeProto], calls: Iterable[Call], kept: Collection[str]
+) -> None:
+    """Adds to a list which updates run as one, and the memory that they need."""
+    numbers = [numbers_of(row.nodes, len(nodes)) for row in found.updates]
+    steps = [[nodes[at] for at in some] for some in numbers]
+    names = {name for step in steps for node in step for name in node.input}
+    copied = {node.output[0]: node.input[0] for node in nodes if is_copy(node)}
+    names |= {*copied.values()}
+    ports = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    types = {port.name: type_text(port.type) for port in ports if port.name in names}
+    targets = {name: target for node in nodes if (target := output_target(node)) != CPU for name in node.output}
+    for call in calls:
+        of = {
+            formal: name
+            for formal, name in zip(call.body.function.output, call.node.output, strict=True)
+            if name in names
+        }
+        if not of:
+            continue
+        types |= {of[port.name]: type_text(port.type) for port in call.body.function.value_info if port.name in of}
+        inside = {name: output_target(node) for node in call.body.nodes for name in node.output if name in of}
+        targets |= {of[formal]: target for formal, target in inside.items() if target != CPU}
+    for result, source in copied.items():
+        types |= {result: types[source]} if source in types else {}
+    functions = {one.name: one for one in model.functions if one.domain == OPTIMIZER}
+    plan = plan_groups(steps, functions, types, kept, _coalesced(nodes), targets)
+    places = {
+        id(node): at for some, step in zip(numbers, steps, strict=True) for at, node in zip(some, step, strict=True)
+    }
+    for index, row in enumerate(found.updates):
+        groups = [numbers_text(places[id(node)] for node in group) for group in plan.groups[index]]
+        pairs = plan.renewed.get(index, [])
+        found.updates[index] = row.model_copy(update={"groups": groups, "renewed": pairs})
+    for kind, buffers in (("state", plan.kept), ("step", [*plan.gradients, *plan.shards])):
+        found.buffers.extend(BufferRow(kind=kind, members=[*some]) for some in buffers if len(some) > 1)
+
+
+def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
+    """By value that a collective of several puts next to others the collective, and its place among them."""
+    found: dict[str, tuple[str, int]] = {}
+    for node in nodes:
+        if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:
+            call = read_call(node, node.name)
+            if isinstance(call, CollectiveCall) and call.parts and not call.kind.joins:
+                found |= {name: (node.name, place) for place, name in enumerate(call.made)}
+    return found
+
+
+@dataclass
+class _Event:
+    """A step other than a segment, by what it touches; of a Copy also what it makes, and of an update its nodes."""
+
+    cell: str
+    touches: Sequence[str] = ()
+    made: str = ""
+    nodes: list[int] = field(default_factory=list)
+    target: str = ""
+
+
+@dataclass
+class _Cutter:
+    """The state of the one walk over the nodes; a segment is a list of node numbers."""
+
+    steps: list[_Event | list[int]] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
+    pending: dict[str, _Event] = field(default_factory=dict)
+    again: bool = False
+    """Whether the last compute node was one that is computed again."""
+    zeros: str = ""
+    """What the last compute node makes, where that is a constant of a shape."""
+    target: str = ""
+    """The target of the last compute node."""
+    alone: bool = False
+    """Whether the open segment is one of one thread."""
+    guard: str = ""
+    """The condition on which an update runs."""
+    deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
+    """Nodes of which only updates read, which run right before the next of them."""
+
+    def close(self) -> None:
+        if self.open:
+            self.steps.append(self.open)
+            self.open, self.made = [], set()
+
+    def wait(self, names: Iterable[str]) -> None:
+        if not self.pending:
+            return
+        waited = {id(step): step for name in names if (step := self.pending.get(name)) is not None}
+        if not waited:
+            return
+        self.close()
+        self.steps.extend(waited.values())
+        for name in [name for name, step in self.pending.items() if id(step) in waited]:
+            del self.pending[name]
+
+    def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
+        """A node of the open segment, or of a new one; `alone`: of one with its like, and with the zeros to which it adds."""
+        self.wait(operands)
+        again, target = is_recomputed(node), target_of(node)
+        onto_zeros = alone and self.open and node.input[0] == self.zeros and target == self.target
+        begun = [self.open.pop()] if onto_zeros else []
+        if alone != self.alone or begun or (again and not self.again) or target != self.target:
+            self.close()
+        self.alone = alone
+        self.again, self.target = again, target
+        self.open += [*begun, index]
+        self.made.update(filter(None, node.output))
+        self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
+
+    def give(self, names: Sequence[str], step: _Event) -> None:
+        """A step that takes values out of the rank, or to another target."""
+        self.wait(names)
+        if any(name in self.made for name in names):
+            self.close()
+        self.steps.append(step)
+
+    def call(self, task: Call) -> None:
+        """The steps of a task, which waits for all that it is given: so all calls of a body are cut alike."""
+        self.wait(task.node.input)
+        self.close()
+        self.steps.append(_Event(task.cell, task.node.input))
+
+    def update(self, index: int, node: NodeProto) -> None:
+        """A step that overwrites what was read so far."""
+        self.wait([*node.input, self.guard])
+        self.close()
+        deferred, self.deferred = self.deferred, []
+        for at, one in deferred:
+            self.compute(at, one, reads(one))
+        self.close()
+        last, target = self.steps[-1] if self.steps else None, target_of(node)
+        if not (isinstance(last, _Event) and last.nodes and last.target == target):
+            last = _Event("", [], target=target)
+            self.steps.append(last)
+        last.nodes.append(index)
+        last.touches = [*last.touches, *node.input]
+
+    def communicate(self, index: int, node: NodeProto) -> None:
+        """The steps of a node that communicates or copies."""
+        tag = integer_of(node, TAG, 0)
+        if node.op_type == SEND:
+            self.give([node.input[0]], _Event(f"X{tag}", node.input))
+        elif node.op_type == RECV:
+            self.steps.append(_Event(f"R{tag}", node.output))
+            self.pending[node.output[0]] = _Event(f"W{tag}", node.output)
+        elif is_copy(node):
+            self.give(node.input, _Event(f"C{index}", node.input, made=node.output[0]))
+        else:
+            call = read_call(node, node.name)
+            touches = [*call.given, *call.made]
+            if isinstance(call, LookupCall):
+                self.give(call.given, _Event(f"L{tag}", touches))
+            else:
+                self.give(call.given, _Event(f"A{tag}", touches))
+                wait = _Event(f"W{tag}", touches)
+                if call.made:
+                    self.pending |= dict.fromkeys(call.made, wait)
+
+
+@dataclass
+class _Nodes:
+    """Nodes that are cut together, the main graph or the body of a task, with what is there before them and what they give."""
+
+    nodes: list[NodeProto]
+    begun: Collection[str]
+    outputs: Sequence[str]
+    single: Collection[Key]
+    """The functions whose nodes want one thread."""
+
+    def __post_init__(self) -> None:
+        self.operands = [list(reads(node)) for node in self.nodes]
+        self.alone = {at for at, node in enumerate(self.nodes) if wants_one_thread(node, self.single)}
+
+    def cut(self, updating: Collection[str], calls: Mapping[int, Call], guard: str = "") -> list[_Event | list[int]]:
+        """The steps in order; `updating` are the functions that update in place, `calls` by place the tasks."""
+        kept = {*self.outputs}
+        updates = {
+            index
+            for index, node in enumerate(self.nodes)
+            if node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output)
+        }
+        deferred = self._deferred(updates) if updates else set()
+        cutter = _Cutter(guard=guard)
+        for index, node in enumerate(self.nodes):
+            if index in calls:
+                cutter.call(calls[index])
+            elif index in updates:
+                cutter.update(index, node)
+            elif index in deferred:
+                cutter.deferred.append((index, node))
+            elif node.domain != DOMAIN:
+                cutter.compute(index, node, self.operands[index], index in self.alone)
+            else:
+                cutter.communicate(index, node)
+        cutter.close()
+        cutter.wait(list(cutter.pending))
+        return cutter.steps
+
+    def _deferred(self, updates: Collection[int]) -> set[int]:
+        """The nodes that cut what updates read out of values that the rank has from the beginning, and that nothing else reads.
+
+        What they make is needed as late as the gradients; made with the nodes before, it would be in memory beside all of these.
+        """
+        begun, others = {*self.begun}, {*self.outputs}
+        others.update(name for index, some in enumerate(self.operands) if index not in updates for name in some)
+        read = {name for index in updates for name in self.operands[index]}
+        return {
+            index
+            for index, node in enumerate(self.nodes)
+            if not read.isdisjoint(node.output)
+            and others.isdisjoint(node.output)
+            and node.domain not in (DOMAIN, OPTIMIZER, TASKS)
+            and begun.issuperset(self.operands[index])
+        }
+
+    def row(self, found: RunList, weights: Collection[str], steps: Sequence[_Event | list[int]]) -> str:
+        """The text of the steps; their segments and updates are added to the list, each giving exactly the values that others need.
+
+        A segment or a copy without readers is left out, and then what only those need.
+        """
+        nodes, operands, wanted = self.nodes, self.operands, set(self.outputs)
+        segments, updates, cells = list[SegmentRow](), list[UpdateRow](), list[str | SegmentRow | UpdateRow]()
+        for step in reversed(steps):
+            if isinstance(step, _Event):
+                if step.made and step.made not in wanted:
+                    continue
+                wanted.update(step.touches)
+                if step.nodes:
+                    updates.append(UpdateRow(nodes=numbers_text(step.nodes), target=step.target))
+                cells.append(updates[-1] if step.nodes else step.cell)
+                continue
+            wanted.update(name for index in step for name in moved_statistics(nodes[index]))
+            made = {name for index in step for name in nodes[index].output}
+            if made.isdisjoint(wanted):
+                continue
+            given = [name for index in step for name in nodes[index].output if name in wanted]
+            read = dict.fromkeys(name for index in step for name in operands[index] if name not in made)
+            wanted.update(read)
+            segments.append(
+                SegmentRow(
+                    nodes=numbers_text(sorted(step)),
+                    inputs=[name for name in read if name not in weights],
+                    outputs=given,
+                    weights=[name for name in read if name in weights],
+                    target=target_of(nodes[step[0]]),
+                    threads=int(not self.alone.isdisjoint(step)),
+                )
+            )
+            cells.append(segments[-1])
+        found.segments.extend(reversed(segments))
+        found.updates.extend(reversed(updates))
+        texts, counts = list[str](), {"S": len(found.segments), "U": len(found.updates)}
+        for cell in cells:
+            letter = "S" if isinstance(cell, SegmentRow) else "U"
+            counts[letter] -= not isinstance(cell, str)
+            texts.append(cell if isinstance(cell, str) else f"{letter}{counts[letter]}")
+        return " ".join(reversed(texts))

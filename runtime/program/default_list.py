@@ -1,0 +1,93 @@
+"""The run list of a rank file that has none: one segment between two communications, each waited for where it stands.
+
+So a rank file of any origin runs by its order alone. A compiled one has a list of its own (`artifact/run_list.py`), by which communication
+overlaps computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.comm.collective_node import read_call
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
+from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, reads
+from partc.runtime.artifact.graph.optimizer_function import is_elementwise
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
+from partc.runtime.artifact.graph.row_function import is_rowwise
+from partc.runtime.artifact.graph.targets import is_copy, target_of
+from partc.runtime.artifact.run_list import RunList, SegmentRow, UpdateRow, numbers_text
+
+from ..artifact.format import DOMAIN, OPTIMIZER, RECV, SEND, TAG
+from .soundness import refuse_unsound
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+
+def default_list(model: ModelProto, name: str, where: str) -> RunList:
+    """The list of a program without tasks, its row called `name`; ArtifactError, naming the file `where`, for a node that is not sound."""
+    graph = model.graph
+    nodes = [node for node in graph.node if not is_rank_constant(node)]
+    inputs, outputs = ({port.name for port in ports} for ports in (graph.input, graph.output))
+    operands = [list(reads(node)) for node in nodes]
+    fixed = {one.name for one in graph.initializer} | {one.values.name for one in graph.sparse_initializer}
+    fixed = (fixed - inputs) | {*names_of(model)}
+    ends = [[port.name for port in ports] for ports in (graph.input, graph.output)]
+    refuse_unsound(where, fixed, ends[0], zip(nodes, operands, strict=True), ends[1])
+    functions = {one.name for one in model.functions if is_elementwise(one) or is_rowwise(one)}
+    cells, segments, updates = list[str](), list[list[int]](), list[list[int]]()
+    for at, node in enumerate(nodes):
+        if node.domain == DOMAIN:
+            cells += _communication(at, node, where)
+        elif node.domain == OPTIMIZER and node.op_type in functions and not outputs.isdisjoint(node.output):
+            _add(cells, "U", updates, at, nodes)
+        else:
+            _add(cells, "S", segments, at, nodes)
+    segment_of = {at: number for number, members in enumerate(segments) for at in members}
+    readers: dict[str, set[int]] = {name: {-1} for name in outputs}
+    for at, values in enumerate(operands):
+        for value in values:
+            readers.setdefault(value, set()).add(segment_of.get(at, -1))
+    single, found = in_one_thread(model.functions), list[SegmentRow]()
+    for number, members in enumerate(segments):
+        chosen = [nodes[at] for at in members]
+        made = dict.fromkeys(value for node in chosen for value in node.output if value)
+        needed = dict.fromkeys(value for at in members for value in operands[at] if value not in made)
+        moved = {value for node in chosen for value in moved_statistics(node)}
+        found.append(
+            SegmentRow(
+                nodes=numbers_text(members),
+                inputs=[value for value in needed if value not in fixed],
+                outputs=[value for value in made if value in moved or readers.get(value, set()) - {number}],
+                weights=[value for value in needed if value in fixed],
+                target=target_of(chosen[0]),
+                threads=int(any(wants_one_thread(node, single) for node in chosen)),
+            )
+        )
+    row = " ".join(cell for cell in cells if cell[0] != "S" or found[int(cell[1:])].outputs)
+    rows = [UpdateRow(nodes=numbers_text(members), target=target_of(nodes[members[0]])) for members in updates]
+    return RunList(rows={name: row}, segments=found, updates=rows)
+
+
+def _add(cells: list[str], letter: str, groups: list[list[int]], at: int, nodes: list[NodeProto]) -> None:
+    """Adds a node to the last step where that is of the same kind and target, else begins a step."""
+    last = cells and cells[-1] == f"{letter}{len(groups) - 1}"
+    if last and target_of(nodes[groups[-1][0]]) == target_of(nodes[at]):
+        groups[-1].append(at)
+    else:
+        cells.append(f"{letter}{len(groups)}")
+        groups.append([at])
+
+
+def _communication(at: int, node: NodeProto, where: str) -> Iterable[str]:
+    if is_copy(node):
+        return (f"C{at}",)
+    if node.op_type in (SEND, RECV):
+        tag = integer_of(node, TAG, 0)
+        return (f"X{tag}",) if node.op_type == SEND else (f"R{tag}", f"W{tag}")
+    call = read_call(node, where)
+    if isinstance(call, LookupCall):
+        return (f"L{call.tag}",)
+    return (f"A{call.tag}", f"W{call.tag}") if call.made else (f"A{call.tag}",)
