@@ -29,6 +29,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import Plan, read_plan
+from partc.compiler.quantize import quantized
 from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.generation.caches import caches_as_state
 from partc.compiler.rewrite.generation.repeated_heads import repeat_heads
@@ -36,7 +37,6 @@ from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.precision import precision
-from partc.compiler.rewrite.quantize import quantized
 from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard

@@ -251,7 +251,7 @@ def command(
     from partc.compiler.proposal.quantize import quantize_section
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
-    from partc.compiler.rewrite.quantize import quantized
+    from partc.compiler.quantize import quantized
 
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:

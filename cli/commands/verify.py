@@ -84,7 +84,7 @@ def command(
     from partc.compiler.frontend.torch.compare_with_torch import compare_graph
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
-    from partc.compiler.rewrite.quantize import quantized
+    from partc.compiler.quantize import quantized
     from partc.runtime.training.data import of_batch
 
     sources: list[Source] = []
@@ -122,7 +122,7 @@ def command(
 
 def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
     """Lines that say how far quantized weights are from the model's own."""
-    from partc.compiler.rewrite.quantize import errors
+    from partc.compiler.quantize import errors
 
     found = errors(source, plan, name)
     yield f"{count(len(found), 'weight')} quantized: what is compiled is compared with the quantized model on one rank"

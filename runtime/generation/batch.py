@@ -115,7 +115,7 @@ class ContinuousBatch:
         turns = Turns(self.generator, slots)
         while turns.next() is not None:
             pass
-        for step in slots.without_part():
+        for step in slots.idle_steps():
             self.generator.begin(slots, step)()
 
     def admit(self, number: int, request: Request) -> None:

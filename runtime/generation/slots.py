@@ -156,7 +156,7 @@ class Slots:
             return self._encode({slot: one for slot, one in reading.items() if not one.encoded}, group)
         return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
 
-    def without_part(self) -> Iterator[Step]:
+    def idle_steps(self) -> Iterator[Step]:
         """A step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
         for group, slots in enumerate(self._of_group):
             none = np.zeros(len(slots), np.int64)

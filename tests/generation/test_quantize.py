@@ -18,7 +18,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.rewrite.quantize import errors, quantized
+from partc.compiler.quantize import errors, quantized
 from partc.runtime import Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 
