@@ -2,8 +2,9 @@
 
 A handler raises `Stopped` in the main thread, so that files and processes are cleaned up on the way out. If the process has not ended
 `_PATIENCE` seconds later, because the main thread is in a call of a library, or the exception was lost, or at a second signal, a thread
-ends it. Parts of a command that end in another way (a training saves first) put handlers of their own in place while they run; they call
-`must_end` for a signal that asks for the end, from which on the same time is left.
+ends it. While a compiled module is initialized a signal waits for that. Parts of a command that end in another way (a training saves first)
+put handlers of their own in place while they run; they call `must_end` for a signal that asks for the end, from which on the same time is
+left.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1                     128 + the signal's number
     SIGTERM, SIGUSR1, before a training's first step     75: nothing is lost, start it again
@@ -22,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -34,6 +36,7 @@ _PATIENCE = 10.0
 """Seconds in which a command cleans up."""
 _STACK = 1 << 18
 _BETWEEN = 0.01
+_BEGINS = ("create_module", "exec_module")
 
 
 class Stopped(KeyboardInterrupt):
@@ -186,9 +189,22 @@ def _is_trace(number: int) -> bool:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if not _state.number and not _is_trace(number):
-        _state.number = number
-        raise stopped(number)
+    if _state.number or _is_trace(number):
+        return
+    if _begins_native_module(frame):
+        _thread.start_new_thread(_again, (number, _thread.get_ident()))
+        return
+    _state.number = number
+    raise stopped(number)
+
+
+def _begins_native_module(frame: FrameType | None) -> bool:
+    """Whether a compiled module is being initialized: an exception in Python code that it calls would abort the process."""
+    while frame is not None:
+        if frame.f_code.co_name in _BEGINS and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _unraisable(error: sys.UnraisableHookArgs) -> None:

@@ -221,14 +221,23 @@ def in_a_library(arguments):
     except BaseException:
         pass
     interruption.refuse_stopped()
-interruption.run(dict(finalizer=in_a_finalizer, library=in_a_library)[sys.argv.pop()])
+class Native(interruption.ExtensionFileLoader):
+    def create_module(self, spec):
+        os.kill(os.getpid(), signal.SIGTERM)
+        [0 for _ in range(9)]
+        print("initialized", flush=True)
+def in_a_native_module(arguments):
+    Native("module", "module.so").create_module(None)
+    signal.pause()
+interruption.run(dict(finalizer=in_a_finalizer, library=in_a_library, module=in_a_native_module)[sys.argv.pop()])
 """
 
 
-@pytest.mark.parametrize("where", ["finalizer", "library"])
+@pytest.mark.parametrize("where", ["finalizer", "library", "module"])
 def test_a_signal_whose_exception_is_lost_ends_the_command(where: str) -> None:
     ended = subprocess.run([sys.executable, "-c", LOST, where], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
+    assert ended.stdout == ("initialized\n" if where == "module" else "")
 
 
 def test_a_closed_output_is_the_null_device() -> None:
