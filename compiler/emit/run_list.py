@@ -6,7 +6,7 @@ in the file, or before the segment that is open there, and waited for at the fir
 Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
 what the global order puts later.
 
-What is right in one thread alone is in a segment of such nodes (`one_thread.py`), with the zeros that it adds to.
+What is right in one thread alone is in a segment of such nodes (`runtime/artifact/graph/one_thread.py`), with the zeros that it adds to.
 
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
 both for one, and keep the values. It has the nodes of one target, and a Copy is a step.

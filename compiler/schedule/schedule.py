@@ -3,7 +3,7 @@
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
-A schedule says nothing of messages: these follow from the stages' edges (`messages.py`).
+A schedule says nothing of messages: these follow from the stages' edges (`grid.py`).
 """
 
 from __future__ import annotations

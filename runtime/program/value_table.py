@@ -113,7 +113,7 @@ def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
     """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
-    stated = {**{name: one.shape for name, one in file.sent.items()}, **file.shapes_of(file.named)}
+    stated = {**{name: one.shape for name, one in file.sent.items()}, **file.shapes_of(sorted(file.named))}
     shapes = {
         name: shape
         for name, shape in stated.items()

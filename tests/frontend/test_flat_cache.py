@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from partc.cli.commands.export import command as export_command
+from partc.cli.main import invoke
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
@@ -39,7 +38,6 @@ SMALL = {
     "num_attention_heads": 2,
     "max_position_embeddings": 24,
 }
-GUIDE = Path(__file__).parents[2] / "samples" / "guide" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +99,19 @@ def test_an_export_with_its_cache_has_past_and_present(exported: Path) -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in graph.initializers
 
 
-def test_an_export_is_quantized_as_the_guide_does_and_sharded(exported: Path, tmp_path: Path) -> None:
-    pages = (text for text in GUIDE.read_text().split("```") if text.startswith("python four_bits.py"))
-    (tmp_path / "four_bits.py").write_text(next(pages).partition("\n")[2])
-    subprocess.run([sys.executable, "four_bits.py", str(exported)], check=True, cwd=tmp_path, timeout=60)
+def test_an_export_is_quantized_by_its_plan_and_sharded(exported: Path, tmp_path: Path) -> None:
     made, weights = [], []
-    for degrees in (Degrees(), Degrees(tp=2), Degrees(tp=2, stages=2)):
-        model, build = tmp_path / "four_bits.onnx", tmp_path / f"{degrees.tp}_{degrees.stages}"
-        text, _ = propose(load(model), model.name, degrees, generation=Generation.over(degrees, 32, 2))
-        (tmp_path / "plan.yaml").write_text(
-            text.replace("generate: {", "generate: {chunk: 4, ", 1).replace(", chunk: 32", "")
-        )
-        compile_model(model, tmp_path / "plan.yaml", build)
+    for tp, stages in ((1, 1), (2, 1), (2, 2)):
+        plan, build = tmp_path / f"{tp}_{stages}.yaml", tmp_path / f"{tp}_{stages}"
+        degrees = ["--tp", str(tp), "--stages", str(stages), "--generate", "32", "--slots", "2", "--quantize", "4"]
+        assert invoke(["plan", str(exported), *degrees, "-o", str(plan)]) == 0
+        text = plan.read_text().replace("generate: {", "generate: {chunk: 4, ", 1).replace(", chunk: 32", "")
+        plan.write_text(text)
+        compile_model(exported, plan, build)
         graph = open_artifact(build).model(0).graph
-        linears = [one for one in graph.initializer if "layers" in one.name and one.name.endswith(("_Q4", "_scales"))]
+        linears = [one for one in graph.initializer if "layers" in one.name and ".4bits." in one.name]
         weights.append(sum(math.prod(one.dims) for one in linears))
-        assert sum(node.op_type == "MatMulNBits" for node in graph.node) == (15 if degrees.stages == 1 else 7)
+        assert sum(node.op_type == "MatMulNBits" for node in graph.node) == (15 if stages == 1 else 7)
         with load_local_generator(build, threads=1) as generator:
             made.append(
                 [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
