@@ -23,6 +23,8 @@ from partc.runtime.artifact.graph.factors import Factors
 
 Typed = tuple[int, tuple[int | str | None, ...]]
 """The element type and the dims of a value."""
+_ADDED = 2
+"""The operand of Gemm that is added."""
 _FEW = 64
 
 
@@ -191,6 +193,8 @@ def _text(entry: Entry, rule: Rule) -> str:
     sides = (*rule.inputs, *rule.outputs)
     rule = _without(rule, {letter for one in sides if one for letter in one} - known - {WHOLE})
     linear = tuple([k for row in rule.partial_inputs for k in row])
+    if entry.op_type == "Gemm" and not linear:
+        linear = (_ADDED,)  # to a running sum of terms a product that is a term is added
     return str(
         Factors(rule.inputs, rule.outputs, rule.reduce, linear, rule.linear == "joint", entry.rising, entry.moves)
     )

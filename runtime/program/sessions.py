@@ -18,7 +18,7 @@ from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_proto, type_text
 
-from ..artifact.format import DOMAIN, TASKS
+from ..artifact.format import DOMAIN, FACTORS, TASKS
 from ..devices.devices import HOST, Device, Devices
 from ..errors import NO_MEMORY_HELP, ArtifactError, speaks_of_memory
 from .kernels import refuse_moved_to_host, refuse_without_kernel
@@ -187,8 +187,10 @@ class Builder:
         graph = model.graph
         graph.name = "segment"
         graph.node.extend(segment.nodes)
-        for node in graph.node:  # what other tools read differs by program, and sessions that are alike are one
+        for node in graph.node:  # letters of shapes may differ by program, and sessions that are alike are one
+            kept = [entry for entry in node.metadata_props if entry.key != FACTORS]
             del node.metadata_props[:]
+            node.metadata_props.extend(kept)
         graph.initializer.extend(self.initializers[name] for name in segment.initializers if name in self.initializers)
         graph.sparse_initializer.extend(self.sparse[name] for name in segment.initializers if name in self.sparse)
         for one, name in segment.operands:

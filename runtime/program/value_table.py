@@ -113,7 +113,10 @@ def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
     """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
-    stated = {**{name: one.shape for name, one in file.sent.items()}, **file.shapes_of(sorted(file.named))}
+    stated = {
+        **{name: one.shape for name, one in file.sent.items()},
+        **file.shapes_of(name for name in file.declared if name in file.named),
+    }
     shapes = {
         name: shape
         for name, shape in stated.items()

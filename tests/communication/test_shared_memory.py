@@ -210,7 +210,7 @@ import faulthandler, sys, time
 import numpy as np
 from mpi4py import MPI
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
-from partc.runtime.communication.host import rounds, single
+from partc.runtime.communication.host import collectives, rounds
 from partc.runtime.communication.host.messages import HostMessages
 from partc.runtime.communication.mpi import MpiTransport
 from partc.runtime.communication.transport import CollectiveArgs
@@ -218,7 +218,7 @@ from partc.runtime.errors import RankError
 from partc.runtime.job import parking
 
 faulthandler.dump_traceback_later(280, exit=True)
-files = {rounds.__file__, single.__file__, parking.__file__}
+files = {rounds.__file__, collectives.__file__, parking.__file__}
 seen, slowest = set(), 0.0
 me, all_ranks = MPI.COMM_WORLD.rank, tuple(range(MPI.COMM_WORLD.size))
 

@@ -109,7 +109,11 @@ def test_ranks_tell_each_other_nothing_but_candidates_and_tokens(
     monkeypatch.setattr(LocalTransport, "all_reduce_max", counted)
     monkeypatch.setattr(LocalAgreements, "begin", none)
     told = [] if shards == 1 else [2 * (1 + 32)]
-    of_drawn = [*told, 1 if shards == 2 else 2, *[*told, 4] * 2]  # behind its prompt, then of all slots
+    of_drawn = [
+        *told,
+        1 if shards == 2 else 2,
+        *[*told, 2 * (3 - shards)] * 2,
+    ]  # after its prompt, then of two slots of each run
     assert on_ranks(folder, work) == [([], of_drawn)] * 2
 
 

@@ -79,7 +79,8 @@ def trained(folder: Path, source: Source, plan: str, steps: Sequence[Mapping[str
     What a compile proves is a part of what is checked here.
     """
     compile_source(source, parse_plan(plan, "plan.yaml"), folder, check=False)
-    assert check(folder).violations == []
+    violations = check(folder).violations
+    assert not violations, "\n".join(map(str, violations))
     return stepped(folder, steps)
 
 
