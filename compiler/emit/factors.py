@@ -36,7 +36,7 @@ class NodeFactors:
         self.types: dict[Value, onnx.TypeProto] = {}
         self._entries: dict[tuple[str, str], Entry | None] = {}
         self._typed: dict[Value, Typed | None] = {}
-        self._own: dict[ir.Node, tuple[Rule, str]] = {}
+        self._own: dict[ir.Node, str] = {}
         self._texts: dict[int, tuple[Rule, str]] = {}
         """By the id of a rule, which nodes that are alike share, the rule and its text."""
         self._known: dict[Hashable, str] = {}
@@ -58,10 +58,8 @@ class NodeFactors:
                 if id(rule) not in self._texts:
                     unknown = any(one is not None and one.shape is None for one in (*source.inputs, *source.outputs))
                     self._texts[id(rule)] = rule, "" if unknown else _text(entry, rule)
-                self._own[source] = self._texts[id(rule)]
-            rule, text = self._own[source]
-            if not text or _has_ranks(rule, step):
-                return text
+                self._own[source] = self._texts[id(rule)][1]
+            return self._own[source]
         return self._local(entry, step)
 
     def _local(self, entry: Entry, step: Compute) -> str:
@@ -122,17 +120,8 @@ class NodeFactors:
 _PLAIN = frozenset(ir.AttributeType[name] for name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS"))
 
 
-def _has_ranks(rule: Rule, step: Compute) -> bool:
-    """Whether the operands of an op have as many dims as a rule has letters for them: a constant may stand for a broadcast one."""
-    pairs = (*zip(rule.inputs, step.inputs, strict=False), *zip(rule.outputs, step.outputs, strict=False))
-    return all(
-        letters is None or value is None or value.shape is None or len(letters) == len(value.shape)
-        for letters, value in pairs
-    )
-
-
 def _is_own(step: Compute) -> bool:
-    """Whether an op is the model's own node, so that its operands are shards of the model's."""
+    """Whether an op is the model's own node, and its operands are shards of the model's: what an Expand copies may be read in its place."""
     node, source = step.node, step.source
     if step.task is not TaskKind.FORWARD and not step.again:
         return False
@@ -142,7 +131,7 @@ def _is_own(step: Compute) -> bool:
         return False
     if len(step.outputs) != len(source.outputs):
         return False
-    pairs = zip(step.outputs, source.outputs, strict=True)
+    pairs = (*zip(step.inputs, source.inputs, strict=False), *zip(step.outputs, source.outputs, strict=True))
     return not [one for one, whole in pairs if one is not None and one.of is not whole]
 
 
