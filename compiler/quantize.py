@@ -30,6 +30,7 @@ from partc.compiler.plan.quantize import BLOCKS, Blocks, QuantizeRule
 from partc.compiler.plan.rules import Plan
 from partc.compiler.start import start
 from partc.runtime.errors import PartcError
+from partc.runtime.spellings import first_free
 from partc.runtime.units import first_of
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -200,13 +201,14 @@ def _rows(product: Product) -> str:
 
 
 def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Value:
-    """The blocks or the scales of a weight, as an initializer that all products with this weight share."""
+    """The blocks or the scales of a weight, as an initializer that all nodes share which have the weight in these blocks."""
     weight = product.weight
     assert weight.const_value is not None
-    name = f"{name_of(weight)}.{how.bits}bits.{kind}"
-    if name in graph.initializers:
-        return graph.initializers[name]
     tensor = _tensors(weight.const_value, product, how, name_of(weight))[kind]
+    shared = next((value for value in graph.initializers.values() if value.const_value is tensor), None)
+    if shared is not None:
+        return shared
+    name = first_free(f"{name_of(weight)}.{how.bits}bits.{kind}", graph.initializers.__contains__)
     value = ir.Value(
         name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
     )
@@ -216,8 +218,8 @@ def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Va
 
 def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str) -> Mapping[str, ComputedTensor]:
     """The blocks and the scales of a weight."""
-    known: dict[tuple[Blocks, bool], Mapping[str, ComputedTensor]] = tensor.meta.setdefault(_QUANTIZED, {})
-    key = (how, product.transposed)
+    known: dict[tuple[int, int, bool], Mapping[str, ComputedTensor]] = tensor.meta.setdefault(_QUANTIZED, {})
+    key = (how.bits, how.block, product.transposed)
     if key not in known:
         size, columns = product.sizes
         shape = columns, size // how.block

@@ -257,7 +257,7 @@ def _lists_text(lists: list[list[int]]) -> str:
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
     from partc.cli.output.slots import slot_lines
     from partc.cli.output.training_stats import evaluation_lines
-    from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, binds_rows
+    from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 
     symbols = artifact.manifest.symbols
     if symbols:
@@ -274,11 +274,9 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         }
         name = artifact.manifest.name
         for one in artifact.programs:
-            kind, _, size = one.partition("_")
-            if size and binds_rows(one):
-                steps[one] = (
-                    f"{size} tokens of a prompt" if kind == PREFILL else f"one token of {count(int(size), 'slot')}"
-                )
+            kind, size = kind_and_size(one)
+            if size:
+                steps[one] = f"{size} tokens of a prompt" if kind == PREFILL else f"one token of {count(size, 'slot')}"
         others = [
             f"--program {one} shows {what}" for one, what in steps.items() if one != name and one in artifact.programs
         ]

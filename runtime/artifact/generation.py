@@ -32,10 +32,16 @@ def narrow(kind: str, size: int) -> str:
     return f"{kind}_{size}"
 
 
+def kind_and_size(name: str) -> tuple[str, int]:
+    """The kind of a program of a decoder, and the size of a narrow one; 0 of another."""
+    kind, _, size = name.partition("_")
+    return (kind, int(size)) if size.isdecimal() else (name, 0)
+
+
 def binds_rows(name: str) -> bool:
     """Whether a step of a program binds the rows of the slots that it is told, in place of all slots."""
-    kind, _, size = name.partition("_")
-    return kind in (PREFILL, ENCODE) or (kind == DECODE and size != "")
+    kind, size = kind_and_size(name)
+    return kind in (PREFILL, ENCODE) or (kind == DECODE and size > 0)
 
 
 class StepPorts(BaseModel):
@@ -121,9 +127,9 @@ class GenerationRecord(StepPorts):
 
     def rows_of(self, name: str) -> int | None:
         """How many slots of each cache a step of a program binds, where it is told which; None of a program that has all of a group."""
-        kind, _, size = name.partition("_")
-        if kind == DECODE and size.isdecimal():
-            return int(size) * self.runs
+        kind, size = kind_and_size(name)
+        if kind == DECODE and size:
+            return size * self.runs
         return self.runs if kind in (PREFILL, ENCODE) else None
 
     def slots_of(self, group: int) -> list[int]:

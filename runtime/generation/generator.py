@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..artifact.format import CACHE
-from ..artifact.generation import DECODE, ENCODE, PREFILL
+from ..artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
@@ -206,7 +206,7 @@ class Generator:
         if encoder is not None and step.lengths is not None:
             named[encoder.count] = step.lengths
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        if step.program.partition("_")[0] != DECODE:
+        if kind_and_size(step.program)[0] != DECODE:
             return given
         # the tokens are those of steps before, and no others
         self._decodes[key] = step.tokens, SameArrays(given)

@@ -105,7 +105,7 @@ class Slots:
 
     def __init__(self, record: GenerationRecord, least_rows: int = 1) -> None:
         self.record = record
-        self._rows = [rows for rows in record.narrow_rows if rows * record.runs >= least_rows]
+        self._rows = [rows for rows in record.narrow_rows if rows >= least_rows]  # a rank may have one run alone
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)

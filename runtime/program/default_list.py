@@ -6,7 +6,7 @@ overlaps computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.comm.collective_node import read_call
@@ -45,6 +45,21 @@ def default_list(model: ModelProto, name: str, where: str) -> RunList:
             _add(cells, "U", updates, at, nodes)
         else:
             _add(cells, "S", segments, at, nodes)
+    found = _segment_rows(model, nodes, operands, segments, outputs, fixed)
+    row = " ".join(cell for cell in cells if cell[0] != "S" or found[int(cell[1:])].outputs)
+    rows = [UpdateRow(nodes=numbers_text(members), target=target_of(nodes[members[0]])) for members in updates]
+    return RunList(rows={name: row}, segments=found, updates=rows)
+
+
+def _segment_rows(
+    model: ModelProto,
+    nodes: Sequence[NodeProto],
+    operands: Sequence[Sequence[str]],
+    segments: Sequence[Sequence[int]],
+    outputs: Collection[str],
+    fixed: Collection[str],
+) -> list[SegmentRow]:
+    """The rows of segments, each the numbers of its nodes: what others or the program's `outputs` read of it leaves it."""
     segment_of = {at: number for number, members in enumerate(segments) for at in members}
     readers: dict[str, set[int]] = {name: {-1} for name in outputs}
     for at, values in enumerate(operands):
@@ -66,9 +81,7 @@ def default_list(model: ModelProto, name: str, where: str) -> RunList:
                 threads=int(any(wants_one_thread(node, single) for node in chosen)),
             )
         )
-    row = " ".join(cell for cell in cells if cell[0] != "S" or found[int(cell[1:])].outputs)
-    rows = [UpdateRow(nodes=numbers_text(members), target=target_of(nodes[members[0]])) for members in updates]
-    return RunList(rows={name: row}, segments=found, updates=rows)
+    return found
 
 
 def _add(cells: list[str], letter: str, groups: list[list[int]], at: int, nodes: list[NodeProto]) -> None:

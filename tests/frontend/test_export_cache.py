@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -139,8 +140,37 @@ def test_a_place_that_cannot_be_used_is_named_and_nothing_is_kept(
     (tmp_path / "exports").chmod(0o777)
     assert "others may write into" in export_cache.keep("key", "llama", export)
     assert not [*(tmp_path / "exports").iterdir()]
+    (tmp_path / "exports" / entry.name).write_bytes(entry.read_bytes())
+    assert export_cache.read(entry.stem, "llama") is None
+    (tmp_path / "exports").chmod(0o700)
+    assert export_cache.read(entry.stem, "llama") is not None
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert export_cache.read(entry.stem, "llama") is None
+    assert "is another user's" in export_cache.keep("key", "llama", export)
     monkeypatch.setenv("PARTC_CACHE", "")
     assert export_cache.keep("key", "llama", export) == ""
+
+
+def test_a_folder_that_may_only_be_read_is_read(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (entry,) = (kept / "cache/exports").iterdir()
+    monkeypatch.setattr(os, "utime", refused)
+    assert export_cache.read(entry.stem, "llama") is not None
+    monkeypatch.setattr(export_cache, "remove_file", refused)
+    monkeypatch.setattr(export_cache, "_export", refused)
+    assert export_cache.read(entry.stem, "llama") is None
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PARTC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert export_cache.home() is None
 
 
 def test_what_was_not_used_for_longest_makes_room(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -138,6 +138,34 @@ def test_a_shard_is_that_part_of_the_whole() -> None:
         assert (tensor.compute(box) == tensor.numpy()[box]).all()
 
 
+def test_a_weight_in_several_blocks_and_orders_has_tensors_for_each() -> None:
+    """One table, looked up in blocks of 32, is the weight of a product in blocks of 16, and of another one the other way round."""
+    rng = np.random.default_rng(0)
+    table = numpy_helper.from_array(rng.standard_normal((64, 64)).astype(np.float32), "table")
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["h"], "embed"),
+        helper.make_node("Transpose", ["table"], ["turned"], "turn", perm=[1, 0]),
+        helper.make_node("MatMul", ["h", "turned"], ["y"], "head"),
+        helper.make_node("MatMul", ["y", "table"], ["z"], "back"),
+    ]
+    ports = [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"]),
+        helper.make_tensor_value_info("z", TensorProto.FLOAT, ["n", 64]),
+    ]
+    graph = helper.make_graph(nodes, "tied", ports[:1], ports[1:], [table])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    rules = "ranks: 1\nquantize: {embed: {bits: 8, block: 32}, '{head,back}': {bits: 8, block: 16}}\n"
+    found = quantized(Source(ir.from_proto(model)), parse_plan(rules, "plan.yaml"), "model.onnx").model
+    import onnxruntime
+
+    ids = {"ids": np.arange(8, dtype=np.int64)}
+    whole, small = (
+        onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, ids)[0]
+        for one in (model, ir.to_proto(found))
+    )
+    assert np.abs(whole - small).max() < 0.02 * np.abs(whole).max()
+
+
 def test_refusals_come_all_at_once() -> None:
     rules = """ranks: 1
 quantize:

@@ -2,9 +2,9 @@
 
     ~/.cache/partc/exports/<key>.onnx
 
-The key is a hash of all that an export depends on: the folder's configuration, the names, types and shapes of its weights, the versions
-of the libraries, and the code of this package that exports. Weights are read from the folder as it is when the entry is used. A folder is
-not kept where numbers of its weights decide the graph, or where weights are converted.
+The key is a hash of all that an export depends on: the folder's name, which messages have, its configuration, the names, types and shapes
+of its weights, the versions of the libraries, and the code of this package that exports. Weights are read from the folder as it is when
+the entry is used. A folder is not kept where numbers of its weights decide the graph, or where weights are converted.
 
 `PARTC_CACHE` names another folder than `~/.cache/partc`; empty, nothing is kept. An entry begins with the SHA-256 of the rest: a damaged
 one is removed. Entries of another user's folder are not read.
@@ -12,6 +12,7 @@ one is removed. Entries of another user's folder are not read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -68,7 +69,10 @@ def home() -> Path | None:
     said = os.environ.get("PARTC_CACHE")
     if said is not None:
         return Path(said) / "exports" if said else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # the user has no home
+        return None
     return Path(base) / "partc" / "exports"
 
 
@@ -77,6 +81,7 @@ def key_of(folder: Path, files: Mapping[str, InFile], decoder: bool) -> str:
     said = {
         "format": _FORMAT,
         "decoder": decoder,
+        "folder": folder.name,
         "versions": _versions(),
         "code": _code(),
         "config": {
@@ -115,7 +120,7 @@ def read(key: str, where: str) -> Export | None:
     """An entry; None where there is none that can be used. Its weights have no numbers yet."""
     folder = home()
     path = None if folder is None else folder / f"{key}{_SUFFIX}"
-    if path is None or folder is None or not path.exists() or refusal(folder):
+    if path is None or folder is None or refusal(folder) or not path.exists():
         return None
     try:
         data = read_regular(path)
@@ -124,10 +129,12 @@ def read(key: str, where: str) -> Export | None:
         proto = onnx.load_model_from_string(data[32:])
         facts = json.loads(next(one.value for one in proto.metadata_props if one.key == _FACTS))
         export = _export(proto, facts, path, where)
-        os.utime(path)
     except Exception:  # protobuf raises its own kinds, by version
-        remove_file(path)
+        with contextlib.suppress(OSError, PartcError):  # a folder that may only be read
+            remove_file(path)
         return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
     return export
 
 
@@ -192,7 +199,7 @@ def keep(key: str, folder_name: str, export: Export) -> str:
             return fact
         with replacing(folder / f"{key}{_SUFFIX}", settle=False) as out:
             out.write(hashlib.sha256(data).digest() + data)
-        _bound(folder)
+        _bound()
     except (OSError, PartcError) as error:
         return f"the export is not kept: {' '.join(str(error).split())}"
     return ""
@@ -242,7 +249,7 @@ def clear() -> int:
     return len(found)
 
 
-def _bound(folder: Path) -> None:
+def _bound() -> None:
     total = 0
     for path, size, _ in entries():
         total += size

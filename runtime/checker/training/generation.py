@@ -26,7 +26,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from partc.runtime.artifact.format import CACHE, MANIFEST, Manifest, Port, Shape
-from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, EncoderRecord, GenerationRecord, binds_rows
+from partc.runtime.artifact.generation import (
+    DECODE,
+    ENCODE,
+    PREFILL,
+    EncoderRecord,
+    GenerationRecord,
+    binds_rows,
+    kind_and_size,
+)
 from partc.runtime.artifact.graph.cache_append import entries_axis
 from partc.runtime.artifact.tensors.boxes import distinct, full_region, overlap, region, remaining
 from partc.runtime.checker.subject import Subject
@@ -118,8 +126,8 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
     names = (record.tokens, record.position, record.count)
     if len({*names}) < len(names):
         yield f"tokens, position and count are the inputs {', '.join(map(repr, names))}; each is another one"
-    kind, _, size = manifest.name.partition("_")
-    width = 1 if kind == DECODE else int(size or record.chunk)
+    kind, size = kind_and_size(manifest.name)
+    width = 1 if kind == DECODE else size or record.chunk
     yield from _port("tokens", "input", record.tokens, given, [rows, width], None if record.padded else manifest)
     yield from _port("position", "input", record.position, given, [rows])
     yield from _port("count", "input", record.count, given, [rows])
