@@ -107,6 +107,12 @@ def _origins(values: Sequence[str]) -> Sequence[str]:
     metavar="SECONDS",
     help="How long open requests may go on after SIGTERM or Ctrl-C.",
 )
+@click.option(
+    "--no-shared-prefixes",
+    is_flag=True,
+    help="Read each prompt whole. Without it the begin of a prompt that a slot has is copied: in the time of its answer a client can see "
+    "whether others have sent it.",
+)
 @click.option("--restart", is_flag=True, help=f"Start the ranks again when one fails, {_RESTARTS} times at most.")
 @place_options
 @click.pass_context
@@ -134,6 +140,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         origins=given["cors"],
         name=given["served_model_name"],
         api_key=given["api_key"],
+        shares=not given["no_shared_prefixes"],
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

@@ -92,7 +92,7 @@ def run_server(job: Job, transport: Transport) -> int:
     on_error = "abort" if job.run_dir is None else "raise"
     options = {"threads": job.threads, "trust": job.trust, "devices": job.devices, "on_error": on_error}
     with own or nullcontext(), load_generator(job.folder, transport, **options) as generator:
-        batch = ContinuousBatch(generator)
+        batch = ContinuousBatch(generator, job.serving.shares)
         batch.warm_up()
         if transport.rank:
             for number in (signal.SIGINT, signal.SIGTERM) if job.run_dir is None else ():
@@ -115,7 +115,7 @@ def run_threads(job: Job, manifest: Manifest) -> int:
     assert job.serving is not None
     options = {"threads": job.threads, "trust": job.trust, "stall": job.stall, "devices": job.devices}
     with open_front(job.serving, manifest) as front, load_local_generator(job.folder, **options) as generator:
-        batch = ContinuousBatch(generator)
+        batch = ContinuousBatch(generator, job.serving.shares)
         batch.warm_up()
         _lead_here(batch, front, _BEAT)
     return 0
@@ -178,6 +178,7 @@ class _News:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._made: dict[int, list[int]] = {}
+        self._cached: dict[int, int] = {}
         self._seconds: list[float] = []
         self._begun: set[int] = set()
         """The requests with a slot that have had a token."""
@@ -192,6 +193,8 @@ class _News:
                 finishes[one.request] = one.finish
             if one.finish or one.request not in self._begun:
                 urgent.append(one.request)
+            if one.cached:
+                self._cached[one.request] = one.cached
             if one.request in held:
                 held[one.request].append(one.token)
             else:
@@ -206,8 +209,10 @@ class _News:
         used = slots.used
         if urgent or used != self._used:
             made = [(request, held.pop(request), finishes.get(request, "")) for request in urgent]
-            self._link.send({"made": made, "used": used, "waiting": slots.waiting, "seconds": self._seconds})
-            self._seconds, self._used = [], used
+            cached = [*self._cached.items()]
+            counts = {"used": used, "waiting": slots.waiting, "seconds": self._seconds, "cached": cached}
+            self._link.send({"made": made, **counts})
+            self._seconds, self._cached, self._used = [], {}, used
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:

@@ -152,8 +152,10 @@ class Answer:
         }
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
-    """How many tokens were read and made; a prompt with several choices counts once."""
-    read = sum(one.completion.request.read for one in answers if not one.completion.is_copy or len(answers) == 1)
-    made = sum(one.made for one in answers)
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How many tokens were read and made, and how many of the read ones lay in a cache; a prompt with several choices counts once."""
+    prompts = [one for one in answers if not one.completion.is_copy or len(answers) == 1]
+    read, made = sum(one.completion.request.read for one in prompts), sum(one.made for one in answers)
+    details = {"cached_tokens": sum(one.ticket.cached for one in prompts)}
+    counts = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    return {**counts, "prompt_tokens_details": details}

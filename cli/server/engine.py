@@ -62,12 +62,16 @@ News: TypeAlias = Tokens | Ended | Failed
 
 @dataclass(eq=False)
 class Ticket:
-    """An open request: its number, and what has happened to it that its answer has not taken yet."""
+    """An open request: its number, and what has happened to it that its answer has not taken yet.
+
+    `cached`: how many tokens of its prompt lay in the ranks' caches, and were not read.
+    """
 
     number: int
     begun: float
     deadline: asyncio.TimerHandle | None = None
     has_token: bool = False
+    cached: int = 0
     _news: list[News] = field(default_factory=list)
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -182,6 +186,10 @@ class Engine:
         if "ready" in message and self.state is not State.DRAINING:
             self.state = State.READY
         if "made" in message:
+            for number, count in message["cached"]:
+                self.metrics.cached_tokens += count
+                if (ticket := self._open.get(number)) is not None:
+                    ticket.cached = count
             self._tokens(message["made"])
             self.metrics.used, self.metrics.waiting = message["used"], message["waiting"]
             for seconds in message["seconds"]:

@@ -6,7 +6,7 @@
 | server | `{"cancel": 7}` | it leaves |
 | server | `{"end": true}` | no request follows, and none is open |
 | loop | `{"ready": true}` | the ranks have loaded |
-| loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004]}` | steps: tokens, slots in use, queue |
+| loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
 """
 
 from __future__ import annotations

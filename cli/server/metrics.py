@@ -41,6 +41,7 @@ class Metrics:
     requests: Counter[str] = field(default_factory=Counter)
     """By finish reason, or `refused`."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     restarts: int = 0
     slots: int = 0
@@ -59,6 +60,7 @@ class Metrics:
             yield f'partc_requests_total{{finish="{reason}"}} {count}'
         for name, kind, about, value in (
             ("partc_prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
+            ("partc_cached_tokens_total", "counter", "Tokens of prompts that lay in a cache.", self.cached_tokens),
             ("partc_completion_tokens_total", "counter", "Tokens of answers.", self.completion_tokens),
             ("partc_restarts_total", "counter", "Times that the ranks were started again.", self.restarts),
             ("partc_slots", "gauge", "Sequences that run at once.", self.slots),

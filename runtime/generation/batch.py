@@ -88,11 +88,14 @@ def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:
 
 
 class ContinuousBatch:
-    """This rank's end of the batch, or that of all ranks of one process; making one is collective."""
+    """This rank's end of the batch, or that of all ranks of one process; making one is collective.
 
-    def __init__(self, generator: Generator) -> None:
+    `shares`: whether prompts share begins that slots have.
+    """
+
+    def __init__(self, generator: Generator, shares: bool = True) -> None:
         self.generator = generator
-        self.slots = generator.slots()
+        self.slots = generator.slots(shares)
         self._turns = Turns(generator, self.slots)
         program = generator.program
         several = isinstance(program, Program) and program.size > 1

@@ -26,6 +26,7 @@ from ..execution.inputs import SameArrays, Whole
 from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
+from .prefixes import Copy
 from .request import Answer, Request, refuse_unfit
 from .row_bits import least_rows
 from .sampling import Draws, LogitShards
@@ -71,6 +72,10 @@ class Generator:
         least = least_rows(self.record)
         self.least_rows = program.largest(least) if isinstance(program, Program) and self._several else least
         """The fewest rows of a step."""
+        on_devices = int(any(rank.state.targets for rank in self._ranks))
+        self._on_host = not (
+            program.largest(on_devices) if isinstance(program, Program) and self._several else on_devices
+        )
         if self.record.groups > 1 and isinstance(program, Program) and self._several:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
@@ -102,12 +107,14 @@ class Generator:
                 raise RankError(f"{fact}\n  help: look at the weights of the model")
             yield from made
 
-    def slots(self) -> Slots:
-        """Slots without a sequence."""
-        return Slots(self.record, self.least_rows)
+    def slots(self, shares: bool = True) -> Slots:
+        """Slots without a sequence; `shares`: whether prompts share what slots have, where all caches lie on the host."""
+        return Slots(self.record, self.least_rows, shares and self._on_host)
 
     def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
         """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
+        if step.copies:
+            self._copy(step.copies)
         outputs = self._outputs(step)
         if step.encoded is not None:
             return lambda: slots.take(step, [])
@@ -157,15 +164,42 @@ class Generator:
     def _clear(self, broken: Sequence[int]) -> None:
         """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
 
-        def write(record: StateRecord, array: Array) -> None:
-            begin, _, of = record.shard(program.rank)[0]
-            first = self.record.slots * begin // of
+        def write(rows: Mapping[int, Array]) -> None:
             for slot in broken:
-                if first <= slot < first + len(array):
-                    array[slot - first] = 0
+                if slot in rows:
+                    rows[slot].fill(0)
 
-        for program in [self.program] if isinstance(self.program, Program) else self.program.ranks:
-            program.state.fill(write, {one.tensor for one in program.state.records if one.kind == CACHE})
+        self._write(write)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copies the first entries of slots into other slots of the same run, which the same ranks have."""
+        room = self.record.length + self.record.chunk - 1
+
+        def write(rows: Mapping[int, Array]) -> None:
+            for copy in copies:
+                if copy.source in rows:
+                    source, target = rows[copy.source], rows[copy.target]
+                    # a cache whose other dims have the same size is copied whole: what lies behind the entries is never read
+                    grows = [dim for dim, size in enumerate(source.shape) if size == room]
+                    entries = (*(slice(None),) * grows[0], slice(copy.count)) if len(grows) == 1 else ...
+                    target[entries] = source[entries]
+
+        self._write(write)
+
+    def _write(self, write: Callable[[Mapping[int, Array]], None]) -> None:
+        """Lets `write` change the rows of each cache of this process's ranks, by slot."""
+
+        def rows(record: StateRecord, array: Array) -> None:
+            begin, _, of = record.shard(program.rank)[0]
+            write(dict(enumerate(array, self.record.slots * begin // of)))
+
+        for program in self._ranks:
+            program.state.fill(rows, {one.tensor for one in program.state.records if one.kind == CACHE})
+
+    @property
+    def _ranks(self) -> Sequence[Program]:
+        """The ranks of this process."""
+        return [self.program] if isinstance(self.program, Program) else self.program.ranks
 
     def _draws(self, step: Step, drawing: Mapping[int, tuple[Request, int]], outputs: Mapping[int, Outputs]) -> Draws:
         """The tokens of a step that are not the likeliest ones."""

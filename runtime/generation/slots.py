@@ -9,13 +9,15 @@ slot of each run. It writes the whole of a slot's encoder caches: a row without 
 nothing.
 
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
-slot's next step writes it again.
+slot's next step writes it again. The position of a free slot is the end of the tokens that another prompt may share.
 
 Where slots take turns in several groups a step has those of one group, and may be under way while others are (`turns.py`): a request takes
 a slot of the group that has the fewest.
 
 A step has as few rows as a program has in which all of its sequences are: a decode of the slots in use, which are the first free ones, and
 the end of a prompt in a narrow chunk.
+
+The first chunks of a prompt that lie in the caches of a slot are not read again, but copied from there (`prefixes.py`).
 
 Requests join and are cancelled between steps; each has a number, by which its tokens are known:
 
@@ -34,6 +36,7 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
+from .prefixes import Copy, Prefixes
 from .request import Finish, Request
 
 
@@ -42,11 +45,13 @@ class NewToken:
     """A token of a request, by the request's number, and whether it ends its sequence.
 
     Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
+    `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
     """
 
     request: int
     token: int
     finish: Finish
+    cached: int = 0
 
 
 @dataclass(eq=False)
@@ -57,6 +62,7 @@ class _Sequence:
     request: Request
     tokens: list[int] = field(default_factory=list)
     position: int = 0
+    cached: int = 0
     encoded: bool = False
 
     @property
@@ -71,7 +77,7 @@ class Step:
 
     `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
     `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
-    encoder is given; None of another step. `lengths`: by row how many entries its encoder's input has.
+    encoder is given; None of another step. `lengths`: by row how many entries its encoder's input has. `copies`: what is copied before it.
     """
 
     tokens: Array
@@ -83,6 +89,7 @@ class Step:
     group: int = 0
     lengths: Array | None = None
     encoded: Array | None = None
+    copies: Sequence[Copy] = ()
 
     def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
         """The slots with a part of which a number of at least `least` is chosen."""
@@ -100,11 +107,15 @@ class Step:
 class Slots:
     """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came.
 
-    `least_rows`: how many slots of each run a decode has at least.
+    `least_rows`: how many slots of each run a decode has at least. `shares`: whether prompts share what slots have; behind an
+    encoder none does.
     """
 
-    def __init__(self, record: GenerationRecord, least_rows: int = 1) -> None:
+    def __init__(self, record: GenerationRecord, least_rows: int = 1, shares: bool = True) -> None:
         self.record = record
+        self._prefixes = Prefixes(record.slots, record.chunk, shares and record.encoder is None)
+        self._ends = [0] * record.slots
+        """By slot when its last sequence ended, as a count of ends."""
         self._rows = [rows for rows in record.narrow_rows if rows >= least_rows]  # a rank may have one run alone
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
@@ -137,12 +148,15 @@ class Slots:
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
         self._waiting = deque(one for one in self._waiting if one.number != number)
-        self._running = [None if one is None or one.number == number else one for one in self._running]
+        for slot, one in enumerate(self._running):
+            if one is not None and one.number == number:
+                self._end(slot)
 
     def next(self, group: int = 0) -> Step | None:
         """The next step of a group, of which none is under way; None where no request is left in it."""
-        while self._waiting and (slot := self._free()) is not None:
-            self._running[slot] = self._waiting.popleft()
+        while self._waiting and (slot := self._free(self._waiting[0].request.prompt)) is not None:
+            self._running[slot] = first = self._waiting.popleft()
+            first.position = first.cached = self._prefixes.begin(slot, first.request.prompt)
         reading, making = dict[int, _Sequence](), dict[int, _Sequence]()
         for slot in self._of_group[group]:
             if (one := self._running[slot]) is not None:
@@ -170,25 +184,50 @@ class Slots:
                     tokens = np.zeros((len(window), width), np.int64)
                     yield Step(tokens, none, none, {}, narrow(kind, size), window, group, self._lengths(window))
 
-    def _free(self) -> int | None:
-        """The first free slot of the group that has the fewest sequences; None where all have one."""
+    def _free(self, prompt: Sequence[int]) -> int | None:
+        """The slot that a prompt takes, of the group that has the fewest sequences; None where all have one.
+
+        It is one with which a decode has the fewest rows; of these the one that has most of the prompt, then the one whose last sequence
+        ended first.
+        """
         used = [sum(self._running[slot] is not None for slot in slots) for slots in self._of_group]
         for _, slots in sorted(zip(used, self._of_group, strict=True), key=lambda pair: pair[0]):
-            for slot in slots:
-                if self._running[slot] is None:
-                    return slot
+            if free := [slot for slot in slots if self._running[slot] is None]:
+                rows = [self._rows_with(slot, slots) for slot in free]
+                best = [slot for slot, count in zip(free, rows, strict=True) if count == min(rows)]
+                return min(best, key=lambda slot: (-self._prefixes.common(slot, prompt), self._ends[slot], slot))
         return None
+
+    def _rows_with(self, slot: int, slots: Sequence[int]) -> int:
+        """How many slots of its run a decode has with those in use and this one; `slots` are those of its group."""
+        size = self.record.slots // self.record.runs
+        run = [other for other in slots if other // size == slot // size]
+        places = [at for at, other in enumerate(run) if other == slot or self._running[other] is not None]
+        span = places[-1] - places[0] + 1
+        return next((rows for rows in self._rows if rows >= span), len(run))
+
+    def _end(self, slot: int) -> None:
+        """A slot's sequence leaves it."""
+        self._running[slot] = None
+        self._ends[slot] = max(self._ends) + 1
 
     def take(self, step: Step, chosen: Sequence[int]) -> list[NewToken]:
         """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing."""
         made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
-            if self._running[slot] is not one:
-                continue  # cancelled while the step was under way
+            broken = step.encoded is None and int(chosen[row]) >= self.record.vocabulary
+            if broken:  # its entries become zeros
+                self._prefixes.forget(slot)
+            if (other := self._running[slot]) is not one:  # it was cancelled while the step was under way
+                if broken and other is not None:
+                    other.position = other.cached = self._prefixes.begin(slot, other.request.prompt)
+                continue
             if step.encoded is not None:
                 one.encoded = True
                 continue
             one.position += count
+            if not broken:
+                self._prefixes.read(slot, one.position)
             token = int(chosen[row])
             if one.left and token < self.record.vocabulary:
                 continue
@@ -201,13 +240,14 @@ class Slots:
             elif len(one.tokens) == one.request.max_tokens:
                 finish = "length"
             if finish:
-                self._running[slot] = None
-            made.append(NewToken(one.number, token, finish))
+                self._end(slot)
+            made.append(NewToken(one.number, token, finish, one.cached if len(one.tokens) == 1 else 0))
         return made
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
         """A chunk of the earliest prompt of each run of a group's slots."""
         record = self.record
+        copies = self._copies(reading, group)
         slots, taking = self._of_each_run(reading, group)
         most = max(count for _, count, _ in taking.values())
         size = next((size for size in record.narrow_chunks if size >= most), 0)
@@ -217,7 +257,22 @@ class Slots:
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
         position = np.array(self._positions(slots), np.int64)
-        return Step(tokens, count, position, taking, program, slots, group, self._lengths(slots))
+        return Step(tokens, count, position, taking, program, slots, group, self._lengths(slots), copies=copies)
+
+    def _copies(self, reading: Mapping[int, _Sequence], group: int) -> list[Copy]:
+        """What the earliest prompt of each run need not read, since another slot of the run and of its group has it by now."""
+        size = self.record.slots // self.record.runs
+        copies, runs = list[Copy](), set[int]()
+        for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
+            if (run := slot // size) in runs:
+                continue
+            runs.add(run)
+            others = [other for other in self._of_group[group] if other // size == run and other != slot]
+            if (copy := self._prefixes.copied(slot, one.request.prompt, others)) is not None:
+                copies.append(copy)
+                one.cached += copy.count - one.position
+                one.position = copy.count
+        return copies
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
         """What the encoder is given of the earliest sequence of each run of a group's slots."""
@@ -260,7 +315,7 @@ class Slots:
         for row, slot in enumerate(slots):
             one = self._running[slot]
             meant = slot in making
-            position[row], count[row] = 0 if one is None else one.position, meant
+            position[row], count[row] = self._prefixes.counts[slot] if one is None else one.position, meant
             tokens[row, 0] = making[slot].tokens[-1] if meant else 0
             if meant:
                 taking[row] = slot, 1, making[slot]
@@ -284,9 +339,9 @@ class Slots:
         return [slot for begin in begins for slot in slots[begin : begin + size]], size
 
     def _positions(self, slots: Sequence[int]) -> list[int]:
-        """By slot how many tokens are there; 0 of a free one."""
-        there = (self._running[slot] for slot in slots)
-        return [0 if one is None else one.position for one in there]
+        """By slot how many tokens are there; of a free one those that another prompt may share."""
+        there = ((slot, self._running[slot]) for slot in slots)
+        return [self._prefixes.counts[slot] if one is None else one.position for slot, one in there]
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
         """By slot how many entries its encoder's input has; 1 of a free one, which reads something, too. None without such numbers."""

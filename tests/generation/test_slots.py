@@ -66,7 +66,7 @@ def alone(request: Request) -> list[int]:
 
 request = st.builds(
     Request,
-    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    prompt=st.lists(st.integers(0, VOCABULARY - 1) | st.just(1), min_size=1, max_size=30),
     max_tokens=st.integers(1, 30),
     stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
     ignore_end=st.booleans(),
@@ -91,6 +91,9 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
             assert [slot // size for slot in step.slots] == [*range(runs)]
             assert (rows, width) == (runs, chunk if padded or slots > 1 else step.count[0])
         assert step.count.sum() >= 1
+        for copy in step.copies:
+            assert copy.source // size == copy.target // size  # a run lies on one rank
+            caches[copy.target] = caches[copy.source][: copy.count]
         chosen = []
         for row, slot in enumerate(step.slots or range(slots)):
             position, count = int(step.position[row]), int(step.count[row])
@@ -109,7 +112,7 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
 
 
 def test_prompts_hold_others_up_by_one_chunk_a_token_in_the_order_of_requests() -> None:
-    prompts = [[1], [*range(9)], [*range(6)]]
+    prompts = [[1], [*range(9)], [*range(9, 15)]]
     running = admitted(record(3, 4), [Request(prompt, max_tokens=9) for prompt in prompts])
     parts = []
     while (step := running.next()) is not None:
@@ -160,3 +163,54 @@ def test_positions_behind_one_length_are_of_one_slot(behind: str, op: str, tmp_p
     with pytest.raises(CompileError, match=rf"{op} 'behind\..* takes one length for all sequences, and 'slots' is 3"):
         answers(model, 3, tmp_path)
     assert answers(model, 1, tmp_path) == [Unsharded(model).tokens(prompt, 9) for prompt in PROMPTS]
+
+
+def read(slots: Slots, prompts: list[list[int]], tokens: int = 1) -> list[tuple[int, int]]:
+    """Reads prompts one after the other; by prompt its slot, and how many of its tokens lay in a cache."""
+    found = []
+    for prompt in prompts:
+        slots.admit(len(found), Request(prompt, max_tokens=tokens))
+        step, made = slots.next(), []
+        slot = next(iter(step.taking.values()))[0] if step else -1
+        while step is not None:
+            made += slots.take(step, [7] * len(step.tokens))
+            step = slots.next()
+        found.append((slot, made[0].cached))
+    return found
+
+
+def test_a_prompt_reads_what_no_slot_has() -> None:
+    system, more = [*range(9)], [*range(20, 26)]
+    # whole chunks alone, and never its last token; a slot that has the begin is taken, else the one that ended first
+    prompts = [system, system, [*system, *more], more, system[:8], [*system, 7, *more]]
+    assert read(Slots(record(3, 4)), prompts) == [(0, 0), (0, 8), (0, 8), (1, 0), (0, 4), (0, 8)]
+    assert [cached for _, cached in read(Slots(record(3, 4), shares=False), prompts)] == [0] * 6
+
+
+def test_prompts_that_come_together_are_read_once() -> None:
+    running = admitted(record(4, 4), [Request([*range(10), number], max_tokens=3) for number in range(4)])
+    made, copies, reads = [], [], 0
+    while (step := running.next()) is not None:
+        copies += [(copy.source, copy.target, copy.count) for copy in step.copies]
+        reads += int(step.count.sum()) if step.slots is not None else 0
+        made += running.take(step, [7] * len(step.tokens))
+    assert copies == [(0, 1, 8), (0, 2, 8), (0, 3, 8)]
+    assert reads == 11 + 3 * 3
+    assert {one.request: one.cached for one in reversed(made) if one.cached} == {1: 8, 2: 8, 3: 8}
+
+
+def test_slots_that_were_cleared_are_not_shared() -> None:
+    slots = Slots(record(1, 4))
+    prompt = [*range(9)]
+    assert read(slots, [prompt]) == [(0, 0)]
+    slots.admit(5, Request(prompt))
+    step = slots.next()
+    assert step is not None
+    assert step.position.tolist() == [8]
+    slots.cancel(5)
+    slots.admit(6, Request(prompt))  # it has the slot, and waits for the step of the one before it
+    assert slots.next() is not None
+    slots.take(step, [VOCABULARY])
+    step = slots.next()
+    assert step is not None
+    assert step.position.tolist() == [0]

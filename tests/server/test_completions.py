@@ -59,11 +59,17 @@ def text_of(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
+def usage(read: int, made: int, cached: int = 0) -> dict[str, object]:
+    counts = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def test_a_prompt_is_continued_as_ids_and_as_text(server: LocalServer, tokens: list[int]) -> None:
     found = server.complete(PROMPT, max_tokens=40)
     assert (found["token_ids"], found["text"], found["finish_reason"]) == (tokens, text_of(tokens), "length")
-    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45}
+    assert found["usage"] == usage(5, 40)
     assert server.complete(text_of(PROMPT), max_tokens=3)["token_ids"] == tokens[:3]
+    assert server.complete([*PROMPT, 7, 8, 9, 10, 11], max_tokens=1)["usage"] == usage(10, 1, cached=4)
     neutral = {"n": 1, "echo": False, "logprobs": None, "user": "me", "presence_penalty": 0, "model": "model.onnx"}
     assert server.complete(PROMPT, max_tokens=3, **neutral)["token_ids"] == tokens[:3]
     drawn = [server.complete(PROMPT, temperature=0.9, top_p=0.9, seed=seed)["text"] for seed in (7, 7, 8)]
@@ -147,7 +153,7 @@ def test_several_prompts_and_choices_are_one_answer(build: Path, tokens: list[in
         status, found = server.post(COMPLETIONS, body)
         assert [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
         assert [one["token_ids"] for one in found["choices"]] == [tokens[:9]] * 2 + [alone] * 2
-        assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 36, "total_tokens": 43}
+        assert found["usage"] == usage(7, 36)
         drawn = {"prompt": PROMPT, "n": 3, "max_tokens": 9, "temperature": 2.0, "seed": 2**64 - 1}
         choices = server.post(COMPLETIONS, drawn)[1]["choices"]
         for choice, seed in zip(choices, (2**64 - 1, 0, 1), strict=True):
@@ -160,7 +166,8 @@ def test_several_prompts_and_choices_are_one_answer(build: Path, tokens: list[in
             assert document["id"] == documents[0]["id"]
             for choice in document["choices"]:
                 parts[choice["index"]] += choice["token_ids"]
-        assert (parts, end, counts["usage"]) == ([tokens[:9]] * 2 + [alone] * 2, "[DONE]", found["usage"])
+        assert (parts, end) == ([tokens[:9]] * 2 + [alone] * 2, "[DONE]")
+        assert counts["usage"] == usage(7, 36, cached=4)  # the prompt of the answer before
         with server.streaming(COMPLETIONS, {"prompt": [PROMPT, other], "n": 3, "max_tokens": 120}) as events:
             next(events)
             status, refused = server.post(COMPLETIONS, body)

@@ -75,7 +75,9 @@ def streamed(
 
 def made(*tokens: int, finish: str = "") -> Callable[[Engine], object]:
     """Steps make tokens of which the server hears at once."""
-    return lambda engine: engine._take({"made": [[0, [*tokens], finish]], "used": 1, "waiting": 0, "seconds": [0.001]})
+    return lambda engine: engine._take(
+        {"made": [[0, [*tokens], finish]], "used": 1, "waiting": 0, "seconds": [0.001], "cached": []}
+    )
 
 
 def leaves(engine: Engine) -> None:
