@@ -2,8 +2,9 @@
 
     python tests/benchmarks/conversation.py [--turns 10] [--width 512] [--layers 4] [--files FOLDER]
 
-A Llama with random weights, exported once by torch into `--files`, four slots, one rank of one thread. A turn adds 40 tokens of a user and
-an answer of 40. Both ways take turns in one process; their tokens must be equal. Prints by turn the prompt's tokens, the tokens read, and the CPU time of both.
+A Llama with random weights, exported once by torch into `--files`, four slots, one rank of one thread. A turn adds 40 tokens of a user
+and an answer of 40. Both ways take turns in one process; their tokens must be equal. Prints by turn the prompt's tokens, the tokens that
+are read, and the CPU time of both.
 """
 
 from __future__ import annotations
