@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 NO_MEMORY = "no memory is left"
@@ -31,19 +31,32 @@ def speaks_of_memory(text: str) -> bool:
     return _NO_MEMORY.search(text) is not None
 
 
+def chain_of(error: BaseException, contexts: bool = True) -> Iterator[BaseException]:
+    """Yields an exception and those that led to it, each once: what a library raises may lead to itself.
+
+    `contexts`: also those that were handled when it was raised, not only those that it was raised from.
+    """
+    seen, reason = list[BaseException](), error
+    while not any(reason is other for other in seen):
+        yield reason
+        seen.append(reason)
+        context = reason.__context__ if contexts and not reason.__suppress_context__ else None
+        if (cause := reason.__cause__ or context) is None:
+            return
+        reason = cause
+
+
 def out_of_memory(error: BaseException) -> BaseException | None:
     """The exception that says that memory ran out, of those that led to `error`; None where none does.
 
     MemoryError, ENOMEM of the system (a mapping), and by its text whatever a library raises: ImportError of a library that cannot be
     mapped, RuntimeError of std::bad_alloc or of a thread that cannot start, what onnxruntime and torch raise.
     """
-    reason: BaseException | None = error
-    while reason is not None:
+    for reason in chain_of(error):
         if isinstance(reason, MemoryError) or (isinstance(reason, OSError) and reason.errno == errno.ENOMEM):
             return reason
         if not isinstance(reason, PartcError) and speaks_of_memory(str(reason)):
             return reason
-        reason = reason.__cause__ or (None if reason.__suppress_context__ else reason.__context__)
     return None
 
 

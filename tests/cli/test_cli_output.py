@@ -14,7 +14,7 @@ from partc.cli.main import COMMANDS, LazyGroup, invoke
 from partc.cli.output import console, progress
 from partc.cli.output.failures import described
 from partc.compiler.errors import CompileError, Problem
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, out_of_memory
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 3] x) => (float[batch, 2] y)
@@ -244,3 +244,11 @@ def test_a_closed_output_is_the_null_device() -> None:
     script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-P', '-m', 'partc.cli', 'ops', 'Relu'])"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_an_error_that_leads_to_itself_is_read_once() -> None:
+    first, second = ValueError("first"), RuntimeError("std::bad_alloc")
+    first.__context__, second.__context__ = second, first
+    assert out_of_memory(first) is second
+    second.args = ("second",)
+    assert out_of_memory(first) is None

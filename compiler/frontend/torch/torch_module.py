@@ -46,6 +46,7 @@ from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, q
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
+from partc.runtime.errors import chain_of
 
 if TYPE_CHECKING:
     import torch
@@ -169,9 +170,7 @@ def _by_torch(
 
 
 def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return [*chain_of(error, contexts=False)][-1]
 
 
 def _declared(entry: object, dims: Mapping[int, object]) -> object:
@@ -265,12 +264,11 @@ def _untranslated(error: BaseException | None) -> torch.fx.Node | None:
     """The node of the exported program that the exporter could not translate, from the frame that tried."""
     import torch
 
-    while error is not None:
-        if str(error).startswith("Error when translating node"):
-            frames = traceback.walk_tb(error.__traceback__)
+    for reason in () if error is None else chain_of(error, contexts=False):
+        if str(reason).startswith("Error when translating node"):
+            frames = traceback.walk_tb(reason.__traceback__)
             nodes = [node for frame, _ in frames if isinstance(node := frame.f_locals.get("node"), torch.fx.Node)]
             return nodes[-1] if nodes else None
-        error = error.__cause__
     return None
 
 
