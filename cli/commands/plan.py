@@ -264,10 +264,9 @@ def command(
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
-    if section:
-        rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml")
-        source = quantized(source, rules, name)
-    elif bits is not None:
+    rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml") if section else None
+    source = quantized(source, rules, name)
+    if bits is not None and not section:
         _warn([f"{name}: no product with a constant weight, and no table, that can be quantized"])
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)

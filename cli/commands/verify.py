@@ -125,6 +125,8 @@ def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
     from partc.compiler.quantize import errors
 
     found = errors(source, plan, name)
+    if not found:  # the model's files have them so
+        return
     yield f"{count(len(found), 'weight')} quantized: what is compiled is compared with the quantized model on one rank"
     ordered = sorted(found.items(), key=lambda item: -item[1])
     worst = ", ".join(f"'{path}' {100 * error:.1f} %" for path, error in ordered[:3])
