@@ -138,6 +138,7 @@ class _Unsharded:
             for past, present in case.report.program.caches.items()
             if present is not None
         }
+        self._sizes = {str(past.name): [*(past.shape or ())] for past in case.report.program.caches}
         graph = case.source.model.graph
         self._given = {str(one.name): one for one in graph.inputs}
         made = [str(one.name) for one in graph.outputs if one.name not in self._caches.values()]
@@ -187,9 +188,11 @@ class _Unsharded:
         return Reference(_whole(found.tokens, count), found.margins + [1.0] * missing, found.noise + [TIE] * missing)
 
     def _empty(self, name: str) -> Array:
-        """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""
-        dims = [*(self._given[name].shape or ())][1:]
-        return self._typed(name, np.zeros([1, *(dim if isinstance(dim, int) else 0 for dim in dims)]))
+        """A past of one sequence without a token: the first dynamic dim after that grows; another one is that of the cache."""
+        dims = [*(self._given[name].shape or ())]
+        grows = next((k for k, dim in enumerate(dims) if k and not isinstance(dim, int)), 0)
+        sizes = [dim if isinstance(dim, int) else self._sizes[name][k] for k, dim in enumerate(dims)]
+        return self._typed(name, np.zeros([1, *(0 if k == grows else size for k, size in enumerate(sizes) if k)]))
 
     def _typed(self, name: str, array: Array) -> Array:
         kind = self._given[name].dtype

@@ -60,7 +60,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         return program
     model = converted(program.model, program.name, _OPSET)
     model.opset_imports.update({"": max(_OPSET, model.opset_imports.get("", _OPSET)), "com.microsoft": 1})
-    append_apart(model.graph, program.name)
+    append_apart(model, program.name)
     program = replace(program, model=model, paths=node_paths(model))
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
