@@ -111,10 +111,15 @@ def _usual(blocked: BlockedWeight) -> Blocks:
     return Blocks.model_validate({"bits": blocked.bits, "block": blocked.block})
 
 
-def _blocked_weights(graph: ir.Graph) -> bool:
-    """Whether the model's files have weights in blocks."""
+def reordered(source: Source) -> bool:
+    """Whether some of the weights that the model's files have in blocks have their rows in another order."""
+    return any(blocked.order is not None for blocked in _blocked_weights(source.model.graph))
+
+
+def _blocked_weights(graph: ir.Graph) -> list[BlockedWeight]:
+    """The weights that the model's files have in blocks."""
     tensors = (value.const_value for value in graph.initializers.values())
-    return any(tensor is not None and BLOCKED in tensor.meta for tensor in tensors)
+    return [tensor.meta[BLOCKED] for tensor in tensors if tensor is not None and BLOCKED in tensor.meta]
 
 
 def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:

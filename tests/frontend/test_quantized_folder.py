@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
+from onnx import helper
+from partc.cli.commands.plan import command as plan_command
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.huggingface.quantized_files import float_weights
 from partc.compiler.frontend.huggingface.safetensors_files import stored_tensors
@@ -33,12 +36,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
-TENSOR = """ranks: 2
-mesh: {tp: 2}
-sharding:
-  "**.{q_proj,k_proj,v_proj,gate_proj,up_proj}": colwise
-  "**.{o_proj,down_proj}": rowwise
-"""
 EXACT = 'quantize: {"**": {bits: %d, block: %d, accuracy_level: 1}}\n'
 IDS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int64)
 
@@ -182,12 +179,20 @@ def test_a_product_is_that_of_the_float_weight(tmp_path: Path, kind: str) -> Non
 def test_logits_are_those_of_the_float_model_on_any_ranks(tmp_path: Path) -> None:
     pack, settings, bits = FOLDERS["gptq, rows in another order"]
     want = _folder(tmp_path / "llama", pack, **settings)
-    for ranks, layout in ((1, "ranks: 1\n"), (2, TENSOR)):
+    proposed = CliRunner().invoke(plan_command, [str(tmp_path / "llama"), "--tp", "2"])
+    assert proposed.exit_code == 0, proposed.output
+    for ranks, layout in ((1, "ranks: 1\n"), (2, proposed.stdout)):
         (tmp_path / "plan.yaml").write_text(layout + EXACT.replace("**", "**.*_proj") % (bits, 16))
         report = compile_model(tmp_path / "llama", tmp_path / "plan.yaml", tmp_path / f"{ranks}")
         assert any("float16 becomes float32" in warning for warning in report.warnings)
         nodes = open_artifact(tmp_path / f"{ranks}").model(ranks - 1).graph.node
         assert sum(node.op_type == "MatMulNBits" for node in nodes) == 14
+        columns = [
+            helper.get_node_attr_value(node, "N")
+            for node in nodes
+            if "gate_proj" in node.name and node.op_type == "MatMulNBits"
+        ]
+        assert columns == [64 // ranks] * 2
         with load_local(tmp_path / f"{ranks}") as step:
             have = step({"input_ids": IDS})["logits"]
         assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()

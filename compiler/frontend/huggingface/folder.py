@@ -166,14 +166,15 @@ def _exported(
     told = []
     if unread := weights.unread:
         told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
-    if built.widened:
+    if built.widened == "bfloat16":
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
-        because = (
-            "since onnxruntime has no kernels for it on CPUs"
-            if built.widened == "bfloat16"
-            else "beside quantized weights"
+        told.append(
+            f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
         )
-        told.append(f"{folder.name}: {built.widened} becomes float32, {because}; {remedy}")
+    elif built.widened:
+        told.append(
+            f"{folder.name}: float16 becomes float32, in which products with quantized weights compute, or in int8"
+        )
     declared = Declared(
         symbols=names.symbols,
         warnings=tuple(told),
