@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
+from partc.compiler.ir.blocked import BLOCKED, BlockedWeight
 from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Loaded
@@ -59,6 +60,13 @@ class Product:
         first, second = self.weight.const_value.shape.numpy()
         return (second, first) if self.transposed else (first, second)
 
+    @property
+    def blocked(self) -> BlockedWeight | None:
+        """The blocks that the weight has in the model's files."""
+        tensor = self.weight.const_value
+        is_product = tensor is not None and self.transposed and not self.table
+        return tensor.meta.get(BLOCKED) if is_product and tensor is not None else None
+
 
 def quantized(source: Source, plan: Plan | None, name: str) -> Source:
     """The source with the products quantized that the plan names; the source itself where it names none, or that is done.
@@ -68,17 +76,19 @@ def quantized(source: Source, plan: Plan | None, name: str) -> Source:
     if source.quantized:
         return source
     source = _with_warning(source, name)
-    if plan is None or not plan.quantize:
+    rules = () if plan is None else plan.quantize
+    if not rules and (not _blocked_weights(source.model.graph) or (plan is not None and plan.train is not None)):
         return source
-    program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
-    chosen, problems = _chosen(program, plan.quantize)
+    program = start(replace(source, model=source.model.clone()), plan and replace(plan, generate=None), name)
+    chosen, problems = _chosen(program, rules)
     for node, (rule, product) in chosen.items():
         problems += _misfits(program.paths[node], product, rule)
     if problems:
         raise CompileError(problems)
+    ordered = dict[tuple[ir.Value, bytes], ir.Value]()
     for node, (rule, product) in chosen.items():
         assert rule.blocks is not None
-        _replace(program.model.graph, node, product, rule.blocks)
+        _replace(program.model.graph, node, product, rule.blocks, ordered)
     program.model.opset_imports.setdefault(CONTRIB, 1)
     _drop(program.model.graph, {product.weight for _, product in chosen.values()})
     return replace(source, model=program.model, quantized=True)
@@ -96,6 +106,22 @@ def _with_warning(source: Source, name: str) -> Source:
     return replace(source, declared=declared)
 
 
+def _usual(blocked: BlockedWeight) -> Blocks:
+    """The blocks of a weight that has them, for products in int8."""
+    return Blocks.model_validate({"bits": blocked.bits, "block": blocked.block})
+
+
+def reordered(source: Source) -> bool:
+    """Whether some of the weights that the model's files have in blocks have their rows in another order."""
+    return any(blocked.order is not None for blocked in _blocked_weights(source.model.graph))
+
+
+def _blocked_weights(graph: ir.Graph) -> list[BlockedWeight]:
+    """The weights that the model's files have in blocks."""
+    tensors = (value.const_value for value in graph.initializers.values())
+    return [tensor.meta[BLOCKED] for tensor in tensors if tensor is not None and BLOCKED in tensor.meta]
+
+
 def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:
     """The nodes that can be quantized."""
     return {node: found for node in nodes if (found := _product(node)) is not None}
@@ -104,12 +130,14 @@ def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:
 def _chosen(
     program: Loaded, rules: Iterable[QuantizeRule]
 ) -> tuple[dict[ir.Node, tuple[QuantizeRule, Product]], list[Problem]]:
-    """By product the last rule that matches it, without those that keep their weights."""
-    known, decided, problems = products(program.paths), dict[ir.Node, QuantizeRule](), list[Problem]()
+    """By product the last rule that matches it, without those that keep their weights; one with a weight in blocks has those."""
+    known, problems = products(program.paths), list[Problem]()
+    own = {node: QuantizeRule("", _usual(product.blocked), "") for node, product in known.items() if product.blocked}
+    decided: dict[ir.Node, QuantizeRule] = {**own}
     for rule in rules:
         nodes = matched_nodes(program, rule.pattern)
         hit = [node for node in nodes if node in known]
-        decided.update(dict.fromkeys(hit, rule))
+        decided.update(dict.fromkeys((node for node in hit if rule.blocks or node not in own), rule))
         if not nodes:
             problems.append(nothing_matched(program, rule.pattern, rule.where))
         elif not hit:
@@ -124,7 +152,13 @@ def _chosen(
 def _misfits(path: str, product: Product, rule: QuantizeRule) -> Iterator[Problem]:
     assert rule.blocks is not None
     size, block = product.sizes[0], rule.blocks.block
-    if size % block:
+    if (blocked := product.blocked) is not None:
+        if (blocked.bits, blocked.block) != (rule.blocks.bits, block):
+            usual = f"{{bits: {blocked.bits}, block: {blocked.block}}}"
+            fact = f"'{path}': '{product.weight.name}' is quantized already, {usual}"
+            law = "a weight is quantized once, from floats"
+            yield Problem(rule.where, fact, law, f"write {usual} for it, or no rule that matches it")
+    elif size % block:
         fitting = [other for other in BLOCKS if size % other == 0]
         fact = f"'{path}': the {size} rows of '{product.weight.name}' cannot be divided into blocks of {block}"
         help_ = f"write block: {fitting[-1]}" if fitting else ""
@@ -166,8 +200,13 @@ def _is_weight(value: ir.Value | None) -> bool:
     return tensor is not None and tensor.dtype in _FLOATS and tensor.shape.rank() == 2 and tensor.size > 0
 
 
-def _replace(graph: ir.Graph, node: ir.Node, product: Product, how: Blocks) -> None:
-    """Puts the quantized op in the place of a node; a bias is added after it, as `Linear` exports it."""
+def _replace(
+    graph: ir.Graph, node: ir.Node, product: Product, how: Blocks, ordered: dict[tuple[ir.Value, bytes], ir.Value]
+) -> None:
+    """Puts the quantized op in the place of a node; a bias is added after it, as `Linear` exports it.
+
+    `ordered`: activations in another order of their columns, by that order, which products with the same input share.
+    """
     size, columns = product.sizes
     blocks, scales = (_operand(graph, product, how, kind) for kind in (_rows(product), "scales"))
     attributes: dict[str, Any] = {"bits": how.bits, "block_size": how.block}
@@ -175,7 +214,9 @@ def _replace(graph: ir.Graph, node: ir.Node, product: Product, how: Blocks) -> N
         op_type, operands = "GatherBlockQuantized", [blocks, node.inputs[1], scales]
         attributes |= {"gather_axis": 0, "quantize_axis": 1}
     else:
-        op_type, operands = "MatMulNBits", [node.inputs[0], blocks, scales]
+        op_type, operands = "MatMulNBits", [_in_order(graph, node, product.blocked, ordered), blocks, scales]
+        if product.blocked is not None and not product.blocked.symmetric:
+            operands.append(_operand(graph, product, how, "points"))
         attributes |= {"K": size, "N": columns}
         if how.accuracy_level:
             attributes["accuracy_level"] = how.accuracy_level
@@ -193,6 +234,30 @@ def _replace(graph: ir.Graph, node: ir.Node, product: Product, how: Blocks) -> N
     graph.insert_before(node, new)
     ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
     graph.remove(node, safe=True)
+
+
+def _in_order(
+    graph: ir.Graph, node: ir.Node, blocked: BlockedWeight | None, ordered: dict[tuple[ir.Value, bytes], ir.Value]
+) -> ir.Value:
+    """The first input of a product, its columns in the order of the weight's blocks."""
+    source = node.inputs[0]
+    assert source is not None
+    if blocked is None or blocked.order is None:
+        return source
+    key = source, blocked.order.tobytes()
+    if key not in ordered:
+        name = first_free(f"{blocked.name}.order", graph.initializers.__contains__)
+        order = ir.Value(name=name, const_value=ir.Tensor(blocked.order.astype(np.int64), name=name))
+        order.type, order.shape = ir.TensorType(ir.DataType.INT64), ir.Shape(blocked.order.shape)
+        graph.register_initializer(order)
+        gather = ir.Node("", "Gather", [source, order], [ir.AttrInt64("axis", -1)], name=f"{node.name}.order")
+        gather.metadata_props.update(node.metadata_props)
+        gather.meta.update(node.meta)
+        value = gather.outputs[0]
+        value.name, value.type, value.shape = f"{node.outputs[0].name}.ordered", source.type, source.shape
+        graph.insert_before(node, gather)
+        ordered[key] = value
+    return ordered[key]
 
 
 def _rows(product: Product) -> str:
@@ -220,6 +285,8 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
     """The blocks and the scales of a weight."""
     known: dict[tuple[int, int, bool], Mapping[str, ComputedTensor]] = tensor.meta.setdefault(_QUANTIZED, {})
     key = (how.bits, how.block, product.transposed)
+    if product.blocked is not None and key not in known:
+        known[key] = product.blocked.operands(tensor.dtype)
     if key not in known:
         size, columns = product.sizes
         shape = columns, size // how.block
@@ -302,7 +369,7 @@ def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
     return {
         program.paths[node]: _relative_error(product, rule.blocks)
         for node, (rule, product) in chosen.items()
-        if rule.blocks is not None
+        if rule.blocks is not None and product.blocked is None
     }
 
 

@@ -251,7 +251,7 @@ def command(
     from partc.compiler.proposal.quantize import quantize_section
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
-    from partc.compiler.quantize import quantized
+    from partc.compiler.quantize import quantized, reordered
 
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:
@@ -264,10 +264,10 @@ def command(
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
-    if section:
-        rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml")
+    rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml") if section else None
+    if section or not reordered(source):  # what is in another order is proposed as the float model
         source = quantized(source, rules, name)
-    elif bits is not None:
+    if bits is not None and not section:
         _warn([f"{name}: no product with a constant weight, and no table, that can be quantized"])
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)

@@ -17,7 +17,7 @@ from partc.cli.output.table import Table
 from partc.runtime.units import count
 
 if TYPE_CHECKING:
-    from partc.cli.comparison.verdict import Verdict
+    from partc.cli.comparison.verdict import Case, Verdict
     from partc.compiler.frontend.source import Source
     from partc.compiler.frontend.torch.torch_model import TorchModel
     from partc.compiler.plan.rules import Plan
@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @no_cache
 @click.option("--mpi", is_flag=True, help="Run the compiled model over MPI, as `partc run` does.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also state the perplexity of this text, with a plan that generates.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The tokenizer.json for --text; by default that of the folder of MODEL.",
+)
 @device_option
 @max_bytes
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance, instead of the dtype's.")
@@ -53,6 +63,8 @@ def command(
     sizes: Mapping[str, int],
     no_cache: bool,
     mpi: bool,
+    text: Path | None,
+    tokenizer: Path | None,
     devices: Mapping[str, str],
     max_bytes: int | None,
     rtol: float | None,
@@ -107,6 +119,8 @@ def command(
         case = Case(model, plan, report, {}, Path(scratch), mpi, source, devices, torch_model)
         for line in _quantization(sources[0], report.program.plan, model.name) if source.quantized else ():
             console.echo(line)
+        if text is not None:
+            console.echo(_perplexity(case, sources[0], text, tokenizer))
         if report.manifest.generation is not None:
             return _show(model, report.manifest, verify_generation.verdict(case, random), mpi, "answer")
         asked = of_batch(report.manifest)
@@ -120,11 +134,42 @@ def command(
         return _show(model, report.manifest, verify_inference.verdict(case, rtol, atol), mpi, "output")
 
 
+def _perplexity(case: Case, source: Source, text: Path, tokenizer: Path | None) -> str:
+    """A line with the perplexity of a text by the model, and by its quantized form where the plan has that."""
+    from partc.cli.comparison.verify_generation import perplexity
+    from partc.cli.text.tokenizer import ids_of, open_tokenizer, refuse_other_vocabulary
+    from partc.runtime.errors import InputError, UsageError
+    from partc.runtime.files.regular import read_regular
+
+    record, beside = case.report.manifest.generation, case.model if case.model.is_dir() else case.model.parent
+    if record is None or record.encoder is not None:
+        fact = "--text: perplexity is that of a decoder alone"
+        raise UsageError(f"{fact}\n  help: write `generate: {{slots: 1, length: 512}}` into the plan")
+    path = str(tokenizer or beside / "tokenizer.json")
+    if tokenizer is None and not Path(path).exists():
+        raise UsageError("--text: a text needs a tokenizer\n  help: give --tokenizer tokenizer.json")
+    try:
+        words = ids_of(known := open_tokenizer(path), read_regular(text).decode())
+    except UnicodeDecodeError:
+        raise InputError(f"{text}: is not UTF-8\n  help: give a file of text") from None
+    refuse_other_vocabulary(path, known, record.vocabulary)
+    if len(words) < 2:
+        raise InputError(f"{text}: has {count(len(words), 'token')}, and perplexity is that of a token behind another")
+    exact = perplexity(replace(case, source=source, scratch=Path(tempfile.mkdtemp(dir=case.scratch))), words)
+    line = f"perplexity of {text.name}, {count(len(words), 'token')}: {exact:.3f}"
+    if not case.source.quantized:
+        return line
+    rounded = perplexity(replace(case, torch_model=None), words)
+    return f"{line}; quantized {rounded:.3f}, {100 * (rounded / exact - 1):+.2f} %"
+
+
 def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
     """Lines that say how far quantized weights are from the model's own."""
     from partc.compiler.quantize import errors
 
     found = errors(source, plan, name)
+    if not found:  # the model's files have them so
+        return
     yield f"{count(len(found), 'weight')} quantized: what is compiled is compared with the quantized model on one rank"
     ordered = sorted(found.items(), key=lambda item: -item[1])
     worst = ", ".join(f"'{path}' {100 * error:.1f} %" for path, error in ordered[:3])

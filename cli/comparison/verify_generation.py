@@ -8,6 +8,7 @@ scores differ by less than rounding does are both right: behind such a place a s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy as np
 from partc.cli.comparison.verdict import Case, Verdict, of_torch_named, unsharded_session
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.errors import InputError
 from partc.runtime.units import count as count_text
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 TIE = 1e-4
 """Two scores that differ by less are equal; more where products round activations to int8, and a value halfway is rounded either way."""
 _PROMPTS, _TOKENS, _LONGEST = 6, 16, 40
+_STEP = 64
+"""Tokens of a step whose scores are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,15 @@ def verdict(case: Case, seed: int) -> Verdict:
         whole[name], compiled[name] = np.asarray(one.tokens), np.asarray(tokens)
     rows = compare(whole, compiled, None, None)
     return Verdict(of_torch_named(rows, [] if case.torch_model is None else whole), notes)
+
+
+def perplexity(case: Case, ids: Sequence[int]) -> float:
+    """The perplexity of a text by the unsharded model, in pieces as long as a sequence of the plan, each from an empty past."""
+    record = case.report.manifest.generation
+    assert record is not None
+    alone = _Unsharded(case, record)
+    pieces = [ids[begin : begin + record.length + 1] for begin in range(0, len(ids) - 1, record.length)]
+    return math.exp(sum(map(alone.surprise, pieces)) / (len(ids) - 1))
 
 
 def _request(rng: np.random.Generator, record: GenerationRecord, size: int, count: int) -> Request:
@@ -138,6 +151,7 @@ class _Unsharded:
             for past, present in case.report.program.caches.items()
             if present is not None
         }
+        self._sizes = {str(past.name): [*(past.shape or ())] for past in case.report.program.caches}
         graph = case.source.model.graph
         self._given = {str(one.name): one for one in graph.inputs}
         made = [str(one.name) for one in graph.outputs if one.name not in self._caches.values()]
@@ -168,17 +182,10 @@ class _Unsharded:
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
         ids, found, before = np.asarray([prompt]), Reference([], [], []), 0
         while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
-            width = ids.shape[1]
-            feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **encoded, **past}
-            positions = {
-                "encoder_attention_mask": np.ones((1, request.entries)),
-                "position_ids": np.arange(before, before + width)[None],
-                "attention_mask": np.ones((1, before + width)),
-            }
-            feeds |= {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
+            feeds = self._feeds(ids, past, before, request.entries) | encoded
             scores, *present = self._run(feeds)
             found.noise.append(self._noise(feeds, scores))
-            past, before = dict(zip(self._caches, present, strict=True)), before + width
+            past, before = dict(zip(self._caches, present, strict=True)), before + ids.shape[1]
             order = np.argsort(-scores[0, -1], kind="stable")
             found.tokens.append(int(order[0]))
             found.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
@@ -186,10 +193,42 @@ class _Unsharded:
         missing = count - len(found.margins)
         return Reference(_whole(found.tokens, count), found.margins + [1.0] * missing, found.noise + [TIE] * missing)
 
+    def surprise(self, ids: Sequence[int]) -> float:
+        """The sum of the negative logarithms of the probability of each token after the first, behind those before it."""
+        past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
+        total = 0.0
+        for begin in range(0, len(ids) - 1, _STEP):
+            part, following = ids[begin : begin + _STEP][: len(ids) - 1 - begin], ids[begin + 1 : begin + 1 + _STEP]
+            scores, *present = self._run(self._feeds(np.asarray([part]), past, begin, 0))
+            past = dict(zip(self._caches, present, strict=True))
+            rows = scores[0].astype(np.float64)
+            if len(rows) != len(part):
+                raise InputError(
+                    f"--text: the model has scores of {len(rows)} of {len(part)} tokens\n  help: export it with all"
+                )
+            most = rows.max(axis=-1)
+            total += float(
+                (most + np.log(np.exp(rows - most[:, None]).sum(axis=-1)) - rows[range(len(part)), following]).sum()
+            )
+        return total
+
+    def _feeds(self, ids: Array, past: Mapping[str, Array], before: int, entries: int) -> dict[str, Array]:
+        """The inputs of a step of tokens behind `before` others."""
+        width = ids.shape[1]
+        positions = {
+            "encoder_attention_mask": np.ones((1, entries)),
+            "position_ids": np.arange(before, before + width)[None],
+            "attention_mask": np.ones((1, before + width)),
+        }
+        feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **past}
+        return feeds | {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
+
     def _empty(self, name: str) -> Array:
-        """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""
-        dims = [*(self._given[name].shape or ())][1:]
-        return self._typed(name, np.zeros([1, *(dim if isinstance(dim, int) else 0 for dim in dims)]))
+        """A past of one sequence without a token: the first dynamic dim after that grows; another one is that of the cache."""
+        dims = [*(self._given[name].shape or ())]
+        grows = next((k for k, dim in enumerate(dims) if k and not isinstance(dim, int)), 0)
+        sizes = [dim if isinstance(dim, int) else self._sizes[name][k] for k, dim in enumerate(dims)]
+        return self._typed(name, np.zeros([1, *(0 if k == grows else size for k, size in enumerate(sizes) if k)]))
 
     def _typed(self, name: str, array: Array) -> Array:
         kind = self._given[name].dtype

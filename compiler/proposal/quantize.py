@@ -17,7 +17,7 @@ _LARGEST = 32
 def quantize_section(source: Source, bits: int, shards: int) -> list[str]:
     """The lines of the section; none of a model without any. `shards`: over how many ranks rows may be cut."""
     paths = node_paths(source.model)
-    found = {paths[node]: product for node, product in products(paths).items()}
+    found = {paths[node]: product for node, product in products(paths).items() if product.blocked is None}
     by_pattern: dict[str, list[str]] = {}
     for path in found:
         by_pattern.setdefault(template(path.rpartition(".")[0] or path), []).append(path)

@@ -82,13 +82,14 @@ class EncoderRecord(BaseModel):
 
 
 class Blocks(BaseModel):
-    """A kind of `MatMulNBits`: its attributes."""
+    """A kind of `MatMulNBits`: its attributes, and whether blocks have zero points."""
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     bits: int = Field(ge=1, le=8)
     block: int = Field(ge=1)
     level: int = 0
+    points: bool = False
 
 
 class GenerationRecord(StepPorts):

@@ -18,11 +18,11 @@ _COLUMNS, _BLOCKS = 64, 4
 
 def least_rows(record: GenerationRecord) -> int:
     """The fewest rows of a step: 1, or 2 where one row alone has other bits."""
-    return 1 if all(keeps_bits(one.bits, one.block, one.level) for one in record.products) else 2
+    return 1 if all(keeps_bits(one.bits, one.block, one.level, one.points) for one in record.products) else 2
 
 
 @cache
-def keeps_bits(bits: int, block: int, level: int) -> bool:
+def keeps_bits(bits: int, block: int, level: int, points: bool = False) -> bool:
     """Whether the first row of a quantized product is the same alone and beside a second one."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
@@ -34,7 +34,10 @@ def keeps_bits(bits: int, block: int, level: int) -> bool:
         numpy_helper.from_array(packed, "blocks"),
         numpy_helper.from_array(rng.random((_COLUMNS, _BLOCKS), np.float32), "scales"),
     ]
-    node = helper.make_node("MatMulNBits", ["x", "blocks", "scales"], ["y"], domain="com.microsoft", K=size, N=_COLUMNS)
+    if points:
+        weights.append(numpy_helper.from_array(packed[:, : _BLOCKS * bits // 8, 0].copy(), "points"))
+    inputs = ["x", *(weight.name for weight in weights)]
+    node = helper.make_node("MatMulNBits", inputs, ["y"], domain="com.microsoft", K=size, N=_COLUMNS)
     numbers = {"bits": bits, "block_size": block, "accuracy_level": level}
     node.attribute.extend(helper.make_attribute(name, number) for name, number in numbers.items())
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", None]) for name in ("x", "y")]

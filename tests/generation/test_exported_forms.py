@@ -258,6 +258,17 @@ def test_tokens_are_those_of_the_file(form: str, slots: int, tmp_path: Path) -> 
     assert generated(FORMS[form], tmp_path, of_slots(slots)) == expected
 
 
+def test_a_symbol_is_the_last_dim_of_a_past(tmp_path: Path) -> None:
+    """So that a file is for caches of any element type; the size of a head is that of the product."""
+    form = FORMS["GroupQueryAttention of one product"]
+    proto = onnx.ModelProto()
+    proto.CopyFrom(form)
+    for port in (*proto.graph.input, *proto.graph.output):
+        if port.name.startswith(("past", "present")):
+            port.type.tensor_type.shape.dim[3].dim_param = "kv_cache_dim"
+    assert generated(proto, tmp_path, of_slots(3)) == reference(form)
+
+
 @pytest.mark.parametrize("degrees", ["--tp 2", "--dp 2", ""])
 def test_a_proposed_plan_generates(degrees: str, tmp_path: Path) -> None:
     proto = decoder(ATTENTION)

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
-from decoders import decoder
+from decoders import VOCABULARY, decoder
 from onnx import TensorProto, helper, numpy_helper
 from partc.cli.commands.plan import command as plan_command
 from partc.cli.commands.verify import command as verify_command
@@ -21,6 +21,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.quantize import errors, quantized
 from partc.runtime import Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 GENERATE = "generate: {slots: 2, length: 64, chunk: 8}\n"
 TENSOR = """ranks: 2
@@ -57,10 +58,31 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, table: str) -> None:
 def test_verify_says_how_far_weights_are_from_the_model(tmp_path: Path) -> None:
     onnx.save(decoder(fused=True), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text(TENSOR + MIXED + GENERATE)
-    result = CliRunner().invoke(verify_command, [str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")])
+    words = np.random.default_rng(0).integers(1, VOCABULARY, 90)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{word}" for word in words))
+    known = models.WordLevel({"-": 0, **{f"w{k}": k for k in range(1, VOCABULARY)}}, unk_token="-")
+    tokenizer = Tokenizer(known)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    given = [str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml"), "--text", str(tmp_path / "text.txt")]
+    result = CliRunner().invoke(verify_command, given)
     assert result.exit_code == 0, result.output
     assert "14 weights quantized" in result.output
     assert "% in the median" in result.output
+    pieces = [words[:65], words[64:]]  # of 64 tokens, which is the plan's length, each with the one after it
+    exact = np.exp(sum(map(_surprise, [tmp_path / "model.onnx"] * 2, pieces)) / 89)
+    assert f"perplexity of text.txt, 90 tokens: {exact:.3f}; quantized " in result.output
+
+
+def _surprise(path: Path, words: Any) -> float:
+    """The negative logarithms of the probabilities of all words but the first, by the file in a single run."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ports = session.get_inputs()[1:]
+    past = {port.name: np.zeros((1, port.shape[1], 0, port.shape[3]), np.float32) for port in ports}
+    logits = session.run(["logits"], {"ids": words[None, :-1], **past})[0][0].astype(np.float64)
+    return float(sum(np.log(np.exp(row - row[word]).sum()) for row, word in zip(logits, words[1:], strict=True)))
 
 
 def test_a_proposal_quantizes_what_the_model_has(tmp_path: Path) -> None:

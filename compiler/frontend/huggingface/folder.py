@@ -22,6 +22,7 @@ from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.export_cache import Export
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
+from partc.compiler.frontend.huggingface.quantized_files import float_weights
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, InFile, read_object, stored_tensors
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
 from partc.compiler.frontend.huggingface.weights import FolderWeights, stored_as, taken
@@ -51,7 +52,7 @@ def load_folder(
     """
     folder = path.resolve()
     config = _settings(folder)
-    files = stored_tensors(folder)
+    files = float_weights(config, stored_tensors(folder), folder.name)
     key = export_cache.key_of(folder, files, cache) if keep and export_cache.home() is not None else ""
     if key and (found := export_cache.read(key, folder.name)) is not None:
         known(found.names)
@@ -102,7 +103,7 @@ class _Built:
 
     module: Any
     buffers: Mapping[str, torch.Tensor]
-    widened: bool
+    widened: str
     weights: FolderWeights
     inputs: Mapping[str, Input]
     outputs: Sequence[str]
@@ -165,10 +166,14 @@ def _exported(
     told = []
     if unread := weights.unread:
         told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
-    if built.widened:
+    if built.widened == "bfloat16":
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
         told.append(
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
+        )
+    elif built.widened:
+        told.append(
+            f"{folder.name}: float16 becomes float32, in which products with quantized weights compute, or in int8"
         )
     declared = Declared(
         symbols=names.symbols,
@@ -219,11 +224,7 @@ def _allocate(module: torch.nn.Module) -> None:
 
 def _settings(folder: Path) -> dict[str, object]:
     if (folder / CONFIG).exists():
-        config = read_object(folder / CONFIG, f"{folder.name}/{CONFIG}")
-        if isinstance(said := config.get("quantization_config"), dict):
-            fact = f"the weights are quantized ({said.get('quant_method', 'by an unknown method')})"
-            raise CompileError(Problem(f"{folder.name}/{CONFIG}", fact, help="use a folder of float weights"))
-        return config
+        return read_object(folder / CONFIG, f"{folder.name}/{CONFIG}")
     if (folder / _ADAPTER).exists():
         help_ = "merge it into its model: PeftModel.merge_and_unload(), then save_pretrained"
         raise CompileError(Problem(folder.name, "the folder has an adapter alone, and no model", help=help_))
@@ -258,16 +259,18 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
     raise CompileError(Problem(where, fact, law, help_))
 
 
-def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
-    """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
+def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor], str]:
+    """The model with all of its tensors on the meta device, by name its buffers as they were before, and the narrower type that it had."""
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet
 
+    widened = ""
     try:
         with _without_weights(), quiet():
             settings = architecture.config_class.from_pretrained(folder, local_files_only=True)
-            if widened := settings.dtype is torch.bfloat16:
-                settings.dtype = torch.float32
+            is_quantized = getattr(settings, "quantization_config", None) is not None
+            if settings.dtype is torch.bfloat16 or (settings.dtype is torch.float16 and is_quantized):
+                widened, settings.dtype = str(settings.dtype).removeprefix("torch."), torch.float32
             module = architecture._from_config(settings).eval()
     except Exception as error:
         fact = f"makes no {architecture.__name__}: {' '.join(str(error).split()) or type(error).__name__}"

@@ -7,14 +7,18 @@ place is in the file that the link leads to.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.safetensors_stream import Stored, read_header
 from partc.runtime.files.regular import fault, read_regular
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 CONFIG = "config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -28,6 +32,13 @@ class InFile:
 
     file: Path
     stored: Stored
+
+
+@dataclass(frozen=True)
+class InFiles(InFile):
+    """A weight that several tensors make: `tensor` gives it in an element type, by a name. `file` is that of one of them."""
+
+    tensor: Callable[[ir.DataType, str], ir.TensorProtocol]
 
 
 def read_object(path: Path, where: str) -> dict[str, object]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.safetensors_files import InFile
+from partc.compiler.frontend.huggingface.safetensors_files import InFile, InFiles
 from partc.compiler.ir.computed import ComputedTensor, shard_of
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
@@ -140,6 +140,8 @@ def _read(stored: InFile, meta: bool = False) -> torch.Tensor:
     dtype, shape, size = getattr(torch, stored.stored.dtype.shown), stored.stored.shape, stored.stored.bytes
     if meta or not size:
         return torch.empty(shape, dtype=dtype, device="meta" if meta else None)
+    if isinstance(stored, InFiles):
+        return torch.from_numpy(stored.tensor(ir.DataType.FLOAT, "").numpy())
     with open_regular(stored.file) as file:
         file.seek(stored.stored.offset)
         data = bytearray(file.read(size))
@@ -163,6 +165,8 @@ def _tensor(
 
 def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
     """A tensor of a file: in its own type a place in the file, else converted when it is read."""
+    if isinstance(file, InFiles):
+        return file.tensor(dtype, name)
     kept, shape = file.stored, file.stored.shape
     if not kept.bytes:
         return ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)

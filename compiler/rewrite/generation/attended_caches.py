@@ -12,6 +12,7 @@ What is causal, or sees a window alone, gets a mask: entry <= past + n for the n
 from __future__ import annotations
 
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import drop_unread, name_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
@@ -22,14 +23,17 @@ _LEFT_OUT = ("smooth_softmax", "k_quant_type", "v_quant_type", "qk_output")
 _TURNED, _SEQUENCE = (0, 2, 1, 3), 2
 
 
-def append_apart(graph: ir.Graph, name: str) -> None:
+def append_apart(model: ir.Model, name: str) -> None:
     """Rewrites every such node of a model of opset 23 or later; CompileError with those of which it cannot."""
-    problems = list[Problem]()
-    for node in [*graph]:
-        kind = node.domain.replace("ai.onnx", ""), node.op_type
-        at = _APPENDING.get(kind)
-        if at is None or len(node.inputs) < at + 2 or node.inputs[at] is None or len(node.outputs) < 3:
+    problems, graph = list[Problem](), model.graph
+    appending = [node for node in graph if (node.domain.replace("ai.onnx", ""), node.op_type) in _APPENDING]
+    if any(node.inputs[0] is None or node.inputs[0].shape is None for node in appending):
+        infer_shapes(model, {})
+    for node in appending:
+        at = _APPENDING[node.domain.replace("ai.onnx", ""), node.op_type]
+        if len(node.inputs) < at + 2 or node.inputs[at] is None or len(node.outputs) < 3:
             continue
+        _know_size(node, at)
         if odd := _left_out(node):
             fact = f"{node.op_type} '{node.name}' has {odd}"
             help_ = "export the model with keys and values that a Concat appends"
@@ -39,6 +43,25 @@ def append_apart(graph: ir.Graph, name: str) -> None:
     if problems:
         raise CompileError(problems)
     drop_unread(graph)
+
+
+def _know_size(node: ir.Node, at: int) -> None:
+    """Gives the last dim of a past and its present its number, where a symbol stands for it, as in files for caches of any element type."""
+    pasts, query = node.inputs[at : at + 2], node.inputs[0]
+    if node.op_type == "Attention" or query is None or query.shape is None or not isinstance(query.shape[-1], int):
+        return
+    heads = node.attributes.get_int("num_heads", 0)
+    heads += 0 if node.inputs[1] is not None else 2 * node.attributes.get_int("kv_num_heads", 0)
+    if not heads or query.shape[-1] % heads:
+        return
+    for value in (*pasts, *node.outputs[1:3]):
+        if (
+            value is not None
+            and value.shape is not None
+            and len(value.shape) == 4
+            and not isinstance(value.shape[3], int)
+        ):
+            value.shape = ir.Shape([*value.shape[:3], query.shape[-1] // heads])
 
 
 def _left_out(node: ir.Node) -> str:
@@ -120,12 +143,23 @@ class _Attended:
         """Makes the number of each token, `steps` of the step and `numbers` of the sequence, and the number of entries."""
         build, none = self.build, self.build.constant("no_axes", [0])
         zero, one = build.constant("zero", 0), build.constant("one", 1)
+        ids = self._ids()
+        source, axis = (query, 2) if ids is None else (ids, 1)  # what ids give is proven without the model's other ops
         before, new = (
-            build.op(word, "Squeeze", [build.op(f"{word}_1", "Shape", [value], start=2, end=3), none])
-            for word, value in (("past", self.node.inputs[self.at]), ("tokens", query))
+            build.op(word, "Squeeze", [build.op(f"{word}_1", "Shape", [value], start=dim, end=dim + 1), none])
+            for word, value, dim in (("past", self.node.inputs[self.at], 2), ("tokens", source, axis))
         )
         self.numbers = build.op("numbers", "Add", [build.op("steps", "Range", [zero, new, one]), before])
         self.entries = build.op("entries", "Range", [zero, build.op("all", "Add", [before, new]), one])
+
+    def _ids(self) -> ir.Value | None:
+        """The input of the model [batch, tokens] whose tokens are those of the queries, by the symbols of both."""
+        query = self.node.inputs[0]
+        dims = None if query is None or query.shape is None else [query.shape[0], query.shape[-2]]
+        if dims is None or any(getattr(dim, "value", dim) is None for dim in dims):
+            return None
+        inputs = (value for value in self.graph.inputs if value.dtype in (ir.DataType.INT64, ir.DataType.INT32))
+        return next((value for value in inputs if value.shape is not None and [*value.shape] == dims), None)
 
     def _turned(self, value: ir.Value) -> ir.Value:
         """Queries or keys, rotated by the angles of their positions."""

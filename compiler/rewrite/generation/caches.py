@@ -30,6 +30,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
 from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ops.node import operand
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
@@ -59,7 +60,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         return program
     model = converted(program.model, program.name, _OPSET)
     model.opset_imports.update({"": max(_OPSET, model.opset_imports.get("", _OPSET)), "com.microsoft": 1})
-    append_apart(model.graph, program.name)
+    append_apart(model, program.name)
     program = replace(program, model=model, paths=node_paths(model))
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
@@ -124,15 +125,13 @@ def _unfollowed(program: Loaded) -> Iterator[str]:
 
 def _products(graph: ir.Graph) -> list[Blocks]:
     """The kinds of products with quantized weights."""
+    usual = (("bits", 4), ("block_size", 32), ("accuracy_level", 0))
     found = {
-        tuple(
-            node.attributes.get_int(name, usual)
-            for name, usual in (("bits", 4), ("block_size", 32), ("accuracy_level", 0))
-        )
+        (*(node.attributes.get_int(name, number) for name, number in usual), operand(node, 3) is not None)
         for node in graph
         if node.op_type == "MatMulNBits"
     }
-    return [Blocks(bits=bits, block=block, level=level) for bits, block, level in sorted(found)]
+    return [Blocks(bits=bits, block=block, level=level, points=points) for bits, block, level, points in sorted(found)]
 
 
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:

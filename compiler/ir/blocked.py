@@ -1,0 +1,115 @@
+"""Weights of a product in blocks: unsigned numbers of 4 or 8 bits, with a scale and a zero point for each block of the contracted dim.
+
+    weight[n, order[k]] = (numbers[n, k] - points[n, k // block]) * scales[n, k // block]
+
+A loader of quantized files returns a float tensor that is computed from the blocks, with the blocks in its `meta`: a product takes the
+blocks, and everything else reads floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.computed import Box, ComputedTensor
+from partc.compiler.ir.value_info import Array
+
+BLOCKED = "partc.blocked"
+"""Key of the `meta` of a tensor: its `BlockedWeight`."""
+_MOST_ELEMENTS = 1 << 22
+"""Elements that are unpacked at once."""
+
+
+class Blocks(NamedTuple):
+    """Numbers [N, blocks, block], zero points [N, blocks] and scales [N, blocks] of some columns and blocks."""
+
+    numbers: Array
+    points: Array
+    scales: Array
+
+
+@dataclass(frozen=True)
+class BlockedWeight:
+    """A weight [N, K] in blocks. `order`: the row of the weight at each place of the blocks; None where they are in order.
+
+    `symmetric`: all zero points are the middle, 8 or 128. `read`: the blocks within a slice of columns and a slice of blocks.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    block: int
+    symmetric: bool
+    order: Array | None
+    read: Callable[[slice, slice], Blocks]
+
+    def tensor(self, dtype: ir.DataType, name: str) -> ComputedTensor:
+        """The weight in floats, with its blocks in the `meta`."""
+        tensor = ComputedTensor(lambda box: self._floats(box, dtype), dtype, self.shape, name)
+        tensor.meta[BLOCKED] = self
+        return tensor
+
+    def operands(self, dtype: ir.DataType) -> dict[str, ComputedTensor]:
+        """The operands of `MatMulNBits` by name: blocks, scales and, of a weight that is not symmetric, packed zero points."""
+        columns, count = self.shape[0], self.shape[1] // self.block
+        per_byte = 8 // self.bits
+
+        def points(box: Box) -> Array:
+            first = slice(box[1].start * per_byte, min(box[1].stop * per_byte, count))
+            return np.concatenate([_in_bytes(part.points, self.bits) for part in self._parts(box[0], first)])
+
+        def scales(box: Box) -> Array:
+            return np.concatenate([part.scales for part in self._parts(box[0], box[1])]).astype(dtype.numpy())
+
+        def blocks(box: Box) -> Array:
+            return np.concatenate([_in_bytes(part.numbers, self.bits) for part in self._parts(box[0], box[1])])[
+                :, :, box[2]
+            ]
+
+        byte, size = ir.DataType.UINT8, self.block // per_byte
+        made = {
+            "blocks": ComputedTensor(blocks, byte, (columns, count, size), f"{self.name}.blocks"),
+            "scales": ComputedTensor(scales, dtype, (columns, count), f"{self.name}.scales"),
+        }
+        if not self.symmetric:
+            made["points"] = ComputedTensor(points, byte, (columns, -(-count // per_byte)), f"{self.name}.points")
+        return made
+
+    def _parts(self, columns: slice, blocks: slice) -> Iterator[Blocks]:
+        """The blocks of some columns at a time."""
+        step = max(1, _MOST_ELEMENTS // max(1, (blocks.stop - blocks.start) * self.block))
+        for begin in range(columns.start, columns.stop, step):
+            yield self.read(slice(begin, min(begin + step, columns.stop)), blocks)
+
+    def _floats(self, box: Box, dtype: ir.DataType) -> Array:
+        """The elements within a box of [N, K]."""
+        columns, rows = box
+        ordered = self.order is None
+        first, last = (
+            (rows.start // self.block, -(-rows.stop // self.block)) if ordered else (0, self.shape[1] // self.block)
+        )
+        parts = []
+        for part in self._parts(columns, slice(first, last)):
+            numbers = part.numbers.astype(np.float32) - part.points[..., None].astype(np.float32)
+            weight = (numbers * part.scales[..., None].astype(np.float32)).reshape(len(numbers), -1)
+            if self.order is not None:
+                placed = np.empty_like(weight)
+                placed[:, self.order] = weight
+                weight = placed
+            begin = rows.start - first * self.block
+            parts.append(weight[:, begin : begin + rows.stop - rows.start].astype(dtype.numpy()))
+        return np.concatenate(parts)
+
+
+def _in_bytes(numbers: Array, bits: int) -> Array:
+    """Numbers of the last dim in bytes: two of four bits a byte, the first in the low half; an odd last one is alone."""
+    if bits == 8:
+        return numbers
+    if numbers.shape[-1] % 2:
+        numbers = np.concatenate([numbers, np.zeros_like(numbers[..., :1])], axis=-1)
+    low, high = numbers[..., 0::2], numbers[..., 1::2]
+    packed: Array = low | (high << 4)
+    return packed
