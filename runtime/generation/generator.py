@@ -25,6 +25,7 @@ from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
 from ..execution.program import Outputs, Program, load
 from ..units import count
+from .changes import Drawing
 from .draw import Scratch
 from .prefixes import Copy
 from .request import Answer, Request, refuse_unfit
@@ -201,7 +202,7 @@ class Generator:
         """The ranks of this process."""
         return [self.program] if isinstance(self.program, Program) else self.program.ranks
 
-    def _draws(self, step: Step, drawing: Mapping[int, tuple[Request, int]], outputs: Mapping[int, Outputs]) -> Draws:
+    def _draws(self, step: Step, drawing: Mapping[int, Drawing], outputs: Mapping[int, Outputs]) -> Draws:
         """The tokens of a step that are not the likeliest ones."""
         shards = self._shards[step.program]
         logits = {

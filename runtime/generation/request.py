@@ -20,6 +20,10 @@ goes on."""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are finite."""
+MOST_BIASES = 1024
+"""How many tokens a request may have a bias for."""
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
+_MOST_PENALTY = 1_000_000
 _MOST = 128
 """The most tokens of an answer to a request that does not say how many."""
 
@@ -34,9 +38,11 @@ class Request:
     `max_tokens`: the most tokens of the answer; None for as many as fit into a sequence behind the prompt, at most 128.
 
     `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
-    `top_k` likeliest alone (0: of all), and of the fewest whose probabilities together reach `top_p`. What is drawn follows from `seed` and
-    the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact; with `ignore_end` those
-    alone.
+    `top_k` likeliest alone (0: of all), of the fewest whose probabilities together reach `top_p`, and of those with at least `min_p` times
+    the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
+    ends, beside those of the artifact; with `ignore_end` those alone.
+
+    The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the logits first (`changes.py`).
     """
 
     prompt: Sequence[int] = ()
@@ -47,6 +53,12 @@ class Request:
     seed: int = 0
     stop: Sequence[int] = ()
     ignore_end: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -70,9 +82,16 @@ class Request:
         given = self.encoder
         return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
 
+    def ends(self, record: GenerationRecord) -> list[int]:
+        """The tokens behind which its sequence ends."""
+        return sorted({*self.stop, *(() if self.ignore_end else record.stop)})
+
     def packed(self) -> dict[str, Any]:
-        """The request as JSON has it: an array is its type, shape and bytes."""
+        """The request as JSON has it, without fields that ask for nothing: an array is its type, shape and bytes."""
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {name: value for name, value in fields.items() if name == "encoder" or value != _DEFAULTS[name]}
+        if self.logit_bias:
+            fields["logit_bias"] = [*self.logit_bias.items()]
         if isinstance(self.encoder, np.ndarray):
             data = base64.b64encode(np.ascontiguousarray(self.encoder).tobytes()).decode()
             fields["encoder"] = {"type": self.encoder.dtype.str, "shape": self.encoder.shape, "data": data}
@@ -84,7 +103,10 @@ class Request:
         given = fields["encoder"]
         if isinstance(given, dict):
             given = np.frombuffer(base64.b64decode(given["data"]), given["type"]).reshape(given["shape"])
-        return cls(**{**fields, "encoder": given})
+        return cls(**{**fields, "encoder": given, "logit_bias": dict(fields.get("logit_bias", ()))})
+
+
+_DEFAULTS = {name: getattr(Request(), name) for name in Request.__dataclass_fields__}
 
 
 @dataclass
@@ -126,12 +148,36 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
     elif one.temperature and not record.logits:
         fact = "it draws tokens, and the artifact gives the likeliest alone ('sampling: false')"
         yield f"{fact}\n  help: leave out 'temperature', or compile with 'sampling: true'"
+    yield from _faults_of_changes(one, record)
     if one.top_k < 0:
         yield f"its top_k is {one.top_k}; it is 0 (all tokens) or more"
     if not 0 < one.top_p <= 1:
         yield f"its top_p is {one.top_p}; it is above 0 and at most 1"
+    if not 0 <= one.min_p <= 1:
+        yield f"its min_p is {one.min_p}; it is 0 to 1"
     if not 0 <= one.seed < _SEED:
         yield f"its seed is {one.seed}; it is 0 to 2**64 - 1"
+
+
+def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
+    """What is wrong with a request's changes of logits."""
+    asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
+    if asked and not record.logits:
+        fact = f"it changes logits by {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
+        yield f"{fact}\n  help: leave it out, or compile with 'sampling: true'"
+    if not 0 < one.repetition_penalty < _MOST_PENALTY:
+        yield f"its repetition_penalty is {one.repetition_penalty}; it is above 0 and below {_MOST_PENALTY:,}"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(one, name) <= 2:
+            yield f"its {name} is {getattr(one, name)}; it is -2 to 2"
+    if len(one.logit_bias) > MOST_BIASES:
+        yield f"its logit_bias has {len(one.logit_bias):,} tokens; at most {MOST_BIASES:,}"
+    elif outside := [token for token in one.logit_bias if not 0 <= token < record.vocabulary]:
+        yield f"its logit_bias has {outside[0]}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
+    elif outside := [token for token, bias in one.logit_bias.items() if not -100 <= bias <= 100]:
+        yield f"its logit_bias of {outside[0]} is {one.logit_bias[outside[0]]}; it is -100 to 100"
+    if not 0 <= one.min_tokens <= (most := one.most(record)):
+        yield f"its min_tokens is {one.min_tokens}; it is 0 to {most}, the most tokens of its answer"
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:

@@ -36,6 +36,7 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
+from .changes import Drawing, LogitChange, changes_of
 from .prefixes import Copy, Prefixes
 from .request import Finish, Request
 
@@ -60,6 +61,7 @@ class _Sequence:
 
     number: int
     request: Request
+    changes: Sequence[LogitChange] = ()
     tokens: list[int] = field(default_factory=list)
     position: int = 0
     cached: int = 0
@@ -95,12 +97,12 @@ class Step:
         """The slots with a part of which a number of at least `least` is chosen."""
         return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
 
-    def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By row whose next token is drawn its request, and the number of that token; before the step's tokens are taken."""
+    def drawing(self) -> Mapping[int, Drawing]:
+        """By row whose next token is drawn that token; before the step's tokens are taken."""
         return {
-            row: (one.request, len(one.tokens))
+            row: Drawing(one.request, one.tokens, one.changes)
             for row, (_, count, one) in self.taking.items()
-            if one.request.temperature and count >= one.left
+            if (one.request.temperature or one.changes) and count >= one.left
         }
 
 
@@ -143,7 +145,9 @@ class Slots:
 
     def admit(self, number: int, request: Request) -> None:
         """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
-        self._waiting.append(_Sequence(number, request.begun(self.record), encoded=self.record.encoder is None))
+        request = request.begun(self.record)
+        changes = changes_of(request, self.record)
+        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
@@ -228,7 +232,7 @@ class Slots:
             one.position += count
             if not broken:
                 self._prefixes.read(slot, one.position)
-            token = int(chosen[row])
+            token = min(int(chosen[row]), self.record.vocabulary)
             if one.left and token < self.record.vocabulary:
                 continue
             finish: Finish = ""

@@ -24,12 +24,14 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 3.0},
     {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 2.0, "top_k": 3},
+    {"temperature": 2.0, "top_k": 3, "min_p": 0.05},
+    {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": {3: 2.0, 40: -100.0}},
+    {"temperature": 5.0, "presence_penalty": 1.5, "min_p": 0.2, "min_tokens": 7, "stop": [*range(50)]},
 ]
 """Of each prompt how it goes on: one with its likeliest tokens."""
 REQUESTS = [
     Request(prompt, max_tokens=7, seed=seed, **kind)
-    for seed, (prompt, kind) in enumerate(zip(PROMPTS, KINDS, strict=True))
+    for seed, (prompt, kind) in enumerate(zip([*PROMPTS, [9], [5, 6]], KINDS, strict=True))
 ]
 
 
