@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from partc.runtime import Generator, Request
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.generation.slots import NewToken
+    from partc.runtime.generation.request import NewToken
 
 
 def run_generation(job: Job, transport: Transport, requests: Sequence[Request], begin: float) -> int:

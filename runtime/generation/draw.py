@@ -110,7 +110,7 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
     if scaled[0] == -np.inf:
         return NO_TOKEN
     if not request.temperature:
-        return _token(known[0])
+        return token_of(known[0])
     np.divide(scaled, request.temperature, out=scaled)
     largest = float(scaled[0])
     np.subtract(scaled, largest, out=scaled)
@@ -135,12 +135,17 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
     place = int(np.searchsorted(sums[:kept], uniform * total, side="right"))
     if place >= kept and not every and request.top_p == 1 and not request.min_p:
         return None
-    return _token(known[min(place, kept - 1)])
+    return token_of(known[min(place, kept - 1)])
 
 
-def _token(key: np.int64) -> int:
+def token_of(key: np.int64) -> int:
     """The token of a key."""
     return _LOWER - (int(key) & _LOWER)
+
+
+def logit_of(key: np.int64) -> float:
+    """The logit of a key."""
+    return float(_logits(np.array([key]), Scratch())[0])
 
 
 def _behind(begin: int, size: int, scratch: Scratch) -> Vector:

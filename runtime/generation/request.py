@@ -22,14 +22,37 @@ _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are finite."""
 MOST_BIASES = 1024
 """How many tokens a request may have a bias for."""
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
+MOST_LOGPROBS = 20
+"""How many of the likeliest tokens come with the score of a token."""
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs")
+"""Fields that need the logits."""
 _MOST_PENALTY = 1_000_000
 _MOST = 128
 """The most tokens of an answer to a request that does not say how many."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogitOptions:
+    """What a request asks of the logits, besides how a token is drawn of them.
+
+    `logprobs`: each token of the answer comes with its score, and with those of so many of the likeliest tokens; None: without. With
+    `scores_prompt` so does each token of the prompt but the first: it is read as an answer is made, a token a step, and `max_tokens` may be
+    0.
+
+    The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the logits before a token is drawn (`changes.py`).
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    logprobs: int | None = None
+    scores_prompt: bool = False
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(LogitOptions):
     """A prompt, as numbers of tokens, and how it is continued.
 
     `encoder`: of a model with an encoder before its decoder what that is given: at most its length of tokens, or an array of its input's
@@ -41,8 +64,6 @@ class Request:
     `top_k` likeliest alone (0: of all), of the fewest whose probabilities together reach `top_p`, and of those with at least `min_p` times
     the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
     ends, beside those of the artifact; with `ignore_end` those alone.
-
-    The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the logits first (`changes.py`).
     """
 
     prompt: Sequence[int] = ()
@@ -54,11 +75,6 @@ class Request:
     stop: Sequence[int] = ()
     ignore_end: bool = False
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -109,12 +125,50 @@ class Request:
 _DEFAULTS = {name: getattr(Request(), name) for name in Request.__dataclass_fields__}
 
 
+@dataclass(frozen=True)
+class TokenScore:
+    """The logarithm of a token's probability, and the likeliest tokens there with theirs, falling."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token of a request, by the request's number, and whether it ends its sequence.
+
+    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
+    `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
+    `score`: where the request has `logprobs`. `of_prompt`: it is a token of the prompt, which comes for its score.
+    """
+
+    request: int
+    token: int
+    finish: Finish
+    cached: int = 0
+    score: TokenScore | None = None
+    of_prompt: bool = False
+
+
 @dataclass
 class Answer:
-    """The tokens behind a prompt, those that end it included, and why there are no more."""
+    """The tokens behind a prompt, those that end it included, and why there are no more.
+
+    `scores`: of each token, where the request has `logprobs`. `prompt_scores`: of each token of the prompt but the first, where it asks.
+    """
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+    def add(self, made: NewToken) -> None:
+        """Takes the next token of the request."""
+        self.finish = made.finish
+        if not made.of_prompt:
+            self.tokens.append(made.token)
+        if made.score is not None:
+            (self.prompt_scores if made.of_prompt else self.scores).append(made.score)
 
 
 def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
@@ -136,8 +190,8 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
-    if most < 1:
-        yield f"it asks for {most} tokens; at least 1"
+    if most < (least := 0 if one.scores_prompt else 1):
+        yield f"it asks for {most} tokens; at least {least}"
     elif size + most > record.length:
         fact = f"a prompt of {size} tokens and {most} more are {size + most}; a sequence has at most {record.length}"
         yield f"{fact}\n  help: ask for fewer, or compile with a larger 'length'"
@@ -149,6 +203,10 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         fact = "it draws tokens, and the artifact gives the likeliest alone ('sampling: false')"
         yield f"{fact}\n  help: leave out 'temperature', or compile with 'sampling: true'"
     yield from _faults_of_changes(one, record)
+    if one.logprobs is not None and not 0 <= one.logprobs <= MOST_LOGPROBS:
+        yield f"its logprobs is {one.logprobs}; it is 0 to {MOST_LOGPROBS}"
+    if one.scores_prompt and one.logprobs is None:
+        yield "it asks for the scores of its prompt without logprobs\n  help: give logprobs, 0 for those of its tokens alone"
     if one.top_k < 0:
         yield f"its top_k is {one.top_k}; it is 0 (all tokens) or more"
     if not 0 < one.top_p <= 1:
@@ -160,10 +218,10 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
-    """What is wrong with a request's changes of logits."""
+    """What is wrong with what a request asks of logits."""
     asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
     if asked and not record.logits:
-        fact = f"it changes logits by {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
+        fact = f"it asks for {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
         yield f"{fact}\n  help: leave it out, or compile with 'sampling: true'"
     if not 0 < one.repetition_penalty < _MOST_PENALTY:
         yield f"its repetition_penalty is {one.repetition_penalty}; it is above 0 and below {_MOST_PENALTY:,}"

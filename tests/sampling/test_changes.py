@@ -100,5 +100,5 @@ def test_what_is_wrong_is_named(options: dict[str, Any], fact: str) -> None:
 def test_an_artifact_without_logits_changes_none() -> None:
     silent = RECORD.model_copy(update={"logits": ""})
     (fact,) = faults_of(Request([1], logit_bias={1: 1.0}), silent)
-    assert fact.startswith("it changes logits by logit_bias, and the artifact gives the likeliest token alone")
+    assert fact.startswith("it asks for logit_bias, and the artifact gives the likeliest token alone")
     assert not [*faults_of(Request([1]), silent)]
