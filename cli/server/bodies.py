@@ -179,6 +179,10 @@ class _Sampling(BaseModel):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
 
 
+_SAMPLING = (*(name for name in _Sampling.model_fields if name != "seed"),)
+"""Options of a request that have the names of fields."""
+
+
 class _Body(_Labels, _Sampling):
     model: str | None = None
     max_tokens: int | None = None
@@ -472,22 +476,16 @@ class Reader:
             raise RefusedError(
                 400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
             )
+        asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
         request = Request(
             prompt,
+            **{**self.record.defaults.options, **asked},
             encoder=given,
             max_tokens=min(room, default) if most is None else most,
-            temperature=body.temperature or 0.0,
-            top_k=body.top_k or 0,
-            top_p=1.0 if body.top_p is None else body.top_p,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             stop=[*(() if body.ignore_eos else self.ending), *(body.stop_token_ids or ())],
             ignore_end=body.ignore_eos,
-            min_p=body.min_p or 0.0,
             min_tokens=body.min_tokens or 0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=body.logit_bias or {},
             logprobs=0 if scores_prompt and logprobs is None else logprobs,
             scores_prompt=scores_prompt,
         )

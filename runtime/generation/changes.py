@@ -6,6 +6,8 @@ order of `changes_of`, that of transformers' processors, in float32 as there:
     repetition_penalty r    of tokens of the prompt and the answer   logit / r where it is positive, else logit * r
     presence, frequency     of tokens of the answer                  logit - presence - frequency * (how often it is there)
     logit_bias              of its tokens                            logit + bias
+    suppress, .._first      of tokens, and of those at the begin     -inf
+    forced_first, .._last   of all tokens but one, there             -inf
     min_tokens              of ends, before so many tokens           -inf
 
 A further change is a class with the method `change`, and a line in `changes_of`. Where no finite logit is left the request ends with an
@@ -64,6 +66,14 @@ def _changes_of(request: Request, record: GenerationRecord) -> Iterator[LogitCha
         yield Occurrence(request.presence_penalty, request.frequency_penalty)
     if request.logit_bias:
         yield Bias(request.logit_bias.keys(), np.array([*request.logit_bias.values()], np.float32))
+    if request.suppress:
+        yield Bias(request.suppress, np.full(len(request.suppress), -np.inf, np.float32))
+    if request.suppress_first:
+        yield Bias(request.suppress_first, np.full(len(request.suppress_first), -np.inf, np.float32), until=1)
+    if request.forced_first is not None:
+        yield Forced(request.forced_first, 0)
+    if request.forced_last is not None:
+        yield Forced(request.forced_last, request.most(record) - 1)
     if request.min_tokens and (ends := request.ends(record)):
         yield Bias(ends, np.full(len(ends), -np.inf, np.float32), until=request.min_tokens)
 
@@ -79,6 +89,20 @@ class Bias:
         if self._until is None or len(tokens) < self._until:
             here, places = _here(self._tokens, begin, logits)
             logits[places] += self._biases[here]
+
+
+class Forced:
+    """A token that is the only one at a number of the answer."""
+
+    def __init__(self, token: int, number: int) -> None:
+        self._token, self._number = token, number
+
+    def change(self, logits: Array, begin: int, tokens: Sequence[int]) -> None:
+        """See `LogitChange`."""
+        if len(tokens) == self._number:
+            logits[:] = -np.inf
+            _, places = _here(np.array([self._token], np.int64), begin, logits)
+            logits[places] = 0
 
 
 class Repetition:

@@ -24,7 +24,10 @@ MOST_BIASES = 1024
 """How many tokens a request may have a bias for."""
 MOST_LOGPROBS = 20
 """How many of the likeliest tokens come with the score of a token."""
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs")
+_CHANGES = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs"),
+    *("suppress", "suppress_first", "forced_first", "forced_last"),
+)
 """Fields that need the logits."""
 _MOST_PENALTY = 1_000_000
 _MOST = 128
@@ -39,7 +42,9 @@ class LogitOptions:
     `scores_prompt` so does each token of the prompt but the first: it is read as an answer is made, a token a step, and `max_tokens` may be
     0.
 
-    The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the logits before a token is drawn (`changes.py`).
+    `suppress`: tokens that the answer does not have; `suppress_first`: that it does not begin with. `forced_first`: its first token;
+    `forced_last`: the last one of `max_tokens`. The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the
+    logits before a token is drawn (`changes.py`).
     """
 
     repetition_penalty: float = 1.0
@@ -47,6 +52,10 @@ class LogitOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
+    suppress: Sequence[int] = ()
+    suppress_first: Sequence[int] = ()
+    forced_first: int | None = None
+    forced_last: int | None = None
     logprobs: int | None = None
     scores_prompt: bool = False
 
@@ -220,6 +229,9 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
 def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
     """What is wrong with what a request asks of logits."""
     asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
+    tokens = [*one.suppress, *one.suppress_first, *(of for of in (one.forced_first, one.forced_last) if of is not None)]
+    if outside := [token for token in tokens if not 0 <= token < record.vocabulary]:
+        yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
     if asked and not record.logits:
         fact = f"it asks for {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
         yield f"{fact}\n  help: leave it out, or compile with 'sampling: true'"

@@ -28,6 +28,7 @@ from partc.cli.server.front import Front
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
 from partc.runtime import RankError, open_artifact
+from partc.runtime.artifact.generation import RequestDefaults
 from partc.runtime.program import sessions
 from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
 
@@ -113,6 +114,11 @@ def test_tokens_that_end_an_answer(build: Path, server: LocalServer, tokens: lis
         body = {"prompt": PROMPT, "stop_token_ids": [5], "ignore_eos": ignores}
         request = reader.completion(json.dumps(body).encode())[0].request
         assert (request.stop, request.ignore_end) == (stop, ignores)
+    defaults = RequestDefaults(temperature=0.6, top_p=0.9, suppress=[3])
+    reader = dataclasses.replace(reader, record=reader.record.model_copy(update={"defaults": defaults}))
+    for said, draws in (({}, (0.6, 0.9)), ({"temperature": 0}, (0.0, 0.9)), ({"top_p": 1}, (0.6, 1.0))):
+        request = reader.completion(json.dumps({"prompt": PROMPT, **said}).encode())[0].request
+        assert (request.temperature, request.top_p, request.suppress) == (*draws, [3])
     status, refused = server.post(COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [64]})
     assert (status, refused["error"]["message"]) == (400, "64 is not a token; tokens are 0 to 63")
 
