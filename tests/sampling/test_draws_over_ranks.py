@@ -150,8 +150,8 @@ def test_ranks_tell_each_other_nothing_but_candidates_and_tokens(
     of_drawn = [
         *told,
         1 if shards == 2 else 2,
-        *[*told, 2 * (3 - shards)] * 2,
-    ]  # after its prompt, then of two slots of each run
+        *[*told, 2] * 2,
+    ]  # after its prompt, then of two rows: a slot of each run
     assert on_ranks(folder, work) == [([], of_drawn)] * 2
 
 
