@@ -8,6 +8,7 @@ from typing import Any
 import click
 from partc.cli.commands.run import WithLauncherOptions, place_options, start
 from partc.cli.job.job import GenerationJob, Job
+from partc.cli.job.prompts import OPTIONS
 from partc.runtime.errors import UsageError
 
 
@@ -19,6 +20,19 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
             raise click.BadParameter(f"'{text}' is not a list of tokens, such as 1,306,4658")
         found.append(tuple(map(int, words)))
     return tuple(found)
+
+
+def _biases(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            found[token] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"'{text}' is not a token and a number, such as 306=-100") from None
+        if not token.isdecimal():
+            raise click.BadParameter(f"'{token}' is not a token, such as 306")
+    return found
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -56,20 +70,38 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
     metavar="T",
-    help="0: the likeliest token; else tokens are drawn.",
+    help="0: the likeliest token; else tokens are drawn. As other options by default the artifact's 'defaults'.",
 )
-@click.option(
-    "--top-k", type=click.IntRange(min=0), default=0, metavar="K", help="Draw of the K likeliest tokens; 0: of all."
-)
+@click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Draw of the K likeliest tokens; 0: of all.")
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    default=1.0,
     metavar="P",
     help="Draw of the fewest tokens whose probabilities reach P.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(min=0, max=1),
+    metavar="P",
+    help="Draw of tokens with P times the largest probability.",
+)
+@click.option("--repetition-penalty", type=float, metavar="R", help="Divides logits of tokens that are there already.")
+@click.option("--presence-penalty", type=float, metavar="R", help="Subtracted from logits of tokens of the answer.")
+@click.option("--frequency-penalty", type=float, metavar="R", help="The same, for each time that a token is there.")
+@click.option(
+    "--logit-bias",
+    multiple=True,
+    callback=_biases,
+    metavar="TOKEN=BIAS",
+    help="Added to a token's logit; may be repeated.",
+)
+@click.option("--min-tokens", type=click.IntRange(min=0), metavar="N", help="No end before N tokens.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Answers of a file or as JSON have logarithms of probabilities, with those of N likely tokens.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="S", help="What is drawn follows from it alone.")
 @click.option(
@@ -103,7 +135,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         raise UsageError(
             "--decoder-ids is given twice\n  help: give it once, or write 'decoder_ids' in a file of --prompts"
         )
-    options = {key: given[key] for key in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    options = {key: given[key] for key in OPTIONS if given[key] not in (None, {})}
     generation = GenerationJob(
         texts=given["texts"],
         ids=given["ids"],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from partc.runtime import Generator, Request
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.generation.slots import NewToken
+    from partc.runtime.generation.request import NewToken, TokenScore
 
 
 def run_generation(job: Job, transport: Transport, requests: Sequence[Request], begin: float) -> int:
@@ -74,6 +74,7 @@ class _Shown:
     asked: GenerationJob
     requests: Sequence[Request]
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class _Shown:
         """Takes a token, and shows it."""
         tokens = self.tokens.setdefault(made.request, [])
         tokens.append(made.token)
+        if made.score is not None:
+            self.scores.setdefault(made.request, []).append(made.score)
         if made.finish:
             self.finished[made.request] = made.finish
         if self.job.reporting.json or self.asked.output is not None:
@@ -120,4 +123,6 @@ class _Shown:
     def _answer(self, number: int) -> dict[str, Any]:
         tokens = self.tokens[number]
         text = {} if self.tokenizer is None else {"text": self.tokenizer.decode(tokens)}
-        return {"request": number, **text, "ids": tokens, "finish": self.finished[number]}
+        scores = [{"logprob": one.logprob, "top": dict(one.top)} for one in self.scores.get(number, ())]
+        more = {"logprobs": scores} if scores else {}
+        return {"request": number, **text, "ids": tokens, "finish": self.finished[number], **more}

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.tensors.dtypes import Array
 
 _GIVEN = ("prompt", "ids", "features")
-_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+OPTIONS = (*_NUMBERS, "max_tokens", "top_k", "seed", "logit_bias", "min_tokens", "logprobs")
+"""Options of a request, as the command's options and in a line of the prompts' file."""
+_KEYS = (*OPTIONS, "stop")
 """Keys of a request that a line of the prompts' file may have beside its prompt."""
 
 
@@ -106,7 +109,9 @@ def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any]
     wrong = [key for key, value in said.items() if not _is_of(key, value)]
     if wrong:
         raise InputError(f"'{wrong[0]}' is {json.dumps(said[wrong[0]])}")
-    options = {**job.options, **said}
+    options = {**record.defaults.options, **job.options, **said}
+    if "logit_bias" in options:  # whose tokens JSON has as texts
+        options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
     if record.encoder is None and ids is not None:
         return Request(ids, **options)
     features = _features(job, entry["features"]) if ids is None else None
@@ -139,4 +144,7 @@ def _is_of(key: str, value: object) -> bool:
     """Whether a value has the type of its key."""
     if key == "stop":
         return isinstance(value, list) and all(type(one) is int for one in value)
-    return type(value) in ((int, float) if key in ("temperature", "top_p") else (int,))
+    if key == "logit_bias":
+        is_token = isinstance(value, dict) and all(token.isdecimal() for token in value)
+        return is_token and isinstance(value, dict) and all(type(bias) in (int, float) for bias in value.values())
+    return type(value) in ((int, float) if key in _NUMBERS else (int,))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from partc.cli.interruption import refuse_stopped
 from partc.cli.job.job import Job
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from partc.runtime import ContinuousBatch
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.generation.slots import NewToken, Slots
+    from partc.runtime.generation.request import NewToken
+    from partc.runtime.generation.slots import Slots
 
+_Score: TypeAlias = tuple[float, Sequence[tuple[int, float]]]
 _TOGETHER = 0.05
 """The longest delay of a token, in seconds: text is not read faster. Steps of 2 ms then cost a 25th of the messages."""
 _BEAT = 5.0
@@ -179,6 +181,8 @@ class _News:
         self._link = link
         self._made: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}
+        self._scores: dict[int, tuple[list[_Score], list[_Score]]] = {}
+        """By request with `logprobs` the scores of its tokens, and those of its prompt."""
         self._seconds: list[float] = []
         self._begun: set[int] = set()
         """The requests with a slot that have had a token."""
@@ -191,11 +195,15 @@ class _News:
         for one in new:
             if one.finish:
                 finishes[one.request] = one.finish
-            if one.finish or one.request not in self._begun:
+            if one.finish or (one.request not in self._begun and not one.of_prompt):
                 urgent.append(one.request)
             if one.cached:
                 self._cached[one.request] = one.cached
-            if one.request in held:
+            if one.score is not None:
+                self._scores.setdefault(one.request, ([], []))[one.of_prompt].append((one.score.logprob, one.score.top))
+            if one.of_prompt:
+                held.setdefault(one.request, [])
+            elif one.request in held:
                 held[one.request].append(one.token)
             else:
                 held[one.request] = [one.token]
@@ -208,7 +216,10 @@ class _News:
             urgent, self._sent = [*held], now
         used = slots.used
         if urgent or used != self._used:
-            made = [(request, held.pop(request), finishes.get(request, "")) for request in urgent]
+            made = [
+                (request, held.pop(request), finishes.get(request, ""), *self._scores.pop(request, ()))
+                for request in urgent
+            ]
             cached = [*self._cached.items()]
             counts = {"used": used, "waiting": slots.waiting, "seconds": self._seconds, "cached": cached}
             self._link.send({"made": made, **counts})

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from partc.cli.server.bodies import Completion
-from partc.cli.server.engine import Ended, Engine, Failed, News, Ticket, Tokens
+from partc.cli.server.engine import Ended, Engine, Failed, News, Score, Ticket, Tokens
+from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.tokenizer import TextStream
 
@@ -25,6 +26,8 @@ class Delta:
     text: str
     tokens: list[int]
     finish: str
+    scores: list[Score] = field(default_factory=list)
+    """By token its score, where the request has `logprobs`."""
 
 
 class Letters:
@@ -82,15 +85,25 @@ class Answer:
     ticket: Ticket
     letters: Letters
     number: int
+    texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
     made: int = 0
+    letters_shown: int = 0
+    """How many letters there are before the next delta, its prompt's where that is shown."""
+    logprob: float = 0.0
+    """The logarithm of the probability of all tokens made, where the request has `logprobs`."""
+    of_prompt: list[Score] = field(default_factory=list)
+    """The scores of its prompt's tokens but the first, where the prompt is shown with them."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def next(self, engine: Engine) -> Delta:
         """What is added next, once something is; RefusedError where the ranks fail, or the request's logits are not finite."""
-        return self._delta(engine, await self.ticket.news())
+        while True:
+            delta = self._delta(engine, await self.ticket.news())
+            if delta.text or delta.tokens or delta.finish:  # else there are scores of its prompt alone
+                return delta
 
     def _delta(self, engine: Engine, news: Sequence[News]) -> Delta:
-        text, tokens, finish = "", list[int](), ""
+        text, tokens, finish, found = "", list[int](), "", list[Score]()
         for one in news:
             match one:
                 case Failed(why):
@@ -99,10 +112,12 @@ class Answer:
                     pass
                 case Tokens(_, "error"):
                     raise RefusedError(500, _NOT_FINITE, code="not_finite")
-                case Tokens(numbers, finish):
+                case Tokens(numbers, finish, scores, of_prompt):
+                    self.of_prompt += of_prompt
                     added, count = self.letters.add(numbers, finish == "stop")
                     text += added
                     tokens += numbers[:count]
+                    found += scores[:count]
                     if self.letters.stopped:
                         engine.end(self.ticket, "stop")
                         finish = "stop"
@@ -110,33 +125,47 @@ class Answer:
                 text += self.letters.end()
                 break
         self.made += len(tokens)
-        return Delta(text, tokens, finish)
+        self.logprob += sum(score for score, _ in found)
+        return Delta(text, tokens, finish, found)
 
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The whole choice, as an answer."""
         text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
+        delta = Delta(text, tokens, deltas[-1].finish, [score for one in deltas for score in one.scores])
+        text = (self.completion.echo or "") + text
         content = {"message": {"role": "assistant", "content": text}} if self.completion.chat else {"text": text}
-        return self._document(False, [self._choice(content, tokens, deltas[-1].finish)])
+        return self._document(False, [self._choice(content, delta, True)])
 
     def chunk(self, delta: Delta, first: bool) -> dict[str, Any]:
         """The event of a stream for a delta."""
         role = {"role": "assistant"} if first else {}
-        content = {"delta": {**role, "content": delta.text}} if self.completion.chat else {"text": delta.text}
+        text = (self.completion.echo or "") + delta.text if first else delta.text
+        content = {"delta": {**role, "content": text}} if self.completion.chat else {"text": text}
         usage = {"usage": usage_of([self])} if self.completion.counts_always else {}
-        return self._document(True, [self._choice(content, delta.tokens, delta.finish)]) | usage
+        return self._document(True, [self._choice(content, delta, first)]) | usage
 
     def counts(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The event that ends a stream with how many tokens all its choices took."""
         return self._document(True, []) | {"usage": usage_of(answers)}
 
-    def _choice(self, content: dict[str, Any], tokens: list[int], finish: str) -> dict[str, Any]:
+    def _choice(self, content: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
         return {
             "index": self.completion.index,
             **content,
-            "token_ids": tokens,
-            "logprobs": None,
-            "finish_reason": finish or None,
+            "token_ids": delta.tokens,
+            "logprobs": self._logprobs(delta, first) if self.completion.logprobs else None,
+            "finish_reason": delta.finish or None,
         }
+
+    def _logprobs(self, delta: Delta, first: bool) -> dict[str, Any]:
+        """The logarithms of a delta's tokens, with those of the prompt before the first one, where it is shown."""
+        if self.completion.chat:
+            return self.texts.chat(delta.tokens, delta.scores)
+        tokens, scores = delta.tokens, list[Score | None](delta.scores)
+        if first and self.completion.echo is not None:
+            tokens, scores = [*self.completion.request.prompt, *tokens], [None, *self.of_prompt, *scores]
+        found, self.letters_shown = self.texts.completion(tokens, scores, self.letters_shown)
+        return found
 
     def _document(self, streams: bool, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = (
@@ -150,6 +179,16 @@ class Answer:
             "model": self.model,
             "choices": choices,
         }
+
+
+def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices that are answered, of each prompt those of the likeliest tokens, where more are made (`best_of`)."""
+    first, found = answers[0].completion, list[dict[str, Any]]()
+    for begin in range(0, len(choices), first.copies):
+        of_prompt = range(begin, begin + first.copies)
+        best = sorted(of_prompt, key=lambda at: -answers[at].logprob / max(answers[at].made, 1))[: first.kept]
+        found += [choices[at] for at in (best if first.kept < first.copies else of_prompt)]
+    return [{**choice, "index": index} for index, choice in enumerate(found)]
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from partc.cli.server.answer import Answer, Letters, usage_of
+from partc.cli.server.answer import Answer, Letters, likeliest, usage_of
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
+from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError, error_body
 from partc.cli.server.settings import ServerSettings
 from partc.cli.server.stream import EventStream, ended_when_left
@@ -104,6 +105,7 @@ class Server:
         self.origins, self._key = settings.origins, settings.api_key
         self.created = int(time.time())
         self._texts, self._chats = Turns(), Turns(_MOST_CHATS)
+        self._token_texts = TokenTexts(reader.tokenizer)
         self._page = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
 
     def app(self) -> ASGIApp:
@@ -236,14 +238,21 @@ class Server:
             tickets = [self.engine.submit(one.request, timeout) for one in choices]
         del body
         answers = [
-            Answer(one, self.reader.model, ticket, Letters(self.reader.tokenizer, one.stops), tickets[0].number)
+            Answer(
+                one,
+                self.reader.model,
+                ticket,
+                Letters(self.reader.tokenizer, one.stops),
+                tickets[0].number,
+                self._token_texts,
+            )
             for one, ticket in zip(choices, tickets, strict=True)
         ]
         if completion.streams:
             return EventStream(answers, self.engine)
         with ended_when_left(request.receive, self.engine, tickets):
             documents = [await self._whole(answer) for answer in answers]
-        found = [choice for one in documents for choice in one["choices"]]
+        found = likeliest(answers, [choice for one in documents for choice in one["choices"]])
         return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
 
     async def _whole(self, answer: Answer) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
 
-A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `echo`),
+A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`functions`, `suffix`),
 while its neutral value is taken. One that is null is as one that is left out: clients write all fields of their records, and send an
 answer's message back with those that it does not have.
 """
@@ -20,7 +20,7 @@ from partc.cli.text.message_text import MARK_LETTERS, MessageText
 from partc.cli.text.tokenizer import ids_of
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
-from partc.runtime.generation.request import Request, faults_of
+from partc.runtime.generation.request import MOST_BIASES, MOST_LOGPROBS, Request, faults_of
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -44,14 +44,7 @@ _DEFAULT_TOKENS = 16
 _MOST_CHOICES = 128
 _SEEDS = 1 << 64
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -82,6 +75,22 @@ def _stops(given: object) -> object:
     if sizes := [len(one) for one in found if not 1 <= len(one) <= MOST_STOP_LETTERS]:
         raise ValueError(f"has a text of {sizes[0]:,} letters; each has 1 to {MOST_STOP_LETTERS}")
     return found
+
+
+def _biases(given: object) -> object:
+    """Biases by number of their token; ValueError where they are too many, or one is not a number by a token."""
+    if not isinstance(given, dict):
+        raise ValueError("is not a mapping from tokens to numbers")
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"has {len(given):,} tokens; at most {MOST_BIASES:,}")
+    if wrong := [name for name in given if not (isinstance(name, str) and name.isdecimal() and len(name) < 12)]:
+        raise ValueError(f"has {json.dumps(wrong[0])[:80]}, which is not the number of a token")
+    return {int(name): bias for name, bias in given.items()}
+
+
+def _count_of_logprobs(given: object) -> object:
+    """How many of the likeliest tokens come with each; None where `logprobs` is false."""
+    return None if given is False else given
 
 
 def _prompts(given: object) -> object:
@@ -155,13 +164,29 @@ class _Labels(BaseModel):
     metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
 
 
-class _Body(_Labels):
-    model: str | None = None
-    max_tokens: int | None = None
+class _Sampling(BaseModel):
+    """How tokens are drawn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+
+
+_SAMPLING = (*(name for name in _Sampling.model_fields if name != "seed"),)
+"""Options of a request that have the names of fields."""
+
+
+class _Body(_Labels, _Sampling):
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     stop: Stops = None
     stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
@@ -173,6 +198,10 @@ class _Body(_Labels):
 
 class _CompletionBody(_Body):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(_count_of_logprobs)] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
 
 
 class _Message(BaseModel):
@@ -193,6 +222,10 @@ class _Conversation(BaseModel):
 class _ChatBody(_Body, _Conversation):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=1)] = 1
 
 
 class _TextBody(_Conversation):
@@ -223,6 +256,13 @@ class Completion:
     """Whether each event of a stream has how many tokens it took so far."""
     timeout: float | None
     chat: bool
+    logprobs: bool = False
+    """Whether the answer has the logarithms of its tokens' probabilities."""
+    echo: str | None = None
+    """The text of the prompt, where the answer begins with it."""
+    copies: int = 1
+    """How many choices are made of its prompt, of which the `kept` likeliest are answered."""
+    kept: int = 1
 
 
 @dataclass(frozen=True)
@@ -238,17 +278,34 @@ class Reader:
     def completion(self, data: bytes | bytearray) -> list[Completion]:
         """The choices of a request to `/v1/completions`; RefusedError."""
         body = self._body(data, _CompletionBody.model_validate)
-        if len(body.prompt) * body.n > _MOST_CHOICES:
-            fact = f"{len(body.prompt)} prompts with {body.n} choices each; at most {_MOST_CHOICES} choices together"
-            raise RefusedError(400, fact, "n")
+        copies = body.n if body.best_of is None else body.best_of
+        if len(body.prompt) * copies > _MOST_CHOICES:
+            fact = f"{len(body.prompt)} prompts with {copies} choices each; at most {_MOST_CHOICES} choices together"
+            raise RefusedError(400, fact, "n" if body.best_of is None else "best_of")
+        if copies < body.n or (copies > body.n and body.stream):
+            fact = f"best_of is {copies}: it is at least n, {body.n}, and n itself of a stream"
+            raise RefusedError(400, fact, "best_of")
         prompts = [self._ids(one) if isinstance(one, str) else one for one in body.prompt]
-        return self._choices(body, prompts, body.max_tokens, _DEFAULT_TOKENS, False)
+        logprobs = 0 if copies > body.n and body.logprobs is None else body.logprobs
+        choices = self._choices(body, prompts, body.max_tokens, _DEFAULT_TOKENS, False, copies, logprobs)
+        texts = [self._echo(one, ids) if body.echo else None for one, ids in zip(body.prompt, prompts, strict=True)]
+        shown = body.logprobs is not None
+        return [
+            replace(one, logprobs=shown, echo=texts[at // copies], copies=copies, kept=body.n)
+            for at, one in enumerate(choices)
+        ]
 
     def chat(self, data: bytes | bytearray) -> list[Completion]:
         """The choices of a request to `/v1/chat/completions`; RefusedError."""
         body = self._body(data, _ChatBody.model_validate)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._choices(body, [self._ids_of_messages(body)], most, self.record.length, True)
+        if body.echo:
+            raise RefusedError(400, "the prompt of a conversation is not shown; leave it out", "echo", "unsupported")
+        if body.top_logprobs and not body.logprobs:
+            raise RefusedError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        choices = self._choices(body, [self._ids_of_messages(body)], most, self.record.length, True, body.n, logprobs)
+        return [replace(one, logprobs=body.logprobs, copies=body.n, kept=body.n) for one in choices]
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
         """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
@@ -367,12 +424,25 @@ class Reader:
         self._refuse_long(len(text), "prompt")
         return ids_of(self.tokenizer, text, special)
 
+    def _echo(self, prompt: str | list[int], ids: list[int]) -> str:
+        """The text of a prompt."""
+        if isinstance(prompt, str) or self.tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
     def _choices(
-        self, body: _Body, prompts: list[list[int]], most: int | None, default: int, chat: bool
+        self,
+        body: _CompletionBody | _ChatBody,
+        prompts: list[list[int]],
+        most: int | None,
+        default: int,
+        chat: bool,
+        copies: int,
+        logprobs: int | None,
     ) -> list[Completion]:
-        """By prompt `n` choices, each drawn by a seed of its own."""
-        first = [self._checked(body, ids, most, default, chat) for ids in prompts]
-        found = [(one, copy) for one in first for copy in range(body.n)]
+        """By prompt so many choices, each drawn by a seed of its own."""
+        first = [self._checked(body, ids, most, default, chat, logprobs) for ids in prompts]
+        found = [(one, copy) for one in first for copy in range(copies)]
         return [
             replace(
                 one,
@@ -383,11 +453,22 @@ class Reader:
             for index, (one, copy) in enumerate(found)
         ]
 
-    def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
+    def _checked(
+        self,
+        body: _CompletionBody | _ChatBody,
+        ids: list[int],
+        most: int | None,
+        default: int,
+        chat: bool,
+        logprobs: int | None,
+    ) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
         prompt, given = (ids, None) if encoder is None else (encoder.start, ids)
         room = self.record.length - len(prompt)
-        if room < 1:
+        if body.echo and encoder is not None:
+            raise RefusedError(400, "the prompt is the encoder's, and no text before the answer; leave it out", "echo")
+        scores_prompt = body.echo and (most == 0 or logprobs is not None)
+        if room < (0 if scores_prompt and most == 0 else 1):
             fact = f"the prompt has {len(ids)} tokens; of the {self.record.length} of a sequence at least one is the answer's"
             raise RefusedError(400, fact, "prompt", "context_length_exceeded")
         stops = tuple(body.stop or ())
@@ -395,16 +476,18 @@ class Reader:
             raise RefusedError(
                 400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
             )
+        asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
         request = Request(
             prompt,
+            **{**self.record.defaults.options, **asked},
             encoder=given,
             max_tokens=min(room, default) if most is None else most,
-            temperature=body.temperature or 0.0,
-            top_k=body.top_k or 0,
-            top_p=1.0 if body.top_p is None else body.top_p,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             stop=[*(() if body.ignore_eos else self.ending), *(body.stop_token_ids or ())],
             ignore_end=body.ignore_eos,
+            min_tokens=body.min_tokens or 0,
+            logprobs=0 if scores_prompt and logprobs is None else logprobs,
+            scores_prompt=scores_prompt,
         )
         if faults := [*faults_of(request, self.record)]:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))

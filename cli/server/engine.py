@@ -35,12 +35,21 @@ class State(enum.Enum):
     FAILED = "the ranks have failed"
 
 
+Score: TypeAlias = tuple[float, list[tuple[int, float]]]
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one request, in their order, and why the last of them is its last one; empty where it is not."""
+    """Tokens of one request, in their order, and why the last of them is its last one; empty where it is not.
+
+    `scores`: theirs, and `of_prompt` those of tokens of the prompt, where the request has `logprobs`: each a logarithm, and by likely token
+    its number and logarithm.
+    """
 
     numbers: list[int]
     finish: str
+    scores: list[Score] = field(default_factory=list)
+    of_prompt: list[Score] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -195,16 +204,16 @@ class Engine:
             for seconds in message["seconds"]:
                 self.metrics.steps.add(seconds)
 
-    def _tokens(self, made: Iterable[tuple[int, list[int], str]]) -> None:
-        for number, tokens, finish in made:
+    def _tokens(self, made: Iterable[Any]) -> None:
+        for number, tokens, finish, *scores in made:
             ticket = self._open.get(number)
             if ticket is None:
                 continue
             self.metrics.completion_tokens += len(tokens) - (finish == "error")
             if finish:
                 self._forget(ticket, finish)
-            ticket.add(Tokens(tokens, finish))
-            if not ticket.has_token:
+            ticket.add(Tokens(tokens, finish, *scores))
+            if tokens and not ticket.has_token:
                 ticket.has_token = True
                 self.metrics.first.add(time.monotonic() - ticket.begun)
 

@@ -7,6 +7,9 @@
 | server | `{"end": true}` | no request follows, and none is open |
 | loop | `{"ready": true}` | the ranks have loaded |
 | loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
+
+Of a request with `logprobs` an entry of `made` goes on with the scores of its tokens, and those of tokens of its prompt, each as
+`[-0.7, [[306, -0.7], [12, -1.2]]]`.
 """
 
 from __future__ import annotations

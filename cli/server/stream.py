@@ -37,7 +37,7 @@ class _Choice:
             delta = await answer.next(engine)
         except RefusedError as error:
             return f"event: error\ndata: {_ENCODE(error.body())}\n\n", True, True
-        if not (first or delta.finish or answer.completion.counts_always):
+        if not (first or delta.finish or answer.completion.counts_always or answer.completion.logprobs):
             head, middle, tail = self._around
             return f"{head}{_ENCODE(delta.text)}{middle}{_ENCODE(delta.tokens)}{tail}", False, False
         return f"data: {_ENCODE(answer.chunk(delta, first))}\n\n", bool(delta.finish), False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ CONFIG = "tokenizer_config.json"
 """The file beside a tokenizer that names its special tokens, and has its chat template."""
 _CONFIG_BYTES = 1 << 24
 _SHORT_LETTERS = 1024
+_SPACE, _BYTE = "\u2581", re.compile("<0x([0-9A-F]{2})>")
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {
+    chr(letter): byte
+    for letter, byte in [
+        *zip(_SHOWN, _SHOWN, strict=True),
+        *enumerate(sorted({*range(256)} - {*_SHOWN}), 256),
+    ]
+}
+"""By letter of a vocabulary of bytes the byte: that of its number where it can be shown, else a letter from 256 on."""
 _PADDED = 1024
 """By how many numbers, or by a tenth, a model's vocabulary may be padded."""
 
@@ -40,6 +51,23 @@ def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     if len(text) <= _SHORT_LETTERS:
         return [*tokenizer.encode(text, add_special_tokens=special).ids]
     return [*tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids]  # without the interpreter's lock
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes | None:
+    """The bytes of a token within a text; None where the tokenizer does not have it."""
+    name = tokenizer.id_to_token(token)
+    if name is None:
+        return None
+    decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    if token in tokenizer.get_added_tokens_decoder():
+        return bytes(name.encode())
+    if b"ByteLevel" in decoder and all(letter in _BYTES for letter in name):
+        return bytes(_BYTES[letter] for letter in name)
+    if b"ByteFallback" in decoder and (byte := _BYTE.fullmatch(name)):
+        return bytes.fromhex(byte[1])
+    if _SPACE.encode() in decoder:
+        return bytes(name.replace(_SPACE, " ").encode())
+    return bytes(tokenizer.decode([token]).encode())
 
 
 def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:

@@ -40,8 +40,9 @@ class TpPlanEntry:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `ignored`: settings that change
-    tokens, and that no program follows, such as `repetition_penalty: 1.3`. `longest`: the most tokens of a sequence for which its rotary
+    """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `defaults`: options of requests,
+    such as `{"temperature": 0.6}`. `ignored`: settings that change
+    tokens, and that no program follows, such as `num_beams: 4`. `longest`: the most tokens of a sequence for which its rotary
     `positions`, such as `longrope`, have the same frequencies; 0 where they always do.
     """
 
@@ -49,6 +50,7 @@ class Decoding:
     ignored: tuple[str, ...] = ()
     longest: int = 0
     positions: str = ""
+    defaults: Mapping[str, int | float | list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

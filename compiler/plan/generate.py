@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from partc.compiler.plan.placed_options import PlacedOptions
+from partc.runtime.artifact.generation import RequestDefaults
 from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, model_validator
 
@@ -61,6 +62,10 @@ class GenerateRules(PlacedOptions):
         None,
         description="The tokens behind which a sequence ends; null: those of the model's configuration.",
     )
+    defaults: RequestDefaults | None = Field(
+        None,
+        description="Options of requests that do not say them; null: those of the model's configuration.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateRules:
@@ -68,6 +73,9 @@ class GenerateRules(PlacedOptions):
             fact = f"{self.slots} slots are not {self.groups} equal groups"
             near = multiples_beside(self.slots, self.groups)
             raise Refused(fact, help=f"write slots: {near}, or other 'groups'", key="groups")
+        if not self.sampling and self.defaults is not None and self.defaults.options:
+            fact = "'defaults' ask for logits, and 'sampling: false' has none"
+            raise Refused(fact, help="write 'sampling: true', or 'defaults: {}'", key="defaults")
         if self.chunk > self.length:
             fact = f"a chunk of {self.chunk} tokens is longer than a sequence, {self.length}"
             raise Refused(fact, help="choose a smaller 'chunk', or a larger 'length'", key="chunk")

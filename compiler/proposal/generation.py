@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import onnx_ir as ir
+from partc.compiler.ir.declared import Decoding
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.ir.programs import RankProgram
@@ -31,14 +32,14 @@ _HEADS = 1
 @dataclass(frozen=True)
 class Generation:
     """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, the most entries of an
-    encoder before it, where it takes any number, and the tokens behind which a sequence ends.
+    encoder before it, where it takes any number, and how the model's configuration wants its tokens made.
     """
 
     length: int
     slots: int
     groups: int = 1
     encoder_length: int | None = None
-    stop: tuple[int, ...] = ()
+    decoding: Decoding = field(default_factory=Decoding)
 
     @classmethod
     def over(cls, degrees: Degrees, length: int, slots: int | None) -> Generation:
@@ -46,9 +47,9 @@ class Generation:
         slots = slots or degrees.dp * degrees.stages
         return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
 
-    def of_model(self, graph: ir.Graph, stop: tuple[int, ...]) -> Self:
-        """With as many entries of an encoder as tokens, where the model's takes any number, and the tokens that end its sequences."""
-        return replace(self, encoder_length=self.length if takes_any_length(graph) else None, stop=stop)
+    def of_model(self, graph: ir.Graph, decoding: Decoding) -> Self:
+        """With as many entries of an encoder as tokens, where the model's takes any number, and what its configuration says."""
+        return replace(self, encoder_length=self.length if takes_any_length(graph) else None, decoding=decoding)
 
     @property
     def line(self) -> str:
@@ -56,8 +57,10 @@ class Generation:
         chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
         groups = f", groups: {self.groups}" if self.groups > 1 else ""
         encoder = "" if self.encoder_length is None else f", encoder_length: {self.encoder_length}"
-        stop = f", stop: {[*self.stop]}" if self.stop else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}}}"
+        stop = f", stop: {[*self.decoding.stop]}" if self.decoding.stop else ""
+        said = ", ".join(f"{name}: {value}" for name, value in self.decoding.defaults.items())
+        defaults = f", defaults: {{{said}}}" if said else ""
+        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}"
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

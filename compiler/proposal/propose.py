@@ -64,7 +64,7 @@ def propose(
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
     imported = imported or Imported()
-    generation = None if generation is None else generation.of_model(source.model.graph, source.declared.decoding.stop)
+    generation = None if generation is None else generation.of_model(source.model.graph, source.declared.decoding)
     batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     frame = degrees.frame
     program = run_passes(start(*parsed(source, frame, name)), shapes)

@@ -21,6 +21,9 @@ being read while others decode; a run without a prompt) is given its slot's posi
 
 from __future__ import annotations
 
+from typing import Any
+
+from partc.runtime.options import Options
 from pydantic import BaseModel, ConfigDict, Field
 
 DECODE, PREFILL, ENCODE = "decode", "prefill", "encode"
@@ -62,6 +65,25 @@ class StepPorts(BaseModel):
     logits: str = ""
 
 
+class RequestDefaults(Options):
+    """What requests of `partc generate` and `partc serve` ask for where they do not say so themselves: options of `Request`."""
+
+    temperature: float = Field(0.0, ge=0, description="0: the likeliest token; else tokens are drawn.")
+    top_k: int = Field(0, ge=0, description="Draw of so many likeliest tokens; 0: of all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw of the fewest tokens whose probabilities reach it.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Draw of tokens with so much of the largest probability.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Divides logits of tokens that are there already.")
+    suppress: list[int] = Field([], description="Tokens that no answer has.")
+    suppress_first: list[int] = Field([], description="Tokens that an answer does not begin with.")
+    forced_first: int | None = Field(None, ge=0, description="The first token of each answer.")
+    forced_last: int | None = Field(None, ge=0, description="The last token of an answer of the most tokens.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `Request`, those that ask for something."""
+        return self.model_dump(exclude_defaults=True)
+
+
 class EncoderRecord(BaseModel):
     """What the program `encode` is given of one slot of each run, and what the other steps are given of it.
 
@@ -97,10 +119,11 @@ class GenerationRecord(StepPorts):
 
     `groups`: in how many equal groups slots take turns, one a step.
 
-    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
-    most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
-    `encoder`: that of an encoder before the decoder; None of a decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow
-    prefills, and the slots of each run of narrow decodes, in rising order. `products`: the kinds of products with quantized weights.
+    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`:
+    the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one
+    ends. `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a
+    decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising
+    order. `products`: the kinds of products with quantized weights.
     """
 
     vocabulary: int = Field(ge=1)
@@ -113,6 +136,7 @@ class GenerationRecord(StepPorts):
     memory: int | None = None
     room: int | None = None
     stop: list[int] = []
+    defaults: RequestDefaults = RequestDefaults()
     encoder: EncoderRecord | None = None
     narrow_chunks: list[int] = []
     narrow_rows: list[int] = []

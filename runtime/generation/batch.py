@@ -29,8 +29,7 @@ from ..artifact.tensors.dtypes import dense
 from ..communication.transport import Agreements
 from ..execution.program import Program
 from .generator import Generator
-from .request import Request, refuse_unfit
-from .slots import NewToken
+from .request import NewToken, Request, refuse_unfit
 from .turns import Turns
 
 WORDS = 64

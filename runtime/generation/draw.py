@@ -2,8 +2,9 @@
 neighbours.
 
 The law. Tokens are ordered by falling logits, of equal ones the lowest number first, and have the weights exp((logit - largest) /
-temperature). The first `top_k` of them are kept, and of these the first whose weights together reach `top_p` of the sum. A random number u
-in [0, 1) draws the first token whose weight and those before it together are above u times the sum of what is kept.
+temperature). The first `top_k` of them are kept, of these the first whose weights together reach `top_p` of the sum, and of these those
+of weight `min_p` or more. A random number u in [0, 1) draws the first token whose weight and those before it together are above u times the
+sum of what is kept. Temperature 0 takes the first token.
 
 A draw needs the first tokens of that order alone: as many as the nucleus, or u, reaches. So logits that lie in shards give their first
 candidates, each a whole number, its key, and the sum of their weights:
@@ -26,6 +27,8 @@ from .request import Request
 
 FIRST, FURTHER = 64, 32
 """So many candidates of a shard are looked at first, and so many times as many wherever these are too few."""
+NO_TOKEN = (1 << 32) - 1
+"""What is drawn where no logit is finite."""
 NONE = np.iinfo(np.int64).min
 """What is below every key: a place without a candidate."""
 _LOWER = (1 << 32) - 1
@@ -60,7 +63,7 @@ class Candidates:
 
 def candidate_count(request: Request, further: int, size: int) -> int:
     """How many candidates of a shard of this size a draw looks at, after they were too few `further` times."""
-    many: int = max(FIRST, request.top_k) * FURTHER**further
+    many: int = max(FIRST, request.top_k) * FURTHER**further if request.temperature else 1
     return min(many, size)
 
 
@@ -82,7 +85,7 @@ def candidates(logits: Array, begin: int, count: int, request: Request, scratch:
     first = keys[-count:]
     first.sort()
     weight = 0.0
-    if not request.top_k:
+    if request.temperature and not request.top_k:
         np.copyto(weights, logits)
         np.divide(weights, request.temperature, out=weights)
         if (top := float(weights.max())) != -np.inf:
@@ -104,10 +107,16 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
     if request.top_k:
         known = known[: request.top_k]
     scaled = _logits(known, scratch)
+    if scaled[0] == -np.inf:
+        return NO_TOKEN
+    if not request.temperature:
+        return token_of(known[0])
     np.divide(scaled, request.temperature, out=scaled)
     largest = float(scaled[0])
     np.subtract(scaled, largest, out=scaled)
-    sums = np.cumsum(np.exp(scaled, out=scaled), out=scratch.of("sums", known.size, np.float64))
+    weights = np.exp(scaled, out=scaled)
+    heavy = int(np.count_nonzero(weights >= request.min_p)) if request.min_p else known.size
+    sums = np.cumsum(weights, out=scratch.of("sums", known.size, np.float64))
     every = least == NONE or 0 < request.top_k <= known.size
     total = float(sums[-1]) if every else _total(shards, largest, request.temperature, scratch)
     kept = known.size
@@ -117,11 +126,26 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
             return None
         kept = min(reached, kept)
         total = float(sums[kept - 1])
+    if request.min_p:
+        if heavy == known.size and request.top_p == 1 and not every:
+            return None
+        kept = min(heavy, kept)
+        total = float(sums[kept - 1])
     uniform = np.random.Generator(np.random.Philox(key=request.seed, counter=number)).random()
     place = int(np.searchsorted(sums[:kept], uniform * total, side="right"))
-    if place >= kept and not every and request.top_p == 1:
+    if place >= kept and not every and request.top_p == 1 and not request.min_p:
         return None
-    return _LOWER - (int(known[min(place, kept - 1)]) & _LOWER)
+    return token_of(known[min(place, kept - 1)])
+
+
+def token_of(key: np.int64) -> int:
+    """The token of a key."""
+    return _LOWER - (int(key) & _LOWER)
+
+
+def logit_of(key: np.int64) -> float:
+    """The logit of a key."""
+    return float(_logits(np.array([key]), Scratch())[0])
 
 
 def _behind(begin: int, size: int, scratch: Scratch) -> Vector:

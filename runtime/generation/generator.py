@@ -27,10 +27,11 @@ from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
 from .prefixes import Copy
-from .request import Answer, Request, refuse_unfit
+from .request import Answer, NewToken, Request, TokenScore, refuse_unfit
 from .row_bits import least_rows
 from .sampling import Draws, LogitShards
-from .slots import NewToken, Slots, Step
+from .scores import scores_of
+from .slots import NO_SCORES, Slots, Step
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class Generator:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
         answers = [Answer() for _ in requests]
         for made in self.each(requests):
-            answers[made.request].tokens.append(made.token)
-            answers[made.request].finish = made.finish
+            answers[made.request].add(made)
         return answers
 
     def each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
@@ -122,12 +122,13 @@ class Generator:
         made: object = None
         for one in outputs.values():
             made = one.get(self.record.next, made)
-        drawing = step.drawing()
-        if isinstance(made, np.ndarray) and not drawing and not self._tokens:
+        drawing, scores = step.drawing(), step.has_scores
+        if isinstance(made, np.ndarray) and not (drawing or scores or self._tokens):
             found = made.tolist()
             return lambda: self._taken(slots, step, found)
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
-        draws = self._draws(step, drawing, outputs) if drawing else None
+        logits = self._logits(step, outputs, scores) if drawing or scores else {}
+        draws = Draws(self._shards[step.program], drawing, logits, self._scratch) if drawing else None
         together = draws is not None and self._several and draws.shards.is_sharded
         if draws is not None and not together:
             draws.finish(chosen)  # each rank its own rows
@@ -144,15 +145,23 @@ class Generator:
                 draws.finish(chosen, self._agree(step.group), None if numbers is None else numbers[chosen.size :])
             elif draws is not None and self._several and numbers is None:
                 np.copyto(chosen, self._agree(step.group)(chosen))
-            return self._taken(slots, step, chosen.tolist())
+            found = chosen.tolist()
+            scored = step.scored(found, self.record.vocabulary) if scores else {}
+            if not scored:
+                return self._taken(slots, step, found)
+            agree = self._agree(step.group) if self._several else None
+            shards = self._shards[step.program]
+            return self._taken(slots, step, found, scores_of(shards, scored, logits, self._scratch, agree))
 
         return taken
 
-    def _taken(self, slots: Slots, step: Step, chosen: Sequence[int]) -> list[NewToken]:
-        """The tokens of a step, by row the number that is chosen."""
+    def _taken(
+        self, slots: Slots, step: Step, chosen: Sequence[int], scores: Mapping[int, TokenScore] = NO_SCORES
+    ) -> list[NewToken]:
+        """The tokens of a step, by row the number that is chosen, and its score."""
         if broken := step.slots_of(chosen, self.record.vocabulary):
             self._clear(broken)
-        return slots.take(step, chosen)
+        return slots.take(step, chosen, scores)
 
     def _agree(self, group: int) -> Callable[[Vector], Vector]:
         """The maxima of all ranks' numbers, in the order of the steps of a group."""
@@ -201,20 +210,18 @@ class Generator:
         """The ranks of this process."""
         return [self.program] if isinstance(self.program, Program) else self.program.ranks
 
-    def _draws(self, step: Step, drawing: Mapping[int, tuple[Request, int]], outputs: Mapping[int, Outputs]) -> Draws:
-        """The tokens of a step that are not the likeliest ones."""
-        shards = self._shards[step.program]
+    def _logits(self, step: Step, outputs: Mapping[int, Outputs], scores: bool) -> dict[int, Array]:
+        """By rank of this process the logits of a step, which stay until its tokens are taken."""
         logits = {
             rank: np.asarray(one[self.record.logits]) for rank, one in outputs.items() if self.record.logits in one
         }
-        if self._tokens and shards.is_sharded:  # all is drawn when steps of other groups have begun
-            for rank, array in logits.items():
-                kept = self._scratch.of(f"logits of group {step.group}", array.size, array.dtype.type).reshape(
-                    array.shape
-                )
+        if self.record.groups > 1 and (scores or (self._tokens and self._shards[step.program].is_sharded)):
+            for rank, array in logits.items():  # steps of other groups begin before
+                use = f"logits of group {step.group}, rank {rank}"
+                kept = self._scratch.of(use, array.size, array.dtype.type).reshape(array.shape)
                 np.copyto(kept, array)
                 logits[rank] = kept
-        return Draws(shards, drawing, logits, self._scratch)
+        return logits
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
         """What one of the programs makes of a step, by rank of this process."""

@@ -20,12 +20,48 @@ goes on."""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are finite."""
+MOST_BIASES = 1024
+"""How many tokens a request may have a bias for."""
+MOST_LOGPROBS = 20
+"""How many of the likeliest tokens come with the score of a token."""
+_CHANGES = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs"),
+    *("suppress", "suppress_first", "forced_first", "forced_last"),
+)
+"""Fields that need the logits."""
+_MOST_PENALTY = 1_000_000
 _MOST = 128
 """The most tokens of an answer to a request that does not say how many."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogitOptions:
+    """What a request asks of the logits, besides how a token is drawn of them.
+
+    `logprobs`: each token of the answer comes with its score, and with those of so many of the likeliest tokens; None: without. With
+    `scores_prompt` so does each token of the prompt but the first: it is read as an answer is made, a token a step, and `max_tokens` may be
+    0.
+
+    `suppress`: tokens that the answer does not have; `suppress_first`: that it does not begin with. `forced_first`: its first token;
+    `forced_last`: the last one of `max_tokens`. The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the
+    logits before a token is drawn (`changes.py`).
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    suppress: Sequence[int] = ()
+    suppress_first: Sequence[int] = ()
+    forced_first: int | None = None
+    forced_last: int | None = None
+    logprobs: int | None = None
+    scores_prompt: bool = False
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(LogitOptions):
     """A prompt, as numbers of tokens, and how it is continued.
 
     `encoder`: of a model with an encoder before its decoder what that is given: at most its length of tokens, or an array of its input's
@@ -34,9 +70,9 @@ class Request:
     `max_tokens`: the most tokens of the answer; None for as many as fit into a sequence behind the prompt, at most 128.
 
     `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
-    `top_k` likeliest alone (0: of all), and of the fewest whose probabilities together reach `top_p`. What is drawn follows from `seed` and
-    the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact; with `ignore_end` those
-    alone.
+    `top_k` likeliest alone (0: of all), of the fewest whose probabilities together reach `top_p`, and of those with at least `min_p` times
+    the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
+    ends, beside those of the artifact; with `ignore_end` those alone.
     """
 
     prompt: Sequence[int] = ()
@@ -47,6 +83,7 @@ class Request:
     seed: int = 0
     stop: Sequence[int] = ()
     ignore_end: bool = False
+    min_p: float = 0.0
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -70,9 +107,16 @@ class Request:
         given = self.encoder
         return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
 
+    def ends(self, record: GenerationRecord) -> list[int]:
+        """The tokens behind which its sequence ends."""
+        return sorted({*self.stop, *(() if self.ignore_end else record.stop)})
+
     def packed(self) -> dict[str, Any]:
-        """The request as JSON has it: an array is its type, shape and bytes."""
+        """The request as JSON has it, without fields that ask for nothing: an array is its type, shape and bytes."""
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {name: value for name, value in fields.items() if name == "encoder" or value != _DEFAULTS[name]}
+        if self.logit_bias:
+            fields["logit_bias"] = [*self.logit_bias.items()]
         if isinstance(self.encoder, np.ndarray):
             data = base64.b64encode(np.ascontiguousarray(self.encoder).tobytes()).decode()
             fields["encoder"] = {"type": self.encoder.dtype.str, "shape": self.encoder.shape, "data": data}
@@ -84,15 +128,56 @@ class Request:
         given = fields["encoder"]
         if isinstance(given, dict):
             given = np.frombuffer(base64.b64decode(given["data"]), given["type"]).reshape(given["shape"])
-        return cls(**{**fields, "encoder": given})
+        return cls(**{**fields, "encoder": given, "logit_bias": dict(fields.get("logit_bias", ()))})
+
+
+_DEFAULTS = {name: getattr(Request(), name) for name in Request.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The logarithm of a token's probability, and the likeliest tokens there with theirs, falling."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token of a request, by the request's number, and whether it ends its sequence.
+
+    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
+    `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
+    `score`: where the request has `logprobs`. `of_prompt`: it is a token of the prompt, which comes for its score.
+    """
+
+    request: int
+    token: int
+    finish: Finish
+    cached: int = 0
+    score: TokenScore | None = None
+    of_prompt: bool = False
 
 
 @dataclass
 class Answer:
-    """The tokens behind a prompt, those that end it included, and why there are no more."""
+    """The tokens behind a prompt, those that end it included, and why there are no more.
+
+    `scores`: of each token, where the request has `logprobs`. `prompt_scores`: of each token of the prompt but the first, where it asks.
+    """
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+    def add(self, made: NewToken) -> None:
+        """Takes the next token of the request."""
+        self.finish = made.finish
+        if not made.of_prompt:
+            self.tokens.append(made.token)
+        if made.score is not None:
+            (self.prompt_scores if made.of_prompt else self.scores).append(made.score)
 
 
 def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
@@ -114,8 +199,8 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
-    if most < 1:
-        yield f"it asks for {most} tokens; at least 1"
+    if most < (least := 0 if one.scores_prompt else 1):
+        yield f"it asks for {most} tokens; at least {least}"
     elif size + most > record.length:
         fact = f"a prompt of {size} tokens and {most} more are {size + most}; a sequence has at most {record.length}"
         yield f"{fact}\n  help: ask for fewer, or compile with a larger 'length'"
@@ -126,12 +211,43 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
     elif one.temperature and not record.logits:
         fact = "it draws tokens, and the artifact gives the likeliest alone ('sampling: false')"
         yield f"{fact}\n  help: leave out 'temperature', or compile with 'sampling: true'"
+    yield from _faults_of_changes(one, record)
+    if one.logprobs is not None and not 0 <= one.logprobs <= MOST_LOGPROBS:
+        yield f"its logprobs is {one.logprobs}; it is 0 to {MOST_LOGPROBS}"
+    if one.scores_prompt and one.logprobs is None:
+        yield "it asks for the scores of its prompt without logprobs\n  help: give logprobs, 0 for those of its tokens alone"
     if one.top_k < 0:
         yield f"its top_k is {one.top_k}; it is 0 (all tokens) or more"
     if not 0 < one.top_p <= 1:
         yield f"its top_p is {one.top_p}; it is above 0 and at most 1"
+    if not 0 <= one.min_p <= 1:
+        yield f"its min_p is {one.min_p}; it is 0 to 1"
     if not 0 <= one.seed < _SEED:
         yield f"its seed is {one.seed}; it is 0 to 2**64 - 1"
+
+
+def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
+    """What is wrong with what a request asks of logits."""
+    asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
+    tokens = [*one.suppress, *one.suppress_first, *(of for of in (one.forced_first, one.forced_last) if of is not None)]
+    if outside := [token for token in tokens if not 0 <= token < record.vocabulary]:
+        yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
+    if asked and not record.logits:
+        fact = f"it asks for {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
+        yield f"{fact}\n  help: leave it out, or compile with 'sampling: true'"
+    if not 0 < one.repetition_penalty < _MOST_PENALTY:
+        yield f"its repetition_penalty is {one.repetition_penalty}; it is above 0 and below {_MOST_PENALTY:,}"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(one, name) <= 2:
+            yield f"its {name} is {getattr(one, name)}; it is -2 to 2"
+    if len(one.logit_bias) > MOST_BIASES:
+        yield f"its logit_bias has {len(one.logit_bias):,} tokens; at most {MOST_BIASES:,}"
+    elif outside := [token for token in one.logit_bias if not 0 <= token < record.vocabulary]:
+        yield f"its logit_bias has {outside[0]}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
+    elif outside := [token for token, bias in one.logit_bias.items() if not -100 <= bias <= 100]:
+        yield f"its logit_bias of {outside[0]} is {one.logit_bias[outside[0]]}; it is -100 to 100"
+    if not 0 <= one.min_tokens <= (most := one.most(record)):
+        yield f"its min_tokens is {one.min_tokens}; it is 0 to {most}, the most tokens of its answer"
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:

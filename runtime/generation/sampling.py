@@ -22,8 +22,8 @@ from partc.runtime.artifact.tensors.dtypes import Array
 
 from ..artifact.port import Port
 from ..communication.transport import Vector
+from .changes import Drawing
 from .draw import FIRST, FURTHER, NONE, Candidates, Scratch, candidate_count, candidates, draw
-from .request import Request
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LogitShards:
 
 
 class Draws:
-    """The rows of a step whose tokens are not drawn yet, by row its request and the number of the token.
+    """The rows of a step whose tokens are not drawn yet, by row the token's request and number.
 
     `logits`: by rank of this process what it has of them, which must stay until all is drawn. Of rows that lie on one rank each, those of
     other ranks are left to them.
@@ -91,7 +91,7 @@ class Draws:
     def __init__(
         self,
         shards: LogitShards,
-        drawing: Mapping[int, tuple[Request, int]],
+        drawing: Mapping[int, Drawing],
         logits: Mapping[int, Array],
         scratch: Scratch,
     ) -> None:
@@ -113,32 +113,39 @@ class Draws:
         """
         chosen[self._others] = -1
         if agree is None:
-            for row, (request, number) in self._pending.items():
+            for row, one in self._pending.items():
                 if chosen[row] < self.shards.vocabulary:
-                    chosen[row] = self._alone(row, request, number)
+                    chosen[row] = self._alone(row, one)
             return
         while self._pending:
             given = agree(self.told()) if told is None else told
-            for place, (row, (request, number)) in enumerate(self._pending.items()):
+            for place, (row, one) in enumerate(self._pending.items()):
                 if chosen[row] < self.shards.vocabulary:
-                    token = self._drawn(row, place, given, request, number) if self._draws(row) else None
+                    token = self._drawn(row, place, given, one) if self._draws(row) else None
                     chosen[row] = -1 if token is None else token
             np.copyto(chosen, agree(chosen))
             self._pending = {row: one for row, one in self._pending.items() if chosen[row] < 0}
             self._further, told = self._further + 1, None
 
-    def _alone(self, row: int, request: Request, number: int) -> int:
+    def _alone(self, row: int, drawing: Drawing) -> int:
         """The token of a row whose shards are all here."""
         for further in itertools.count():
-            found = [self._candidates(row, shard, request, further) for shard in self.shards.of_row[row]]
-            if (token := draw(found, request, number, self._scratch)) is not None:
+            found = [self._candidates(row, shard, drawing, further) for shard in self.shards.of_row[row]]
+            if (token := draw(found, drawing.request, drawing.number, self._scratch)) is not None:
                 return token
         raise AssertionError("of all tokens one is drawn")
 
-    def _candidates(self, row: int, shard: Shard, request: Request, further: int) -> Candidates:
-        """The candidates of a shard that is here."""
-        logits, count = self._logits[shard.rank][row - shard.row], candidate_count(request, further, shard.size)
-        return candidates(logits, shard.begin, count, request, self._scratch)
+    def _candidates(self, row: int, shard: Shard, drawing: Drawing, further: int) -> Candidates:
+        """The candidates of a shard that is here, after the changes of its logits."""
+        logits = self._logits[shard.rank][row - shard.row]
+        if drawing.changes:
+            changed = self._scratch.of("changed logits", shard.size, np.float32)
+            np.copyto(changed, logits, casting="same_kind")
+            logits = changed
+        for one in drawing.changes:
+            one.change(logits, shard.begin, drawing.tokens)
+        count = candidate_count(drawing.request, further, shard.size)
+        return candidates(logits, shard.begin, count, drawing.request, self._scratch)
 
     def told(self) -> Vector:
         """What this process tells of its shards: for each row that is drawn, of each of its shards, the sum of weights, and the keys of
@@ -146,10 +153,10 @@ class Draws:
         """
         told = np.full(self._words, NONE, np.int64)
         parts = self._parts(told)
-        for place, (row, (request, _)) in enumerate(self._pending.items()):
+        for place, (row, drawing) in enumerate(self._pending.items()):
             for at, shard in enumerate(self.shards.of_row[row]):
                 if shard.rank in self._logits:
-                    one = self._candidates(row, shard, request, self._further)
+                    one = self._candidates(row, shard, drawing, self._further)
                     parts[place, at, :1].view(np.float64)[0] = one.weight
                     parts[place, at, 1 : 1 + one.keys.size] = one.keys
         return told
@@ -158,7 +165,7 @@ class Draws:
     def _words(self) -> int:
         """How many numbers are told: of a power of two of rows, of so many candidates as some request may ask for."""
         most, width = (
-            max(candidate_count(one, self._further, self.shards.size) for one, _ in self._pending.values()),
+            max(candidate_count(one.request, self._further, self.shards.size) for one in self._pending.values()),
             FIRST,
         )
         while width < most:
@@ -174,10 +181,10 @@ class Draws:
         """What is told by place of the row, shard, and place of the number."""
         return told.reshape(self._rows, self.shards.count, -1)
 
-    def _drawn(self, row: int, place: int, given: Vector, request: Request, number: int) -> int | None:
+    def _drawn(self, row: int, place: int, given: Vector, drawing: Drawing) -> int | None:
         """The token of a row, of what all have told; None where its candidates are too few."""
-        found = []
+        found, request = [], drawing.request
         for shard, part in zip(self.shards.of_row[row], self._parts(given)[place], strict=True):
             count = candidate_count(request, self._further, shard.size)
             found.append(Candidates(part[1 : 1 + count], float(part[:1].view(np.float64)[0]), count == shard.size))
-        return draw(found, request, number, self._scratch)
+        return draw(found, request, drawing.number, self._scratch)

@@ -8,6 +8,9 @@ Of a model with an encoder a sequence is encoded before its prompt is read, by a
 slot of each run. It writes the whole of a slot's encoder caches: a row without a part in it encodes again what its slot has, which changes
 nothing.
 
+A prompt whose tokens are scored is read by decodes, a token a step, beside the sequences that are made: chunks have the logits of their
+last token alone.
+
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again. The position of a free slot is the end of the tokens that another prompt may share.
 
@@ -36,22 +39,11 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
+from .changes import Drawing, LogitChange, changes_of
 from .prefixes import Copy, Prefixes
-from .request import Finish, Request
+from .request import Finish, NewToken, Request, TokenScore
 
-
-@dataclass(frozen=True)
-class NewToken:
-    """A token of a request, by the request's number, and whether it ends its sequence.
-
-    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
-    `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
-    """
-
-    request: int
-    token: int
-    finish: Finish
-    cached: int = 0
+NO_SCORES: Mapping[int, TokenScore] = {}
 
 
 @dataclass(eq=False)
@@ -60,6 +52,7 @@ class _Sequence:
 
     number: int
     request: Request
+    changes: Sequence[LogitChange] = ()
     tokens: list[int] = field(default_factory=list)
     position: int = 0
     cached: int = 0
@@ -69,6 +62,21 @@ class _Sequence:
     def left(self) -> int:
         """The tokens of the prompt that no step has read."""
         return max(len(self.request.prompt) - self.position, 0)
+
+    @property
+    def shared(self) -> Sequence[int]:
+        """The tokens that it shares with other prompts: none where they are scored, which takes all of them, in steps of a decode."""
+        return () if self.request.scores_prompt else self.request.prompt
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its next step has a chunk of its prompt, or encodes it."""
+        return bool(self.left) and not (self.request.scores_prompt and self.encoded)
+
+    @property
+    def last(self) -> int:
+        """The token that a decode is given of it."""
+        return self.request.prompt[self.position] if self.left else self.tokens[-1]
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,30 @@ class Step:
         """The slots with a part of which a number of at least `least` is chosen."""
         return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
 
-    def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By row whose next token is drawn its request, and the number of that token; before the step's tokens are taken."""
+    def drawing(self) -> Mapping[int, Drawing]:
+        """By row whose next token is drawn that token; before the step's tokens are taken."""
         return {
-            row: (one.request, len(one.tokens))
+            row: Drawing(one.request, one.tokens, one.changes)
             for row, (_, count, one) in self.taking.items()
-            if one.request.temperature and count >= one.left
+            if (one.request.temperature or one.changes) and count >= one.left
         }
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether any of its sequences has scores."""
+        return any(one.request.logprobs is not None for _, _, one in self.taking.values())
+
+    def scored(self, chosen: Sequence[int], vocabulary: int) -> dict[int, tuple[int, int]]:
+        """By row whose token is scored that token, chosen or of its prompt, and how many of the likeliest come with it."""
+        found = dict[int, tuple[int, int]]()
+        for row, (_, count, one) in self.taking.items():
+            if (many := one.request.logprobs) is None or chosen[row] >= vocabulary:
+                continue
+            if (left := one.left - count) > 0 and one.request.scores_prompt:
+                found[row] = one.request.prompt[-left], many
+            elif left <= 0 and one.request.max_tokens:
+                found[row] = chosen[row], many
+        return found
 
 
 class Slots:
@@ -143,7 +168,9 @@ class Slots:
 
     def admit(self, number: int, request: Request) -> None:
         """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
-        self._waiting.append(_Sequence(number, request.begun(self.record), encoded=self.record.encoder is None))
+        request = request.begun(self.record)
+        changes = changes_of(request, self.record)
+        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
@@ -154,13 +181,13 @@ class Slots:
 
     def next(self, group: int = 0) -> Step | None:
         """The next step of a group, of which none is under way; None where no request is left in it."""
-        while self._waiting and (slot := self._free(self._waiting[0].request.prompt)) is not None:
+        while self._waiting and (slot := self._free(self._waiting[0].shared)) is not None:
             self._running[slot] = first = self._waiting.popleft()
-            first.position = first.cached = self._prefixes.begin(slot, first.request.prompt)
+            first.position = first.cached = self._prefixes.begin(slot, first.shared)
         reading, making = dict[int, _Sequence](), dict[int, _Sequence]()
         for slot in self._of_group[group]:
             if (one := self._running[slot]) is not None:
-                (reading if one.left else making)[slot] = one
+                (reading if one.is_read else making)[slot] = one
         if not reading and not making:
             return None
         self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
@@ -211,8 +238,8 @@ class Slots:
         self._running[slot] = None
         self._ends[slot] = max(self._ends) + 1
 
-    def take(self, step: Step, chosen: Sequence[int]) -> list[NewToken]:
-        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing."""
+    def take(self, step: Step, chosen: Sequence[int], scores: Mapping[int, TokenScore] = NO_SCORES) -> list[NewToken]:
+        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing, `scores` those of some."""
         made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
             broken = step.encoded is None and int(chosen[row]) >= self.record.vocabulary
@@ -220,7 +247,7 @@ class Slots:
                 self._prefixes.forget(slot)
             if (other := self._running[slot]) is not one:  # it was cancelled while the step was under way
                 if broken and other is not None:
-                    other.position = other.cached = self._prefixes.begin(slot, other.request.prompt)
+                    other.position = other.cached = self._prefixes.begin(slot, other.shared)
                 continue
             if step.encoded is not None:
                 one.encoded = True
@@ -228,10 +255,16 @@ class Slots:
             one.position += count
             if not broken:
                 self._prefixes.read(slot, one.position)
-            token = int(chosen[row])
-            if one.left and token < self.record.vocabulary:
-                continue
+            token = min(int(chosen[row]), self.record.vocabulary)
             finish: Finish = ""
+            if token < self.record.vocabulary and (one.left or not one.request.max_tokens):
+                if one.request.scores_prompt:
+                    finish = "" if one.request.max_tokens or one.left > 1 else "length"
+                    token = one.request.prompt[-max(one.left, 1)]
+                    made.append(NewToken(one.number, token, finish, score=scores.get(row), of_prompt=True))
+                if finish:
+                    self._end(slot)
+                continue
             one.tokens.append(token)
             if token >= self.record.vocabulary:
                 finish = "error"
@@ -241,7 +274,8 @@ class Slots:
                 finish = "length"
             if finish:
                 self._end(slot)
-            made.append(NewToken(one.number, token, finish, one.cached if len(one.tokens) == 1 else 0))
+            cached = one.cached if len(one.tokens) == 1 else 0
+            made.append(NewToken(one.number, token, finish, cached, scores.get(row)))
         return made
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
@@ -304,7 +338,7 @@ class Slots:
         return slots, taking
 
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
-        """A token of each sequence of a group that is made."""
+        """A token of each sequence of a group that is made, or whose prompt is scored."""
         slots, size = self._window(making, group)
         key = group, len(slots)
         if key not in self._decoded:
@@ -316,7 +350,7 @@ class Slots:
             one = self._running[slot]
             meant = slot in making
             position[row], count[row] = self._prefixes.counts[slot] if one is None else one.position, meant
-            tokens[row, 0] = making[slot].tokens[-1] if meant else 0
+            tokens[row, 0] = making[slot].last if meant else 0
             if meant:
                 taking[row] = slot, 1, making[slot]
         if (now := self._lengths(slots)) is not None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from .slots import NewToken, Slots, Step
+from .request import NewToken
+from .slots import Slots, Step
 
 
 class Begins(Protocol):

@@ -171,22 +171,36 @@ def test_positions_are_those_of_each_slot_and_ends_those_of_the_model(tmp_path: 
 
     ends = tokens()[0][3]
     whole.generation_config.eos_token_id = [ends, 95, 96]
-    whole.generation_config.repetition_penalty = 1.3
+    said = {
+        "repetition_penalty": 1.3, "suppress_tokens": [tokens()[1][1], 96], "begin_suppress_tokens": [tokens()[0][0]],
+        "forced_eos_token_id": 7, "num_beams": 2, "top_k": 50,
+    }  # fmt: skip
+    whole.generation_config.update(**said)
     whole.save_pretrained(tmp_path / "model")
-    whole.generation_config.repetition_penalty = None
+    whole.generation_config.update(**{**said, "suppress_tokens": said["suppress_tokens"][:1], "num_beams": 1})
+    with_settings = tokens()
+    whole.generation_config.update(**dict.fromkeys(said))
+    assert all(one != other for one, other in zip(with_settings, tokens(), strict=True))
+    options = {"repetition_penalty": 1.3, "suppress": said["suppress_tokens"][:1],
+               "suppress_first": said["begin_suppress_tokens"], "forced_last": 7}  # fmt: skip
     source = load(tmp_path / "model", cache=True)
     assert source.declared.decoding.stop == (ends, 95)
     text, _ = propose(source, "model", Degrees(), generation=Generation.over(Degrees(), 16, 2))
-    assert f"stop: [{ends}, 95]" in text
+    assert f"stop: [{ends}, 95], defaults: {{repetition_penalty: 1.3, suppress: {options['suppress']}, " in text
     for plan, stop in (("", [ends, 95]), (", stop: []", [])):
         (tmp_path / "plan.yaml").write_text(PLAN.replace("}", f"{plan}}}"))
         report = compile_model(tmp_path / "model", tmp_path / "plan.yaml", tmp_path / "build")
         assert report.manifest.generation is not None
         assert report.manifest.generation.stop == stop
-        assert any("repetition_penalty: 1.3" in warning for warning in report.warnings)
+        assert report.manifest.generation.defaults.options == options
+        assert any("num_beams: 2: tokens are made without" in warning for warning in report.warnings)
+        assert any("has repetition_penalty: 1.3, suppress: [" in warning for warning in report.warnings)
         whole.generation_config.eos_token_id = stop or None
         with load_local_generator(tmp_path / "build", threads=1) as generator:
             assert [one.tokens for one in generator.run([Request(p, max_tokens=COUNT) for p in PROMPTS])] == tokens()
+            found = generator.run([Request(p, max_tokens=COUNT, **options) for p in PROMPTS])
+        if stop:
+            assert [one.tokens for one in found] == with_settings
 
 
 def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:

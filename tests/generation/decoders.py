@@ -256,6 +256,13 @@ class Unsharded:
         self.names = [one.name for one in given]
         self.heads = {one.name: one.shape[1] for one in given if one.name.startswith("past_")}
 
+    def log_probabilities(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        """By token that of each token of the vocabulary after it."""
+        past = {name: np.zeros((1, heads, 0, SIZE), np.float32) for name, heads in self.heads.items()}
+        (logits,) = self.session.run(["logits"], {"ids": np.asarray([tokens], np.int64), **past})
+        scores = logits[0].astype(np.float64)
+        return np.asarray(scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True)))
+
     def tokens(self, prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
         """The likeliest tokens behind a prompt."""
         past = {name: np.zeros((1, heads, 0, SIZE), np.float32) for name, heads in self.heads.items()}

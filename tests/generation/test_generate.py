@@ -287,12 +287,17 @@ def test_the_command_makes_the_same_tokens_over_mpi(
     lines: list[dict[str, object]] = [
         {"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True)
     ]
+    lines.append({"ids": [3], "max_tokens": 2, "logit_bias": {"9": 100}, "logprobs": 1})
     lines.append({"ids": [3, 1, 4], "max_tokens": 8, "temperature": 0.8, "seed": 5})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     capfd.readouterr()
     assert invoke(["generate", folder, "--prompts", str(prompts), "--json"]) == 0
-    *likeliest, drawn = (answer["ids"] for answer in json.loads(capfd.readouterr().out)["answers"])
-    assert likeliest == wanted
+    answers = json.loads(capfd.readouterr().out)["answers"]
+    *likeliest, biased, drawn = (answer["ids"] for answer in answers)
+    assert (likeliest, biased, len(answers[-2]["logprobs"])) == (wanted, [9, 9], 2)
+    asked = ["--ids", "3", "--max-tokens", "2", "--logit-bias", "9=100", "--json", "--in-process"]
+    assert invoke(["generate", folder, *asked, "--logprobs", "1"]) == 0
+    assert json.loads(capfd.readouterr().out)["answers"][0]["logprobs"] == answers[-2]["logprobs"]
     asked = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
     assert invoke(["generate", folder, *asked, "--in-process"]) == 0
     assert [int(token) for token in capfd.readouterr().out.split()] == drawn
@@ -307,6 +312,8 @@ def test_wrong_prompts_end_the_command_before_a_rank_begins(
     assert "no prompt is given" in capsys.readouterr().err
     assert invoke(["generate", folder, "--ids", "1,two"]) == 2
     assert "is not a list of tokens" in capsys.readouterr().err
+    assert invoke(["generate", folder, "--ids", "1", "--logit-bias", "a=1"]) == 2
+    assert "'a' is not a token, such as 306" in capsys.readouterr().err
     assert invoke(["generate", folder, "--prompt", "Once"]) == 2
     assert "needs a tokenizer" in capsys.readouterr().err
     prompts.write_text('{"ids": [1]}\n{"ids": "1"}\nno json\n{"id": [1]}\n{"ids": [1], "seed": "x"}\n')

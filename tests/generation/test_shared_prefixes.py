@@ -77,6 +77,9 @@ def test_tokens_are_those_of_each_prompt_alone_and_a_wrong_copy_shows(
     wanted = {number: whole.tokens(one.prompt, 6) for number, one in enumerate(REQUESTS)}
     with load_local_generator(compiled(tmp_path, "one rank", "slots: 2")) as generator:
         assert made(generator, REQUESTS) == (wanted, CACHED)
+        # a prompt that is scored is read whole, by steps of a decode, whose entries no other prompt shares
+        scored = Request(PROMPTS[0], max_tokens=6, logprobs=0, scores_prompt=True)
+        assert sum(one.cached for one in generator.each([scored, REQUESTS[1], scored])) == 0
         right = Generator._copy
         for fault in (
             lambda copies: [],

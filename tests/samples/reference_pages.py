@@ -47,6 +47,7 @@ PARTS = {
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
     "GenerateRules": "generate",
+    "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",
 }

@@ -24,6 +24,8 @@ def sorted_draw(logits: Logits, request: Request, number: int) -> int:
     if request.top_p < 1:
         kept = int(np.searchsorted(sums, request.top_p * sums[-1])) + 1
         order, sums = order[:kept], sums[:kept]
+    kept = int((weights[: len(order)] >= request.min_p).sum())
+    order, sums = order[:kept], sums[:kept]
     uniform = np.random.Generator(np.random.Philox(key=request.seed, counter=number)).random()
     return int(order[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(order) - 1)])
 
@@ -72,6 +74,7 @@ def test_tokens_are_those_of_the_sorted_vocabulary(kind: str, shards: int) -> No
                     temperature=float(rng.choice([0.05, 0.8, 1.0, 7.0])),
                     top_k=top_k,
                     top_p=float(top_p),
+                    min_p=float(rng.choice([0, 0, 0.01, 0.3])),
                     seed=int(rng.integers(1 << 40)),
                 )
                 for number in range(2):

@@ -11,12 +11,13 @@ import onnx
 import pytest
 from batches import on_ranks
 from decoder_layouts import LAYOUTS, PROMPTS, REPLICAS
-from decoders import decoder
+from decoders import Unsharded, decoder
 from mutated import change_file, rewrite_raw, texts
 from partc.compiler.pipeline import compile_model
 from partc.runtime import Generator, Request, load_local_generator
 from partc.runtime.communication.in_process import LocalAgreements, LocalTransport
 from partc.runtime.generation import draw, sampling
+from partc.runtime.generation.request import Answer
 
 LAYOUTS_OF_LOGITS = {**LAYOUTS, "replicas": REPLICAS}
 KINDS: list[dict[str, Any]] = [
@@ -24,12 +25,14 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 3.0},
     {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 2.0, "top_k": 3},
+    {"temperature": 2.0, "top_k": 3, "min_p": 0.05},
+    {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": {3: 2.0, 40: -100.0}},
+    {"temperature": 5.0, "presence_penalty": 1.5, "min_p": 0.2, "min_tokens": 7, "stop": [*range(50)]},
 ]
 """Of each prompt how it goes on: one with its likeliest tokens."""
 REQUESTS = [
     Request(prompt, max_tokens=7, seed=seed, **kind)
-    for seed, (prompt, kind) in enumerate(zip(PROMPTS, KINDS, strict=True))
+    for seed, (prompt, kind) in enumerate(zip([*PROMPTS, [9], [5, 6]], KINDS, strict=True))
 ]
 
 
@@ -62,6 +65,38 @@ def in_company(generator: Generator) -> list[list[list[int]]]:
     return [found, others, [generator.run([REQUESTS[1]])[0].tokens]]
 
 
+SCORED = [
+    Request([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], max_tokens=5, logprobs=3, scores_prompt=True),
+    Request([7, 8], max_tokens=6, temperature=2.0, seed=5, logprobs=0, repetition_penalty=1.5),
+    Request([*range(64)], max_tokens=0, logprobs=20, scores_prompt=True),
+    Request([9], max_tokens=0, logprobs=1, scores_prompt=True),
+    Request([1, 2, 3], max_tokens=9),
+]
+
+
+def scored(generator: Generator) -> tuple[list[Answer], list[Answer]]:
+    """The answers with scores, together and each alone."""
+    return generator.run(SCORED), [generator.run([one])[0] for one in SCORED]
+
+
+def check_scores(answers: list[Answer]) -> None:
+    """Each score is that of the whole model, without the changes of its logits."""
+    model = Unsharded(decoder(fused=True))
+    for request, answer in zip(SCORED, answers, strict=True):
+        assert (len(answer.tokens), answer.finish) == (request.max_tokens, "length")
+        tokens, scores = [*request.prompt, *answer.tokens], [*answer.prompt_scores, *answer.scores]
+        assert (len(answer.scores), len(answer.prompt_scores)) == (
+            0 if request.logprobs is None else len(answer.tokens),
+            len(request.prompt) - 1 if request.scores_prompt else 0,
+        )
+        rows = model.log_probabilities(tokens)
+        first = 0 if request.scores_prompt else len(request.prompt) - 1
+        for row, token, score in zip(rows[first:-1], tokens[first + 1 :], scores, strict=bool(scores)):
+            assert abs(score.logprob - row[token]) < 1e-5
+            assert [one for one, _ in score.top] == [*np.argsort(-row, kind="stable")[: request.logprobs]]
+            assert np.allclose([number for _, number in score.top], np.sort(row)[::-1][: len(score.top)], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "groups"),
     [
@@ -80,8 +115,11 @@ def test_tokens_are_those_of_one_rank_in_any_company(
     wanted = [alone, alone, [alone[1]]]
     with load_local_generator(folder) as generator:
         assert in_company(generator) == wanted
-    found = on_ranks(folder, lambda _, generator: in_company(generator))
-    assert found == [wanted] * len(found)
+        together, alone_each = scored(generator)
+    assert together == alone_each
+    check_scores(together)
+    found = on_ranks(folder, lambda _, generator: (in_company(generator), scored(generator)))
+    assert found == [(wanted, (together, together))] * len(found)
 
 
 @pytest.mark.parametrize(("layout", "shards"), [("tensor parallel", 2), ("data parallel", 1)])
@@ -112,8 +150,8 @@ def test_ranks_tell_each_other_nothing_but_candidates_and_tokens(
     of_drawn = [
         *told,
         1 if shards == 2 else 2,
-        *[*told, 2 * (3 - shards)] * 2,
-    ]  # after its prompt, then of two slots of each run
+        *[*told, 2] * 2,
+    ]  # after its prompt, then of two rows: a slot of each run
     assert on_ranks(folder, work) == [([], of_drawn)] * 2
 
 

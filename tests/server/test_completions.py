@@ -28,6 +28,7 @@ from partc.cli.server.front import Front
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
 from partc.runtime import RankError, open_artifact
+from partc.runtime.artifact.generation import RequestDefaults
 from partc.runtime.program import sessions
 from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
 
@@ -113,6 +114,11 @@ def test_tokens_that_end_an_answer(build: Path, server: LocalServer, tokens: lis
         body = {"prompt": PROMPT, "stop_token_ids": [5], "ignore_eos": ignores}
         request = reader.completion(json.dumps(body).encode())[0].request
         assert (request.stop, request.ignore_end) == (stop, ignores)
+    defaults = RequestDefaults(temperature=0.6, top_p=0.9, suppress=[3])
+    reader = dataclasses.replace(reader, record=reader.record.model_copy(update={"defaults": defaults}))
+    for said, draws in (({}, (0.6, 0.9)), ({"temperature": 0}, (0.0, 0.9)), ({"top_p": 1}, (0.6, 1.0))):
+        request = reader.completion(json.dumps({"prompt": PROMPT, **said}).encode())[0].request
+        assert (request.temperature, request.top_p, request.suppress) == (*draws, [3])
     status, refused = server.post(COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [64]})
     assert (status, refused["error"]["message"]) == (400, "64 is not a token; tokens are 0 to 63")
 
@@ -294,8 +300,19 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
     [
         ({"prompt": PROMPT, "best": 1}, 400, "'best' is not a field that this server knows"),
         ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not here"),
-        ({"prompt": PROMPT, "logprobs": 3}, 400, "'logprobs' is 3"),
-        ({"prompt": PROMPT, "echo": True}, 400, "'echo' is true"),
+        ({"prompt": PROMPT, "logprobs": 21}, 400, "its logprobs is 21; it is 0 to 20"),
+        ({"prompt": PROMPT, "logprobs": True}, 400, "'logprobs' is wrong"),
+        ({"prompt": [1] * 129, "echo": True, "logprobs": 1, "max_tokens": 0}, 400, "the prompt has 129 tokens"),
+        ({"prompt": [1] * 128, "echo": True, "logprobs": 1, "max_tokens": 1}, 400, "at least one is the answer's"),
+        ({"prompt": PROMPT, "echo": True, "max_tokens": -1}, 400, "asks for -1 tokens"),
+        ({"prompt": PROMPT, "n": 10_000}, 400, "'n' is wrong: Input should be less than or equal to 128"),
+        ({"prompt": PROMPT, "n": 2, "best_of": 1}, 400, "best_of is 1: it is at least n, 2"),
+        ({"prompt": PROMPT, "best_of": 2, "stream": True}, 400, "best_of is 2"),
+        ({"prompt": PROMPT, "logit_bias": {str(at): 1 for at in range(10_000)}}, 400, "has 10,000 tokens; at most"),
+        ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, 400, 'has "-1", which is not the number of a token'),
+        ({"prompt": PROMPT, "logit_bias": {"64": 1}}, 400, "its logit_bias has 64, which is not a token"),
+        ({"prompt": PROMPT, "min_tokens": 17}, 400, "its min_tokens is 17; it is 0 to 16"),
+        ({"prompt": PROMPT, "presence_penalty": -3}, 400, "its presence_penalty is -3"),
         ({"prompt": []}, 400, "no token"),
         ({"prompt": ""}, 400, "no token"),
         ({"prompt": [1] * 128}, 400, "at least one is the answer's"),

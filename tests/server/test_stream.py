@@ -15,8 +15,7 @@ from partc.cli.server.bodies import Completion
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.metrics import Metrics, Seconds
 from partc.cli.server.stream import EventStream
-from partc.runtime.generation.request import Request
-from partc.runtime.generation.slots import NewToken
+from partc.runtime.generation.request import NewToken, Request
 
 
 class Ranks:

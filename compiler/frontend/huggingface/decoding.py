@@ -3,11 +3,13 @@
 `transformers` reads it from `generation_config.json`, else from `config.json`:
 
     eos_token_id: [2, 7]        a sequence ends after either token
-    repetition_penalty: 1.3     a setting that changes tokens, and that no program follows
+    temperature: 0.6            with `do_sample` an option of requests that do not say so themselves, as `repetition_penalty` always
+    num_beams: 4                a setting that changes tokens, and that no program follows
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,27 @@ if TYPE_CHECKING:
 
 _FILE = "generation_config.json"
 _NEUTRAL = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "constraints": None, "diversity_penalty": 0.0, "do_sample": False,
+    "bad_words_ids": None, "constraints": None, "diversity_penalty": 0.0,
     "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None,
-    "force_words_ids": None, "forced_bos_token_id": None, "forced_decoder_ids": None, "forced_eos_token_id": None, "guidance_scale": 1.0,
+    "force_words_ids": None, "forced_decoder_ids": None, "guidance_scale": 1.0,
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "remove_invalid_values": False,
-    "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None, "watermarking_config": None,
+    "sequence_bias": None, "stop_strings": None, "watermarking_config": None,
 }  # fmt: skip
 """By setting that changes the tokens which are made the value by which it changes none."""
+
+
+_OPTIONS: dict[str, tuple[str, object, bool]] = {
+    "temperature": ("temperature", 0.0, True),
+    "top_k": ("top_k", 0, True),
+    "top_p": ("top_p", 1.0, True),
+    "min_p": ("min_p", 0.0, True),
+    "repetition_penalty": ("repetition_penalty", 1.0, False),
+    "suppress_tokens": ("suppress", None, False),
+    "begin_suppress_tokens": ("suppress_first", None, False),
+    "forced_bos_token_id": ("forced_first", None, False),
+    "forced_eos_token_id": ("forced_last", None, False),
+}
+"""By setting the option of a request, the value by which it asks for nothing, and whether it counts where tokens are drawn alone."""
 
 
 def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
@@ -44,7 +60,23 @@ def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
     stop = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
     given = {name: getattr(settings, name, None) for name in _NEUTRAL}
     ignored = [f"{name}: {value}" for name, value in given.items() if value and value != _NEUTRAL[name]]
-    return Decoding(tuple(token for token in stop if 0 <= token < vocabulary), tuple(ignored), most, kind)
+    ends = tuple(token for token in stop if 0 <= token < vocabulary)
+    return Decoding(ends, tuple(ignored), most, kind, dict(_defaults(settings, vocabulary)))
+
+
+def _defaults(settings: Any, vocabulary: int) -> Iterator[tuple[str, int | float | list[int]]]:
+    """Options of requests by their names, those that ask for something."""
+    drawn = bool(getattr(settings, "do_sample", None))
+    for name, (option, neutral, is_of_draws) in _OPTIONS.items():
+        value = getattr(settings, name, None)
+        if name == "temperature" and drawn and value is None:
+            value = 1.0
+        if value is None or value == neutral or (is_of_draws and not drawn):
+            continue
+        if isinstance(value, list):
+            value = [token for token in value if isinstance(token, int) and 0 <= token < vocabulary]
+        if isinstance(value, list | int | float) and value != []:
+            yield option, value
 
 
 def _read(folder: Path) -> Any:

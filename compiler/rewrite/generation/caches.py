@@ -27,10 +27,12 @@ from partc.compiler.dims.reading import read
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
+from partc.compiler.ir.declared import Decoding
 from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
 from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ops.node import operand
+from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
@@ -43,7 +45,7 @@ from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, R
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
-from partc.runtime.artifact.generation import Blocks, GenerationRecord
+from partc.runtime.artifact.generation import Blocks, GenerationRecord, RequestDefaults
 from partc.runtime.units import count
 
 _OPSET = 24
@@ -107,6 +109,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         padded=work.padded,
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
+        defaults=_defaults(program.declared.decoding, rules),
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
     generation = Generation({**work.found, **apart}, record, work.unfused, work.sizes)
@@ -117,10 +120,22 @@ def caches_as_state(program: Loaded) -> Loaded:
 def _unfollowed(program: Loaded) -> Iterator[str]:
     """A warning of what the model's configuration of generation sets and no step follows."""
     if ignored := program.declared.decoding.ignored:
+        yield f"{program.name}: the model's configuration of generation has {', '.join(ignored)}: tokens are made without"
+    rules = program.plan.generate
+    assert rules is not None
+    if rules.defaults is None and (defaults := _defaults(program.declared.decoding, rules).options):
+        said = ", ".join(f"{name}: {value}" for name, value in defaults.items())
         yield (
-            f"{program.name}: the model's configuration of generation has {', '.join(ignored)}: tokens are made without; "
-            "a request's temperature, top_p and top_k are its own"
+            f"{program.name}: the model's configuration of generation has {said}: requests of `partc generate` and `partc serve` have that "
+            "where they do not say otherwise; write 'defaults' under `generate` for others"
         )
+
+
+def _defaults(decoding: Decoding, rules: GenerateRules) -> RequestDefaults:
+    """The options of requests that do not say them: the plan's, else the model's where a step gives logits."""
+    if rules.defaults is not None:
+        return rules.defaults
+    return RequestDefaults.model_validate(dict(decoding.defaults)) if rules.sampling else RequestDefaults()
 
 
 def _products(graph: ir.Graph) -> list[Blocks]:
