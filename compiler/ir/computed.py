@@ -28,6 +28,19 @@ class ComputedTensor(ir.LazyTensor):
         super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
 
 
+class WidenedTensor(ComputedTensor):
+    """A tensor whose elements are those of `source`, a tensor of 16-bit floats, in a wider type: the artifact has them in their own."""
+
+    def __init__(self, source: ir.TensorProtocol, dtype: ir.DataType, name: str) -> None:
+        self.source = source
+        super().__init__(lambda box: shard_of(source, box).astype(dtype.numpy()), dtype, source.shape.numpy(), name)
+
+
+def widens(source: ir.DataType, dtype: ir.DataType) -> bool:
+    """Whether the artifact keeps the elements of a tensor in `source` where they are computed in `dtype`."""
+    return dtype == ir.DataType.FLOAT and source in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
 def full_box(shape: Sequence[int]) -> Box:
     """The box of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
