@@ -31,7 +31,7 @@ from partc.runtime.files.writers import new_raw_file
 INLINE_BYTES = 128
 _PAGE = 4096
 _CHUNK = 1 << 20
-_RUN = 64 << 20
+_RUN = 16 << 20
 """The most bytes of a computed tensor that are in memory at once."""
 
 

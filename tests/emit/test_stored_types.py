@@ -13,7 +13,7 @@ from minimal_ranks import same_as_partc
 from partc.cli.comparison.reference import first_values
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.computed import WidenedTensor
+from partc.compiler.ir.computed import WidenedTensor, shard_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
@@ -94,6 +94,18 @@ def test_another_type_than_that_of_the_file_is_found(tmp_path: Path) -> None:
         (entry,) = [entry for entry in model.graph.initializer[0].metadata_props if entry.key == STORED]
         entry.value = text
         assert fact in [found.fact for found in check_weights(folder, "rank_0000.onnx", model, manifest)]
+
+
+def test_a_box_of_a_mapped_tensor_leaves_nothing_mapped(tmp_path: Path) -> None:
+    """Rows, columns, and none, of a file whose tensor begins at any byte."""
+    numbers = np.arange(60, dtype=np.float32).reshape(5, 4, 3)
+    (tmp_path / "w.data").write_bytes(bytes(7) + numbers.astype(ml_dtypes.bfloat16).tobytes())
+    place = ("w.data", 7, 120, ir.DataType.BFLOAT16)
+    tensor = ir.ExternalTensor(*place, shape=ir.Shape([5, 4, 3]), name="w", base_dir=tmp_path)
+    for box in (np.s_[1:4, 0:4, 0:3], np.s_[0:5, 1:3, 2:3], np.s_[2:2, 0:4, 0:1]):
+        shard = shard_of(WidenedTensor(tensor, ir.DataType.FLOAT, "w"), box)
+        np.testing.assert_array_equal(shard, numbers[box])
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_training_begins_with_the_widened_numbers(tmp_path: Path) -> None:
