@@ -13,8 +13,10 @@ from partc.cli.comparison.first_difference import Compiled
 from partc.cli.comparison.variant import variant
 from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import Law, Manifest
+from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import full_tensor
+from partc.runtime.artifact.tensors.stored_weight import numbers
 
 if TYPE_CHECKING:
     from partc.compiler.frontend.source import Source
@@ -82,13 +84,11 @@ def scaled_seed(folder: Path, out: Path, number: int) -> Path:
 
 def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
     """By global name what a program of one rank keeps before its first step."""
-    import onnx
-
-    tensors = {one.name: one for one in onnx.load(folder / manifest.program(0)).graph.initializer}
+    tensors = {one.name: one for one in read_model(folder / manifest.program(0)).graph.initializer}
     found: dict[str, Array] = {}
     for record in manifest.state:
         if record.value in tensors:
-            found[record.tensor] = numpy_helper.to_array(tensors[record.value])
+            found[record.tensor] = numbers(tensors[record.value], folder)
         elif isinstance(record.initial, Law):
             dtype = dense(record.type)
             assert dtype is not None

@@ -167,7 +167,7 @@ class Unwritten(Artifact):
         for program in with_laws(programs):
             name, names, by_rank = program_name(program) if manifests else "", Names(program), [""] * program.plan.ranks
             held = [shards.of(one) for part, _ in program.alike for one in part.weights]
-            locations = {one.stored: Location("", 0, one.tensor.nbytes) for one in held if not one.is_inline}
+            locations = {one.stored: Location("", 0, one.data.nbytes) for one in held if not one.is_inline}
             models = RankModels(program, names, shards, locations, HelperTypes(program))
             for data, ranks in _distinct(program, models).items():
                 self._data[file := fmt.rank_file(ranks[0], name)] = data

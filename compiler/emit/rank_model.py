@@ -36,6 +36,7 @@ from partc.compiler.ir.value_info import Shape
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.release import release
+from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.spellings import first_free
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
@@ -401,11 +402,12 @@ def _tensor(name: str, shard: WeightShard, place: Location | None) -> onnx.Tenso
             proto.metadata_props.append(entry(key=fmt.DIGEST, value=digest))
         return proto
     lies = (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length)))
+    kept = [] if shard.data is tensor else [entry(key=fmt.STORED, value=BY_CODE[shard.data.dtype.value].name)]
     return onnx.TensorProto(
         name=name,
         data_type=tensor.dtype.value,
         dims=tensor.shape.numpy(),
         data_location=onnx.TensorProto.EXTERNAL,
         external_data=[entry(key=key, value=text) for key, text in lies],
-        metadata_props=[piece],
+        metadata_props=[piece, *kept],
     )

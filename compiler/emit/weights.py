@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.names import Names
-from partc.compiler.ir.computed import Box, ComputedTensor, runs_of, shard_of
+from partc.compiler.ir.computed import Box, ComputedTensor, WidenedTensor, runs_of, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.compiler.ir.sharded import ShardedValue
@@ -31,7 +31,7 @@ from partc.runtime.files.writers import new_raw_file
 INLINE_BYTES = 128
 _PAGE = 4096
 _CHUNK = 1 << 20
-_RUN = 64 << 20
+_RUN = 16 << 20
 """The most bytes of a computed tensor that are in memory at once."""
 
 
@@ -50,6 +50,11 @@ class WeightShard:
     tensor: ir.TensorProtocol
     text: str
     is_inline: bool
+
+    @property
+    def data(self) -> ir.TensorProtocol:
+        """The tensor as a file has it, in its own element type."""
+        return self.tensor.source if isinstance(self.tensor, WidenedTensor) else self.tensor
 
 
 class WeightShards:
@@ -119,8 +124,8 @@ def write_weights(
 def _write_file(
     folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]]
 ) -> tuple[FileRecord, dict[str, Location]]:
-    shards = sorted(weights, key=lambda item: (-item[1].tensor.dtype.bitwidth, item[0]))
-    ordered = [(name, shard.tensor, shard.tensor.nbytes) for name, shard in shards]
+    shards = sorted(weights, key=lambda item: (-item[1].data.dtype.bitwidth, item[0]))
+    ordered = [(name, shard.data, shard.data.nbytes) for name, shard in shards]
     rows = [(name, *_in_format(tensor), size) for name, tensor, size in ordered]
     prefix = header_bytes(rows, {name: shard.text for name, shard in shards}, _PAGE)
     path = folder / file
@@ -226,11 +231,22 @@ def _made(held: RankTensor, stored: Stored) -> WeightShard:
     sizes = tensor.shape.numpy()
     box = layout.box(held.index, sizes)
     text = f"{name}[{', '.join([f'{begin}:{end}' for begin, end in box])}]"
+    if isinstance(tensor, WidenedTensor):
+        view: ir.TensorProtocol = WidenedTensor(_shard(tensor.source, box, name), tensor.dtype, name)
+    else:
+        view = _shard(tensor, box, name)
+    return WeightShard(stored, view, text, is_inline(view))
+
+
+def _shard(tensor: ir.TensorProtocol, box: Sequence[tuple[int, int]], name: str) -> ir.TensorProtocol:
+    """A box of a tensor, read when it is written; whole rows of a file are a place in it."""
+    sizes = tensor.shape.numpy()
     shape = ir.Shape([end - begin for begin, end in box])
-    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and not any(layout.cuts[1:]):
+    whole_rows = all(span == (0, size) for span, size in zip(box[1:], sizes[1:], strict=True))
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and whole_rows:
         row = tensor.nbytes // max(1, sizes[0])
         begin, end = box[0]
-        rows = ir.ExternalTensor(
+        return ir.ExternalTensor(
             tensor.location,
             (tensor.offset or 0) + begin * row,
             (end - begin) * row,
@@ -239,11 +255,9 @@ def _made(held: RankTensor, stored: Stored) -> WeightShard:
             name=name,
             base_dir=tensor.base_dir,
         )
-        return WeightShard(stored, rows, text, is_inline(rows))
 
     def compute(inner: Box) -> Array:
         shifted = tuple(slice(one.start + begin, one.stop + begin) for one, (begin, _) in zip(inner, box, strict=True))
         return shard_of(tensor, shifted)
 
-    view = ComputedTensor(compute, tensor.dtype, shape.numpy(), name)
-    return WeightShard(stored, view, text, is_inline(view))
+    return ComputedTensor(compute, tensor.dtype, shape.numpy(), name)

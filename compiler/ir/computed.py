@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.value_info import Array
+from partc.runtime.files.regular import open_regular
 
 Box: TypeAlias = "tuple[slice, ...]"
 """The shard of a tensor: a slice of each dim, with begin and end."""
@@ -28,6 +29,19 @@ class ComputedTensor(ir.LazyTensor):
         super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
 
 
+class WidenedTensor(ComputedTensor):
+    """A tensor whose elements are those of `source`, a tensor of 16-bit floats, in a wider type: the artifact has them in their own."""
+
+    def __init__(self, source: ir.TensorProtocol, dtype: ir.DataType, name: str) -> None:
+        self.source = source
+        super().__init__(lambda box: shard_of(source, box).astype(dtype.numpy()), dtype, source.shape.numpy(), name)
+
+
+def widens(source: ir.DataType, dtype: ir.DataType) -> bool:
+    """Whether the artifact keeps the elements of a tensor in `source` where they are computed in `dtype`."""
+    return dtype == ir.DataType.FLOAT and source in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
 def full_box(shape: Sequence[int]) -> Box:
     """The box of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
@@ -37,9 +51,24 @@ def shard_of(tensor: ir.TensorProtocol, box: Box) -> Array:
     """The elements of a tensor within a box."""
     if isinstance(tensor, ComputedTensor):
         return tensor.compute(box)
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and box and tensor.nbytes:
+        return _read(tensor, box)
     with _READING:  # a mapped tensor opens its file at the first read, and files are written side by side
         whole = tensor.numpy()
     return whole[box]
+
+
+def _read(tensor: ir.ExternalTensor, box: Box) -> Array:
+    """A box of a tensor in a file, whose pages are mapped for no longer than that: what stays mapped counts as memory of the process."""
+    rows, shape = box[0], tensor.shape.numpy()
+    row = tensor.nbytes // shape[0]
+    count = len(range(*rows.indices(shape[0])))
+    if not count:
+        return np.empty((0, *shape[1:]), tensor.dtype.numpy())[:, *box[1:]]
+    with open_regular(tensor.path) as file:
+        begin = (tensor.offset or 0) + rows.start * row
+        mapped = np.memmap(file, tensor.dtype.numpy(), "r", begin, (count, *shape[1:]))
+        return np.array(mapped[:, *box[1:]], order="C", subok=False)
 
 
 def runs_of(tensor: ComputedTensor, most_bytes: int) -> Iterator[Array]:

@@ -22,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.computed import Box, ComputedTensor, full_box, shard_of
+from partc.compiler.ir.computed import Box, ComputedTensor, WidenedTensor, full_box, shard_of
 from partc.compiler.ir.graph import has_computed_target, name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
@@ -324,6 +324,10 @@ def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: i
     known: dict[tuple[int, int, int], ir.TensorProtocol] = getattr(tensor, "meta", {}).setdefault(_PARTS, {})
     if (dim, begin, end) in known:
         return known[dim, begin, end]
+
+    if isinstance(tensor, WidenedTensor):
+        source = _slice_of(tensor.source, dim, begin, end, part)
+        return known.setdefault((dim, begin, end), WidenedTensor(source, tensor.dtype, name_of(part)))
 
     def shard(box: Box) -> Array:
         moved = slice(box[dim].start + begin, box[dim].stop + begin)

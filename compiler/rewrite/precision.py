@@ -26,7 +26,7 @@ import onnx.defs
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.computed import ComputedTensor, shard_of
+from partc.compiler.ir.computed import ComputedTensor, WidenedTensor, shard_of, widens
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside, name_of
 from partc.compiler.ir.program import Typed
@@ -336,6 +336,10 @@ def _cast_tensor(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProto
         return tensor.cast(kind)
 
     shape, name = tensor.shape.numpy(), tensor.name or ""
+    if isinstance(tensor, WidenedTensor) and tensor.source.dtype == kind:
+        return tensor.source
+    if widens(tensor.dtype, kind):
+        return WidenedTensor(tensor, kind, name)
     if tensor.nbytes > 1 << 10:
         return ComputedTensor(lambda box: shard_of(tensor, box).astype(kind.numpy()), kind, shape, name)
 

@@ -147,6 +147,7 @@ MADE_OF_INPUTS = "made of inputs"
 OF_RANKS = "partc.ranks"
 PIECE = "partc.piece"
 DIGEST = "partc.sha256"
+STORED = "partc.stored"
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"

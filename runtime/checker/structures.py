@@ -122,7 +122,10 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
     light = without_weights(model if risky or rest is None else rest)
     if not (text := can_load(_alone(light, light.graph.node if risky else _unlike(light)), "", optimized=risky)):
         return ""
-    return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
+    if folder is None:
+        return text
+    readable = without_weights(model, widened=True)
+    return can_load(_alone(readable, readable.graph.node), str(folder.resolve()), optimized=risky)
 
 
 def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[int]:

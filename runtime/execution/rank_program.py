@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
+from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
 from ..artifact.format import CUDA, Shape, StateRecord
@@ -314,15 +315,13 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
 
 def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
     """The weights that are sent, reduced, delivered, updated with, or given to tasks under another name, with their types."""
-    from onnx import numpy_helper
-
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
     loose.difference_update(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
         if tensor.name in loose:
-            array = numpy_helper.to_array(tensor, base_dir=str(folder))
+            array = numbers(tensor, folder)
             dtype = BY_CODE.get(tensor.data_type)
             value: Value
             if dtype:

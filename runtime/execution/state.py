@@ -15,6 +15,7 @@ import numpy as np
 from partc.runtime.artifact.tensors.boxes import region
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import fill
+from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.artifact.tensors.tensor import Tensor
 
 from ..artifact.format import CACHE, CUDA, Law, StateRecord
@@ -131,13 +132,11 @@ def fill_first(record: StateRecord, rank: int, array: Array) -> None:
 
 
 def _fill(state: State, model: ModelProto, folder: Path) -> None:
-    from onnx import numpy_helper
-
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def write(record: StateRecord, array: Array) -> None:
         if record.value in weights:
-            np.copyto(array, numpy_helper.to_array(weights[record.value], base_dir=str(folder)))
+            np.copyto(array, numbers(weights[record.value], folder))
         else:
             fill_first(record, state.rank, array)
 

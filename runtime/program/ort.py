@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
+
+from partc.runtime.artifact.tensors.dtypes import Array
 
 from ..devices.devices import HOST, Device
 
@@ -101,6 +104,8 @@ def new_session(
     exact: bool = False,
     grows: bool = False,
     profile: str = "",
+    numbers: Mapping[str, Array] = MappingProxyType({}),
+    tables: Collection[str] = (),
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
@@ -117,6 +122,8 @@ def new_session(
     With `profile` onnxruntime notes when each node runs; `end_profiling` gives the file, whose path begins so.
 
     On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
+
+    `numbers`: by name the weights that are not read from a file. Of those among `tables` the session has no copy, and keeps the array.
 
     Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
     to be told of it.
@@ -140,12 +147,18 @@ def new_session(
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in numbers.items()}
+    if values:
+        options.add_external_initializers([*values], [*values.values()])
+    for name in tables:
+        options.add_initializer(name, values[name])
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
     left_out = list(_ROUNDS_OTHERWISE) if exact else None
     session = onnxruntime.InferenceSession(
         model, options, providers=device.providers, disabled_optimizers=left_out, enable_fallback=0
     )
+    session.tables = [(numbers[name], values[name]) for name in tables]  # onnxruntime points to them
     ((provider, _),) = device.providers
     if provider not in session.get_providers():
         # onnxruntime only logs that it has not found the device, and takes the CPU.

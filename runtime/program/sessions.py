@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
-from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_proto, type_text
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, dense, element, type_proto, type_text
+from partc.runtime.artifact.tensors.stored_weight import is_widened, numbers
 
 from ..artifact.format import DOMAIN, FACTORS, TASKS
 from ..devices.devices import HOST, Device, Devices
@@ -49,6 +50,8 @@ class Settings:
     caches: frozenset[str] = frozenset()
     profile: str = ""
     """How the paths of the files begin in which onnxruntime notes the times of segments' nodes; empty where it does not."""
+    tables: dict[bytes, Array] = field(default_factory=dict, compare=False)
+    """The widened tables of all sessions, by what the rank file says of them: those whose rows nodes read."""
     shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
     """Sessions of a decoder's programs by what they run: what both do alike is one session, which has its weights once."""
 
@@ -162,7 +165,10 @@ class Builder:
         try:
             self.made += 1
             profile = f"{settings.profile}.{self.made}" if settings.profile else ""
-            session = new_session(data, threads, device, entries, settings.keeps, bool(settings.caches), profile)
+            widened = self._widened(model, device)
+            session = new_session(
+                data, threads, device, entries, settings.keeps, bool(settings.caches), profile, *widened
+            )
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)
@@ -177,6 +183,22 @@ class Builder:
         if key:
             settings.shared[key] = session
         return session
+
+    def _widened(self, model: ModelProto, device: Device) -> tuple[dict[str, Array], list[str]]:
+        """The weights that are widened while they are read, by name, and which of them are tables.
+
+        A table is one array for all sessions of the rank; what else nodes read is packed or folded by each session, and given back.
+        """
+        stored = {tensor.name: tensor for tensor in model.graph.initializer if is_widened(tensor)}
+        gathers = (node.input[0] for node in model.graph.node if node.op_type == "Gather" and device.is_host)
+        tables = sorted(stored.keys() & set(gathers))
+        arrays: dict[str, Array] = {}
+        for name, tensor in stored.items():
+            key = tensor.SerializeToString(deterministic=True)
+            arrays[name] = self.settings.tables[key] if key in self.settings.tables else numbers(tensor, self.folder)
+            if name in tables:
+                self.settings.tables[key] = arrays[name]
+        return arrays, tables
 
     def _model(self, segment: Segment) -> ModelProto:
         from onnx import ModelProto

@@ -23,8 +23,7 @@ from onnxruntime import InferenceSession, OrtValue, SessionOptions
 
 REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 FUNCTIONS = {"floor": math.floor, "ceiling": math.ceil, "trunc": math.trunc, "Max": max, "Min": min, "Abs": abs}
-BFLOAT16 = onnx.TensorProto.BFLOAT16
-SMALL_FLOATS = (np.float16, dtype_of(BFLOAT16))
+BFLOAT16, SMALL_FLOATS = onnx.TensorProto.BFLOAT16, ("float16", "bfloat16")
 FUNCTIONS |= {"Mod": lambda a, b: a % b, "Fraction": Fraction, "__builtins__": {}}
 
 
@@ -192,6 +191,9 @@ class Runtime:
         tasks = [(body.domain, body.name) for body in model.functions if body.domain == "partc.task"]
         model = inliner.inline_selected_functions(model, tasks) if tasks else model
         external_data_helper.load_external_data_for_model(model, str(folder))
+        for weight in model.graph.initializer:
+            for kept in [entry.value for entry in weight.metadata_props if entry.key == "partc.stored"]:
+                weight.raw_data = np.frombuffer(weight.raw_data, kept).astype(np.float32).tobytes()
         return model
 
     def initial(self, record):

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.safetensors_files import InFile, InFiles
-from partc.compiler.ir.computed import ComputedTensor, shard_of
+from partc.compiler.ir.computed import ComputedTensor, WidenedTensor, shard_of, widens
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.files.regular import open_regular
@@ -62,24 +62,26 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
     tensors: dict[str, ir.TensorProtocol] = {}
     for name, origin in origins.items():
         if origin.conversion is None:
-            shapes = {name: files[origin.names[0]].stored.shape}
+            kept = files[origin.names[0]].stored
+            stored = {name: (kept.shape, ir.DataType(kept.dtype.code))}
         else:
             try:
-                shapes = {
-                    made: tuple(one.shape) for made, one in _converted(model, name, origin, files, meta=True).items()
+                stored = {
+                    made: (tuple(one.shape), ir.tensor_adapters.from_torch_dtype(one.dtype))
+                    for made, one in _converted(model, name, origin, files, meta=True).items()
                 }
             except Exception as error:
                 fact = f"'{name}' cannot be converted from {first_of([*map(repr, origin.names)])}: {error}"
                 problems.append(Problem(where, fact, help=_HELP))
                 continue
-        for made, shape in shapes.items():
+        for made, (shape, dtype) in stored.items():
             if made not in wanted:
                 unread.append(made)
             elif shape != tuple(wanted[made].shape):
                 fact = f"'{made}' is {list(shape)}; the model's is {list(wanted[made].shape)}"
                 problems.append(Problem(where, fact, help=_HELP))
             else:
-                tensors[made] = _tensor(model, made, name, origin, files, wanted[made])
+                tensors[made] = _tensor(model, made, name, origin, files, wanted[made], dtype)
     own = {id(tensors[name]): origin.names[0] for name, origin in origins.items() if name in tensors}
     decided = _share(model, wanted, tensors)
     simple = all(origin.conversion is None for origin in origins.values()) and not decided
@@ -149,18 +151,27 @@ def _read(stored: InFile, meta: bool = False) -> torch.Tensor:
 
 
 def _tensor(
-    model: Any, name: str, key: str, origin: _Origin, files: Mapping[str, InFile], wanted: torch.Tensor
+    model: Any,
+    name: str,
+    key: str,
+    origin: _Origin,
+    files: Mapping[str, InFile],
+    wanted: torch.Tensor,
+    kept: ir.DataType,
 ) -> ir.TensorProtocol:
-    """The tensor of a weight: a place in a file, or one computed from such places when it is read."""
+    """The tensor of a weight: a place in a file, or one computed from such places, of type `kept`, when it is read."""
     dtype, shape = ir.tensor_adapters.from_torch_dtype(wanted.dtype), ir.Shape(wanted.shape)
     if origin.conversion is None:
         return stored_as(files[origin.names[0]], dtype, name)
 
     def read() -> ir.TensorProtocol:
         made = _converted(model, key, origin, files)[name]
-        return ir.tensor_adapters.TorchTensor(made.to(wanted.dtype).contiguous(), name=name)
+        kind = made.dtype if widened else wanted.dtype
+        return ir.tensor_adapters.TorchTensor(made.to(kind).contiguous(), name=name)
 
-    return ir.LazyTensor(read, dtype=dtype, shape=shape, name=name, cache=False)
+    widened = widens(kept, dtype)
+    tensor = ir.LazyTensor(read, dtype=kept if widened else dtype, shape=shape, name=name, cache=False)
+    return WidenedTensor(tensor, dtype, name) if widened else tensor
 
 
 def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
@@ -181,6 +192,8 @@ def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
     )
     if kept.dtype is BY_CODE[dtype.value]:
         return tensor
+    if widens(tensor.dtype, dtype):
+        return WidenedTensor(tensor, dtype, name)
     return ComputedTensor(lambda box: shard_of(tensor, box).astype(dtype.numpy()), dtype, shape, name)
 
 

@@ -56,7 +56,8 @@ class TorchModel:
 
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         named = {**dict(self.module.named_parameters(remove_duplicate=False)), **buffers}
-        read = {id(named[name]): torch.from_numpy(one.numpy()) for name, one in self.stored.items() if name in named}
+        names = {id(named[name]): name for name in self.stored if name in named}  # a tied weight is read once
+        read = {key: torch.from_numpy(self.stored[name].numpy()) for key, name in names.items()}
         copies = {id(one): one.detach().clone() for one in buffers.values() if id(one) not in read}
         known = {**read, **copies}
         return {name: known.get(id(tensor), tensor) for name, tensor in named.items()}

@@ -18,6 +18,7 @@ from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, node_title, path_of
 from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.tensors.dtypes import type_text
+from partc.runtime.artifact.tensors.stored_weight import is_widened
 from partc.runtime.checker.graph.symbols import filled_samples, numbers
 from partc.runtime.checker.graph.windows import does_not_fit
 from partc.runtime.errors import ArtifactError, Violation
@@ -105,15 +106,19 @@ def _is_of_onnx(op_type: str, opset: int) -> bool:
     return onnx.defs.has(op_type, max_inclusive_version=opset) and not onnx.defs.get_schema(op_type, opset).deprecated
 
 
-def without_weights(model: ModelProto) -> ModelProto:
-    """A copy whose external weights are graph inputs."""
+def without_weights(model: ModelProto, widened: bool = False) -> ModelProto:
+    """A copy whose external weights are graph inputs; with `widened` those alone that their files have in another type."""
+
+    def left(tensor: TensorProto) -> bool:
+        return is_widened(tensor) if widened else tensor.data_location == TensorProto.EXTERNAL
+
     light = ModelProto()
     light.CopyFrom(model)
     listed = {port.name for port in light.graph.input}
     for tensor in model.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in listed:
+        if left(tensor) and tensor.name not in listed:
             light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    kept = [tensor for tensor in light.graph.initializer if tensor.data_location != TensorProto.EXTERNAL]
+    kept = [tensor for tensor in light.graph.initializer if not left(tensor)]
     del light.graph.initializer[:]
     light.graph.initializer.extend(kept)
     return light

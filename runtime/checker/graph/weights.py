@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
-from partc.runtime.artifact.format import DIGEST, PIECE, Manifest, StateRecord, stays_inside
+from partc.runtime.artifact.format import DIGEST, PIECE, STORED, Manifest, StateRecord, stays_inside
 from partc.runtime.artifact.graph.onnx_graph import metadata_of, model_tensors
-from partc.runtime.artifact.tensors.dtypes import BY_CODE
+from partc.runtime.artifact.tensors.dtypes import element
 from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
+from partc.runtime.artifact.tensors.stored_weight import WIDENED, is_widened, stored_type
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -99,10 +100,13 @@ def _check_region(
     file: str, title: str, tensor: TensorProto, location: str, weights: _Weights, span: tuple[int, int]
 ) -> Iterator[Violation]:
     offset, end = span
-    dtype = BY_CODE.get(tensor.data_type)
+    dtype = stored_type(tensor)
     need = None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
     code = None if dtype is None else CODES.get(dtype.shown)
-    if not weights.begin <= offset <= end <= weights.end:
+    if is_widened(tensor) and metadata_of(tensor, STORED) not in WIDENED.get(element(tensor.data_type), ()):
+        fact = f"its data is said to be {metadata_of(tensor, STORED)!r}, and it is {element(tensor.data_type)}"
+        yield Violation(file, fact, title, help=_AGAIN)
+    elif not weights.begin <= offset <= end <= weights.end:
         fact = (
             f"its data would be bytes {offset} to {end} of {location}, whose data is {weights.begin} to {weights.end}"
         )
@@ -120,9 +124,7 @@ def _check_region(
                 file, f"its data is that of '{named}' in {location}; it is '{shard or tensor.name}'", title, help=_AGAIN
             )
         elif all(one.type not in (code, AS_BYTES) for one in there):
-            fact = (
-                f"its data in {location} is {there[0].type}, and it is a {TensorProto.DataType.Name(tensor.data_type)}"
-            )
+            fact = f"its data in {location} is {there[0].type}, and it is a {dtype.name if dtype else 'string'}"
             yield Violation(file, fact, title, help=_AGAIN)
         elif all(one.type != AS_BYTES and one.shape != [*tensor.dims] for one in there):
             fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"

@@ -35,10 +35,11 @@ from partc.runtime.artifact.format import (
     PULL,
     RECV,
     SEND,
+    STORED,
     TAG,
     Manifest,
 )
-from partc.runtime.artifact.graph.onnx_graph import integer_of, reads
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, reads
 from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.graph.symbols import numbers as dims_at
@@ -301,7 +302,7 @@ class Numbering:
             with open_regular(self.folder / entries["location"]) as file:
                 file.seek(int(entries.get("offset", 0)))
                 self._bytes[key] = hashlib.sha256(file.read(int(entries.get("length", -1)))).digest()
-        return tensor.data_type, tuple(tensor.dims), self._bytes[key]
+        return tensor.data_type, metadata_of(tensor, STORED), tuple(tensor.dims), self._bytes[key]
 
 
 def _is_random(node: NodeProto) -> bool:
