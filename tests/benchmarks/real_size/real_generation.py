@@ -82,6 +82,8 @@ def main() -> None:
             if len(loads) < options.turns:
                 sides[name].close()
         rows[name] = {"load": 1e3 * statistics.median(loads), "disk": bytes_of(model) / 2**20}
+    for side in sides.values():
+        side.turn(len(MEASURES) + 1)
     for number, measure in enumerate(MEASURES):
         times = {name: list[float]() for name in sides}
         for turn in range(options.turns + 1):
@@ -98,7 +100,7 @@ def main() -> None:
         ratios = [f"{rows[ours][measure] / rows[peer][measure]:{len(ours + peer) + 5}.2f}" for ours, peer in pairs]
         print(f"{measure:14}" + "".join(f"{row[measure]:14.1f}" for row in rows.values()) + "".join(ratios))
     if options.tokens:
-        ours, theirs = (sides[name].turn(len(MEASURES) + 1) for name in ("partc", "transformers"))
+        ours, theirs = (sides[name].turn(len(MEASURES) + 2) for name in ("partc", "transformers"))
         print(
             f"tokens: {sum(map(float.__eq__, map(float, ours), map(float, theirs)))} of {len(theirs)} are transformers'"
         )
