@@ -64,13 +64,13 @@ def _compute_with_one_thread() -> None:
 
 
 def _keep_small_pages() -> None:
-    """This process keeps the memory of all its tests: a look through it for huge pages takes 20 ms for each rank that makes tokens.
+    """This process keeps the memory of all its tests: a look through it for huge pages takes 20 ms for each generator.
 
     Processes that tests start have huge pages, and so has the test of them.
     """
-    rank_program: Any = sys.modules.get("partc.runtime.execution.rank_program")
-    if rank_program is not None:
-        rank_program.use_huge_pages = lambda: 0
+    generator: Any = sys.modules.get("partc.runtime.generation.generator")
+    if generator is not None:
+        generator.huge_pages = lambda: iter(())
 
 
 def _read_torch_ops_once() -> None:

@@ -42,7 +42,6 @@ from ..updates.fusion import FusedUpdate, RowUpdate
 from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
 from .memory.cache_rows import CacheRows
-from .memory.huge_pages import use_huge_pages
 from .memory.layout import lay_out
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder
@@ -308,8 +307,6 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
         elif isinstance(step, Copy):
             builder.copy(step.source, step.result)
     give_back_freed()
-    if file.manifest.generation is not None:
-        use_huge_pages()
     return runners, builder.types
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from partc.runtime.artifact.tensors.boxes import region
-from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.artifact.tensors.dtypes import Array, Dtype, dense
 from partc.runtime.artifact.tensors.law import fill
 from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.artifact.tensors.tensor import Tensor
@@ -86,7 +86,7 @@ def make_state(
         dtype = dense(buffer.type)
         if dtype is None:
             raise ArtifactError(f"'{buffer.members[0]}' is a {buffer.type}, which no optimizer updates")
-        memory = new_place(memories.get(buffer.members[0]), dtype, (buffer.size,))
+        memory = _zeros(memories.get(buffer.members[0]), dtype, (buffer.size,))
         for name, at in buffer.places.items():
             tensors[name] = part(memory, dtype.bytes_of((at,)), dtype, by_name[name].local_shape(rank))
     for record in mine:
@@ -96,10 +96,15 @@ def make_state(
                 raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
             shape = record.local_shape(rank)
             shape = (groups * shape[0], *shape[1:]) if record.kind == CACHE else shape
-            tensors[record.value] = new_place(memories.get(record.value), dtype, shape)
+            tensors[record.value] = _zeros(memories.get(record.value), dtype, shape)
     state = State(rank, tensors, mine)
     _fill(state, model, folder)
     return state
+
+
+def _zeros(memory: DeviceMemory | None, dtype: Dtype, shape: tuple[int, ...]) -> Placed:
+    """Memory for a tensor, of zeros where it is on the host: caches take pages only for the tokens that they have."""
+    return Tensor.zeros(dtype, shape) if memory is None else new_place(memory, dtype, shape)
 
 
 def check_same(state: State, records: Iterable[StateRecord], where: str) -> None:
@@ -137,7 +142,7 @@ def _fill(state: State, model: ModelProto, folder: Path) -> None:
     def write(record: StateRecord, array: Array) -> None:
         if record.value in weights:
             np.copyto(array, numbers(weights[record.value], folder))
-        else:
+        elif record.initial != 0 or isinstance(state.tensors[record.value], Remote):
             fill_first(record, state.rank, array)
 
     state.fill(write, {record.tensor for record in state.records})

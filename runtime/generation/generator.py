@@ -23,6 +23,7 @@ from ..artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
+from ..execution.memory.huge_pages import huge_pages
 from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
@@ -66,6 +67,7 @@ class Generator:
         }
         """By program where its logits lie."""
         self._several = isinstance(program, Program) and program.size > 1
+        self._huge_pages = huge_pages()
         self._tokens: list[Agreements] = []
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
         self._decodes: dict[tuple[int, int], tuple[Array, SameArrays]] = {}
@@ -116,6 +118,7 @@ class Generator:
         if step.copies:
             self._copy(step.copies)
         outputs = self._outputs(step)
+        next(self._huge_pages, None)
         if step.encoded is not None:
             return lambda: slots.take(step, [])
         # where groups take turns the last stage has them

@@ -9,7 +9,9 @@ are in the cache. Says at its end which tokens there were.
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,6 +19,7 @@ import xllamacpp
 from safetensors.numpy import load_file
 from turns import answer, told
 
+Array = np.ndarray[Any, Any]
 OF_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -31,9 +34,12 @@ OF_LAYER = {
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write(folder: Path) -> Path:
-    """The GGUF file of a saved LlamaForCausalLM, in which the word of a token is its number."""
-    path, config = folder / "model.gguf", json.loads((folder / "config.json").read_text())
+def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]], four_bits: bool = False) -> Path:
+    """Writes the weights of a saved LlamaForCausalLM to a GGUF file, in which the word of a token is its number.
+
+    With `four_bits` all matrices are Q4_0.
+    """
+    config = json.loads((folder / "config.json").read_text())
     heads, kv, width = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -46,22 +52,29 @@ def write(folder: Path) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0 if four_bits else gguf.LlamaFileType.ALL_F32)
     words = [f"{number};" for number in range(config["vocab_size"])]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
     writer.add_token_scores([0.0] * len(words))
     writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
-    for name, array in load_file(folder / "model.safetensors").items():
+
+    def add(name: str, array: Array) -> None:
+        if not four_bits or array.ndim == 1:
+            return writer.add_tensor(name, np.ascontiguousarray(array))
+        kind = gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+
+    for name, array in tensors:
         own = name.removesuffix(".weight")
         layer, _, rest = own.removeprefix("model.layers.").partition(".")
         if own in WHOLE:
-            writer.add_tensor(f"{WHOLE[own]}.weight", array)
+            add(f"{WHOLE[own]}.weight", array)
             continue
         if rest.endswith(("q_proj", "k_proj")):  # its rotation takes neighbours, that of transformers halves
             count = heads if rest.endswith("q_proj") else kv
             array = array.reshape(count, 2, -1, width).swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(f"blk.{layer}.{OF_LAYER[rest]}.weight", np.ascontiguousarray(array))
+        add(f"blk.{layer}.{OF_LAYER[rest]}.weight", array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,7 +89,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     params = xllamacpp.CommonParams()
-    params.model.path = str(write(options.folder))
+    tensors = load_file(options.folder / "model.safetensors").items()
+    params.model.path = str(write(options.folder, options.folder / "model.gguf", tensors))
     params.n_ctx, params.n_parallel, params.warmup = 4096, 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     params.verbosity = -1

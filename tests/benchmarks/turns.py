@@ -88,7 +88,8 @@ class Side:
             for index, command in enumerate(commands)
         ]
         atexit.register(self._stop)
-        self._answer()
+        self.last = self._answer()
+        """The answer to the last turn, at first to none."""
 
     def turn(self, steps: int) -> list[float]:
         """The seconds of so many steps."""

@@ -58,6 +58,11 @@ class Tensor:
         return Tensor(dtype, shape, aligned(dtype.bytes_of(shape)))
 
     @staticmethod
+    def zeros(dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+        """New memory of zeros; the system gives a page of a large tensor when it is first written."""
+        return Tensor(dtype, shape, aligned(dtype.bytes_of(shape), np.zeros))
+
+    @staticmethod
     def of(array: Array, dtype: Dtype) -> Tensor:
         """The bytes of an array of `dtype`, shared where it is contiguous and aligned, else copied once."""
         if dtype.bits < 8:
@@ -73,9 +78,9 @@ class Tensor:
         return self.data.view(self.dtype.numpy).reshape(self.shape)
 
 
-def aligned(size: int) -> Bytes:
+def aligned(size: int, new: Callable[[int, type[np.uint8]], Bytes] = np.empty) -> Bytes:
     """`size` bytes of new memory that begin at a multiple of `ALIGNMENT`."""
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    raw = new(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size]
 
