@@ -11,6 +11,7 @@ import click
 from partc.cli.commands.run import WithLauncherOptions, place_options, start
 from partc.cli.job.job import Job
 from partc.cli.server.settings import ServerSettings
+from partc.cli.text.tool_calls import FORMS
 from partc.runtime.files import counted
 
 _RESTARTS = 5
@@ -84,6 +85,11 @@ def _origins(values: Sequence[str]) -> Sequence[str]:
     help="The model's tokenizer.json, for text; its chat template is looked for beside it.",
 )
 @click.option(
+    "--tool-calls",
+    type=click.Choice([*FORMS]),
+    help="The form in which the model writes calls of tools.  [default: as its chat template and tokenizer tell]",
+)
+@click.option(
     "--queue",
     type=click.IntRange(min=0),
     default=64,
@@ -141,6 +147,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         name=given["served_model_name"],
         api_key=given["api_key"],
         shares=not given["no_shared_prefixes"],
+        tool_calls=given["tool_calls"],
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

@@ -22,6 +22,7 @@ from partc.cli.server.link import Link
 from partc.cli.server.settings import ServerSettings
 from partc.cli.text.chat_template import end_of_text, find_chat_template
 from partc.cli.text.tokenizer import open_tokenizer, refuse_other_vocabulary
+from partc.cli.text.tool_calls import form_of
 from partc.runtime.errors import ArtifactError, InputError, PartcError, UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     if path is None:
         return Reader(name, record, None, None)
     refuse_other_vocabulary(path, tokenizer, record.vocabulary)
-    return Reader(name, record, tokenizer, find_chat_template(path), tuple(end_of_text(path, tokenizer)))
+    template = find_chat_template(path)
+    calls = settings.tool_calls or (form_of(template.text, tokenizer) if template is not None else "")
+    return Reader(name, record, tokenizer, template, tuple(end_of_text(path, tokenizer)), calls, path)
 
 
 def open_front(settings: ServerSettings, manifest: Manifest) -> Front:

@@ -5,6 +5,7 @@ A text that ends an answer may begin in one token and end in another one, so let
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from partc.cli.server.engine import Ended, Engine, Failed, News, Score, Ticket, 
 from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.tokenizer import TextStream
+from partc.cli.text.tool_calls import FORMS, Call, CallText, overlap
 
 _NOT_FINITE = "the logits of this request are not finite: no token follows its prompt and the tokens made so far"
 
@@ -28,13 +30,14 @@ class Delta:
     finish: str
     scores: list[Score] = field(default_factory=list)
     """By token its score, where the request has `logprobs`."""
+    calls: Sequence[Call] = ()
 
 
 class Letters:
-    """The text of tokens, up to one of `stops`."""
+    """The text of tokens, up to one of `stops`. `controls`: control tokens that are part of it."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+    def __init__(self, tokenizer: Any, stops: Sequence[str], controls: Sequence[str] = ()) -> None:
+        self._stream = None if tokenizer is None else TextStream(tokenizer, controls)
         self._stops = stops
         self._held = ""
         self.stopped = False
@@ -66,14 +69,9 @@ class Letters:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many of the last letters of a text are the first ones of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass
@@ -94,6 +92,12 @@ class Answer:
     of_prompt: list[Score] = field(default_factory=list)
     """The scores of its prompt's tokens but the first, where the prompt is shown with them."""
     created: int = field(default_factory=lambda: int(time.time()))
+    calls: CallText | None = field(init=False)
+    """What divides the text into content and calls of tools, where the request has tools."""
+
+    def __post_init__(self) -> None:
+        tools = self.completion.tools
+        self.calls = None if tools is None else CallText(FORMS[tools.form], tools.names, tools.most)
 
     async def next(self, engine: Engine) -> Delta:
         """What is added next, once something is; RefusedError where the ranks fail, or the request's logits are not finite."""
@@ -126,21 +130,34 @@ class Answer:
                 break
         self.made += len(tokens)
         self.logprob += sum(score for score, _ in found)
-        return Delta(text, tokens, finish, found)
+        calls: Sequence[Call] = ()
+        if self.calls is not None:
+            text = self.calls.add(text)
+            if finish:
+                rest, calls = self.calls.end()
+                text, finish = text + rest, "tool_calls" if calls and finish == "stop" else finish
+        return Delta(text, tokens, finish, found, calls)
 
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The whole choice, as an answer."""
         text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
-        delta = Delta(text, tokens, deltas[-1].finish, [score for one in deltas for score in one.scores])
+        delta = Delta(
+            text, tokens, deltas[-1].finish, [score for one in deltas for score in one.scores], deltas[-1].calls
+        )
         text = (self.completion.echo or "") + text
-        content = {"message": {"role": "assistant", "content": text}} if self.completion.chat else {"text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if delta.calls:
+            message |= {"content": text or None, "tool_calls": [_shown(call) for call in delta.calls]}
+        content = {"message": message} if self.completion.chat else {"text": text}
         return self._document(False, [self._choice(content, delta, True)])
 
     def chunk(self, delta: Delta, first: bool) -> dict[str, Any]:
         """The event of a stream for a delta."""
         role = {"role": "assistant"} if first else {}
         text = (self.completion.echo or "") + delta.text if first else delta.text
-        content = {"delta": {**role, "content": text}} if self.completion.chat else {"text": text}
+        calls = {"tool_calls": [{"index": at, **_shown(call)} for at, call in enumerate(delta.calls)]}
+        message = {**role, "content": text, **(calls if delta.calls else {})}
+        content = {"delta": message} if self.completion.chat else {"text": text}
         usage = {"usage": usage_of([self])} if self.completion.counts_always else {}
         return self._document(True, [self._choice(content, delta, first)]) | usage
 
@@ -189,6 +206,12 @@ def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> l
         best = sorted(of_prompt, key=lambda at: -answers[at].logprob / max(answers[at].made, 1))[: first.kept]
         found += [choices[at] for at in (best if first.kept < first.copies else of_prompt)]
     return [{**choice, "index": index} for index, choice in enumerate(found)]
+
+
+def _shown(call: Call) -> dict[str, Any]:
+    """A call as the API has it, with a name of its own of nine letters: templates of Mistral's models refuse any other."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:

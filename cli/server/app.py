@@ -17,6 +17,7 @@ from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError, error_body
 from partc.cli.server.settings import ServerSettings
 from partc.cli.server.stream import EventStream, ended_when_left
+from partc.cli.text.tool_calls import FORMS
 from partc.runtime.files import counted
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -242,7 +243,7 @@ class Server:
                 one,
                 self.reader.model,
                 ticket,
-                Letters(self.reader.tokenizer, one.stops),
+                self._letters(one),
                 tickets[0].number,
                 self._token_texts,
             )
@@ -254,6 +255,10 @@ class Server:
             documents = [await self._whole(answer) for answer in answers]
         found = likeliest(answers, [choice for one in documents for choice in one["choices"]])
         return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
+
+    def _letters(self, choice: Completion) -> Letters:
+        controls = () if choice.tools is None else FORMS[choice.tools.form].controls
+        return Letters(self.reader.tokenizer, choice.stops, controls)
 
     async def _whole(self, answer: Answer) -> dict[str, Any]:
         """The whole of a choice, as an answer."""

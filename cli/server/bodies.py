@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.chat_template import ChatTemplate
@@ -21,7 +21,8 @@ from partc.cli.text.tokenizer import ids_of
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
 from partc.runtime.generation.request import MOST_BIASES, MOST_LOGPROBS, Request, faults_of
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from partc.runtime.generation.schema import SchemaBound
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 MOST_BYTES = 1_000_000
@@ -29,8 +30,12 @@ MOST_BYTES = 1_000_000
 MOST_STOPS, MOST_STOP_LETTERS = 16, 256
 _MOST_MESSAGES = _MOST_PARTS = 1024
 _MOST_FIELDS, _MOST_LABELS, _MOST_STOP_TOKENS = 64, 64, 64
+_MOST_SCHEMA_LETTERS = 1 << 15
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_MOST_TOOLS, _MOST_CALLS, _MOST_LEVELS = 128, 128, 64
 _SET_NAMES = {
     "messages",
+    "tools",
     "add_generation_prompt",
     "bos_token",
     "eos_token",
@@ -45,17 +50,16 @@ _MOST_CHOICES = 128
 _SEEDS = 1 << 64
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
 """Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
+
+_SCHEMAS = {"tools", "response_format"}
+"""Fields with schemas, in which null is a value."""
 
 
 def _is_neutral(value: object, neutral: object) -> bool:
@@ -125,6 +129,39 @@ def _content(given: object) -> object:
 
 
 Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
+
+
+def _schema(given: object) -> object:
+    """A JSON schema; ValueError where it is nested so deeply that no reader of it goes to its end."""
+    if not isinstance(given, dict):
+        raise ValueError("is not a JSON schema, which is a mapping")
+    inner: list[Any] = [given]
+    for _ in range(_MOST_LEVELS):
+        inner = [
+            one
+            for outer in inner
+            for one in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(one, dict | list)
+        ]
+        if not inner:
+            return given
+    raise ValueError(f"has more than {_MOST_LEVELS} levels")
+
+
+def _parameters(given: object) -> object:
+    """The schema of a function's arguments, also where it has none; ValueError."""
+    return _NO_PARAMETERS if given is None else _schema(given)
+
+
+def _call_arguments(given: object) -> object:
+    """The arguments of a call, a text with a JSON object; ValueError."""
+    try:
+        found = json.loads(given, parse_constant=_not_json) if isinstance(given, str) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("is not a text with a JSON object")
+    return _schema(found)
 
 
 def _labels(given: object) -> object:
@@ -204,11 +241,78 @@ class _CompletionBody(_Body):
     best_of: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
 
 
+def _tool_choice(given: object) -> object:
+    """What is asked for, of a tool its name as a list; ValueError."""
+    match given:
+        case "none" | "auto" | "required":
+            return given
+        case {"type": "function", "function": {"name": str() as name}}:
+            return [name]
+    raise ValueError('is not "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+def _format(given: object) -> object:
+    """The schema of an answer, None where it is any text; ValueError."""
+    match given:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return _schema(schema)
+    raise ValueError(
+        'is not of the type "text", "json_object", or "json_schema" with {"json_schema": {"schema": {...}}}'
+    )
+
+
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_call_arguments)]
+
+
+class _ToolCall(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+    index: int | None = Field(None, exclude=True)
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str, BeforeValidator(_content)] = ""
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=_MOST_CALLS)] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_misplaced(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("has no content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"has tool_calls, and its role is {self.role}; those are the assistant's")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"has a tool_call_id, and its role is {self.role}; that is a tool's")
+        return self
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Name
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(_parameters)] = _NO_PARAMETERS
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: _Function
 
 
 class _Conversation(BaseModel):
@@ -217,6 +321,7 @@ class _Conversation(BaseModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_values)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS)] = []
 
 
 class _ChatBody(_Body, _Conversation):
@@ -226,6 +331,9 @@ class _ChatBody(_Body, _Conversation):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=1)] = 1
+    tool_choice: Annotated[str | list[str], BeforeValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
 
 
 class _TextBody(_Conversation):
@@ -238,6 +346,15 @@ class _TokensBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What calls the text of an answer may have: in a form, of tools by their names, and how many at most."""
+
+    form: str
+    names: frozenset[str]
+    most: int | None
 
 
 @dataclass(frozen=True)
@@ -263,17 +380,23 @@ class Completion:
     copies: int = 1
     """How many choices are made of its prompt, of which the `kept` likeliest are answered."""
     kept: int = 1
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads bodies for one model. `ending`: tokens behind which it has nothing more to say, beside those of the artifact."""
+    """Reads bodies for one model. `ending`: tokens behind which it has nothing more to say, beside those of the artifact.
+
+    `calls`: the form in which it writes calls of tools; empty where that is not known. `path`: the tokenizer's file.
+    """
 
     model: str
     record: GenerationRecord
     tokenizer: Any
     template: ChatTemplate | None
     ending: tuple[int, ...] = ()
+    calls: str = ""
+    path: str = ""
 
     def completion(self, data: bytes | bytearray) -> list[Completion]:
         """The choices of a request to `/v1/completions`; RefusedError."""
@@ -304,8 +427,28 @@ class Reader:
         if body.top_logprobs and not body.logprobs:
             raise RefusedError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        choices = self._choices(body, [self._ids_of_messages(body)], most, self.record.length, True, body.n, logprobs)
-        return [replace(one, logprobs=body.logprobs, copies=body.n, kept=body.n) for one in choices]
+        if body.tool_choice == "none":
+            body.tools = []
+        names = frozenset(tool.function.name for tool in body.tools)
+        schema, form = body.response_format, self.calls
+        if body.tool_choice not in ("none", "auto"):
+            wanted = names if body.tool_choice == "required" else {*body.tool_choice}
+            if not wanted or not wanted <= names:
+                raise RefusedError(400, "asks for a tool that is not in 'tools'", "tool_choice")
+            if schema is not None:
+                raise RefusedError(400, "an answer is a call of a tool or has a format, not both", "response_format")
+            schema, form = (
+                _schema_of_calls([tool.function for tool in body.tools if tool.function.name in wanted]),
+                "llama3",
+            )
+        tools = Tools(form, names, None if body.parallel_tool_calls else 1) if names else None
+        ids = self._ids_of_messages(body)
+        bound = None if schema is None else SchemaBound(self.path, json.dumps(schema, separators=(",", ":")))
+        if bound is not None and len(bound.schema) > _MOST_SCHEMA_LETTERS:
+            fact = f"the schema of the answer has {len(bound.schema):,} letters; at most {_MOST_SCHEMA_LETTERS:,}"
+            raise RefusedError(400, fact, "response_format")
+        choices = self._choices(body, [ids], most, self.record.length, True, body.n, logprobs, bound)
+        return [replace(one, logprobs=body.logprobs, copies=body.n, kept=body.n, tools=tools) for one in choices]
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
         """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
@@ -332,20 +475,20 @@ class Reader:
         if self.template is None:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
             raise RefusedError(400, fact, "messages")
+        self._refuse_tools(body.tools)
         assert body.messages is not None  # who calls has looked
-        messages = [_plain(message) for message in body.messages]
-        values = body.chat_template_kwargs or {}
-        texts = {name: value for name, value in values.items() if isinstance(value, str)}
-        self._refuse_long(
-            sum(len(message["content"]) for message in messages) + sum(map(len, texts.values())), "messages"
-        )
+        messages = [message.model_dump(exclude_none=True) | {"content": message.content} for message in body.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        values = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        written = [[message["content"], message.get("tool_calls")] for message in messages]
+        self._refuse_long(sum(_letters([values, written])), "messages")
         continues = body.continue_final_message
         if continues and messages[-1]["role"] != "assistant":
             fact = "the last message is the user's, and an answer continues the assistant's"
             raise RefusedError(400, fact, "continue_final_message")
         text = MessageText(self.tokenizer)
-        *marked, texts = text.marked([*messages, texts])
-        options = {**values, **texts, "add_generation_prompt": body.add_generation_prompt and not continues}
+        marked, values = text.marked(messages), text.marked(values)
+        options = {**values, "add_generation_prompt": body.add_generation_prompt and not continues}
         if len(text.marks) > self.most_tokens:
             raise self._too_many_tokens(f"the messages have {len(text.marks):,} texts of control tokens", "messages")
         try:
@@ -355,6 +498,20 @@ class Reader:
         if continues:
             prompt = _up_to_end_of(prompt, marked[-1]["content"])
         return text.ids(prompt)
+
+    def _refuse_tools(self, tools: Sequence[_Tool]) -> None:
+        """RefusedError where the model does not hear of tools, or the form of its calls is not known."""
+        if not tools:
+            return
+        assert self.template is not None
+        if "tools" not in self.template.text:
+            raise RefusedError(400, "the chat template of this model has no place for tools", "tools", "unsupported")
+        if not self.calls:
+            fact = "the form in which this model writes calls is not known; start the server with --tool-calls"
+            raise RefusedError(400, fact, "tools", "unsupported")
+        names = [tool.function.name for tool in tools]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise RefusedError(400, f"two tools have the name '{min(double)}'", "tools")
 
     @property
     def most_tokens(self) -> int:
@@ -388,7 +545,15 @@ class Reader:
             found = json.loads(data, parse_constant=_not_json)
             if not data.isascii() or b"\\u" in data:
                 json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
-            found = _without_nulls(found)
+            found = (
+                {
+                    name: value if name in _SCHEMAS else _without_nulls(value)
+                    for name, value in found.items()
+                    if value is not None
+                }
+                if isinstance(found, dict)
+                else found
+            )
         except UnicodeError:
             raise RefusedError(400, "the body is not valid UTF-8") from None
         except (ValueError, RecursionError) as error:
@@ -439,9 +604,10 @@ class Reader:
         chat: bool,
         copies: int,
         logprobs: int | None,
+        schema: SchemaBound | None = None,
     ) -> list[Completion]:
         """By prompt so many choices, each drawn by a seed of its own."""
-        first = [self._checked(body, ids, most, default, chat, logprobs) for ids in prompts]
+        first = [self._checked(body, ids, most, default, chat, logprobs, schema) for ids in prompts]
         found = [(one, copy) for one in first for copy in range(copies)]
         return [
             replace(
@@ -461,6 +627,7 @@ class Reader:
         default: int,
         chat: bool,
         logprobs: int | None,
+        schema: SchemaBound | None,
     ) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
         prompt, given = (ids, None) if encoder is None else (encoder.start, ids)
@@ -488,6 +655,7 @@ class Reader:
             min_tokens=body.min_tokens or 0,
             logprobs=0 if scores_prompt and logprobs is None else logprobs,
             scores_prompt=scores_prompt,
+            schema=schema,
         )
         if faults := [*faults_of(request, self.record)]:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
@@ -514,10 +682,44 @@ def _fact_of(fault: ErrorDetails) -> str:
     return f"is wrong: {fault['msg']}"
 
 
-def _plain(message: _Message) -> dict[str, str]:
-    """A message as templates read it."""
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": message.content, **name}
+def _schema_of_calls(functions: Sequence[_Function]) -> dict[str, Any]:
+    """The schema of an object with the name of one of the functions, and arguments for it."""
+    calls = []
+    for at, function in enumerate(functions):
+        where = f"#/anyOf/{at}/properties/arguments"
+        arguments = _moved(function.parameters, where)
+        properties = {"name": {"const": function.name}, "arguments": arguments}
+        shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append(shape)
+    return {"anyOf": calls}
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema whose references to its own parts are to the place where it is a part itself."""
+    match schema:
+        case dict():
+            return {
+                name: where + value[1:]
+                if name == "$ref" and isinstance(value, str) and value.startswith("#")
+                else _moved(value, where)
+                for name, value in schema.items()
+            }
+        case list():
+            return [_moved(inner, where) for inner in schema]
+    return schema
+
+
+def _letters(document: object) -> Iterator[int]:
+    """How many letters each text of a document has."""
+    match document:
+        case str():
+            yield len(document)
+        case dict():
+            for value in document.values():
+                yield from _letters(value)
+        case list():
+            for value in document:
+                yield from _letters(value)
 
 
 def _up_to_end_of(prompt: str, message: str) -> str:

@@ -39,6 +39,7 @@ class ChatTemplate:
     def __init__(self, where: str, text: str, special: dict[str, str]) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise UsageError('a chat template needs the package jinja2\n  help: pip install "partc[serve]"')
+        self.text = text
         self._begin = {"template": text, "special": special, "seconds": MOST_SECONDS}
         self._lock, self._closed = threading.Lock(), False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -50,7 +51,7 @@ class ChatTemplate:
 
     def prompt(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         letters: int = MOST_LETTERS,
         options: Mapping[str, Any] = _ANSWER_BEGINS,
     ) -> str:
@@ -120,7 +121,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def find_chat_template(tokenizer: str) -> ChatTemplate | None:
-    """The template beside a tokenizer, a file or a text in `tokenizer_config.json`, of several the default; None without one."""
+    """The template beside a tokenizer, a file or a text in `tokenizer_config.json`; None without one.
+
+    Of several it is the default, and with tools the one for them.
+    """
     config, file = tokenizer_settings(tokenizer), Path(tokenizer).with_name(_FILE)
     special = {
         name: _text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token") if config.get(name)
@@ -132,7 +136,11 @@ def find_chat_template(tokenizer: str) -> ChatTemplate | None:
             raise InputError(f"{file}: is not UTF-8 text: {error}") from None
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found, tools = named.get("default"), named.get("tool_use")
+        if isinstance(found, str) and isinstance(tools, str):
+            tools, found = (text.removesuffix("\n") for text in (tools, found))
+            found = f"{{% if tools +%}}{tools}{{%+ else +%}}{found}{{%+ endif +%}}"
     return ChatTemplate(f"{tokenizer}: chat_template", found, special) if isinstance(found, str) else None
 
 

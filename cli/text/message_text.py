@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from partc.cli.text.tokenizer import ids_of
+
+T = TypeVar("T")
 
 MARK_LETTERS = 32
 """The most letters of a mark."""
@@ -35,14 +36,25 @@ class MessageText:
     marks: dict[str, str] = field(default_factory=dict)
     secret: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def marked(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages, with a mark in the place of each control token's text."""
+    def marked(self, document: T) -> T:
+        """A document of mappings, lists and values, with a mark in the place of each control token's text in its texts and names."""
         tokens = self.tokenizer.get_added_tokens_decoder().values()
         texts = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
         if not texts:
-            return [*messages]
+            return document
         any_of = re.compile("|".join(map(re.escape, texts)))
-        return [{name: any_of.sub(self._mark, text) for name, text in message.items()} for message in messages]
+
+        def of(value: Any) -> Any:
+            match value:
+                case str():
+                    return any_of.sub(self._mark, value)
+                case dict():
+                    return {of(name): of(inner) for name, inner in value.items()}
+                case list():
+                    return [of(inner) for inner in value]
+            return value
+
+        return cast(T, of(document))
 
     def ids(self, prompt: str) -> list[int]:
         """The tokens of a prompt that was made of the marked messages."""

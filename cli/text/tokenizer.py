@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,14 @@ def tokenizer_settings(path: str) -> dict[str, Any]:
 
 
 class TextStream:
-    """Text out of tokens as they come: letters of several tokens are held back until they are whole."""
+    """Text out of tokens as they come: letters of several tokens are held back until they are whole.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Control tokens have no text, except those of `controls`.
+    """
+
+    def __init__(self, tokenizer: Any, controls: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._controls = {tokenizer.token_to_id(control): control for control in controls}
         self._tokens: list[int] = []
         self._text = ""
         self._begin()
@@ -111,6 +116,11 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """What a token adds."""
+        if token in self._controls:
+            held = self.end()
+            self._tokens, self._text = [], ""
+            self._begin()
+            return held + self._controls[token]
         self._tokens.append(token)
         try:
             added = self._stream.step(self._tokenizer, token) or ""

@@ -9,6 +9,7 @@ order of `changes_of`, that of transformers' processors, in float32 as there:
     suppress, .._first      of tokens, and of those at the begin     -inf
     forced_first, .._last   of all tokens but one, there             -inf
     min_tokens              of ends, before so many tokens           -inf
+    schema                  of tokens that may not follow            -inf
 
 A further change is a class with the method `change`, and a line in `changes_of`. Where no finite logit is left the request ends with an
 error.
@@ -26,6 +27,7 @@ from partc.runtime.artifact.tensors.dtypes import Array
 
 from ..artifact.generation import GenerationRecord
 from .request import Request
+from .schema import AllowedTokens
 
 
 class LogitChange(Protocol):
@@ -76,6 +78,8 @@ def _changes_of(request: Request, record: GenerationRecord) -> Iterator[LogitCha
         yield Forced(request.forced_last, request.most(record) - 1)
     if request.min_tokens and (ends := request.ends(record)):
         yield Bias(ends, np.full(len(ends), -np.inf, np.float32), until=request.min_tokens)
+    if request.schema is not None:
+        yield AllowedTokens(request.schema, request.ends(record), record.vocabulary, request.most(record))
 
 
 class Bias:

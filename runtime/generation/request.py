@@ -13,6 +13,7 @@ import numpy as np
 from ..artifact.generation import EncoderRecord, GenerationRecord
 from ..artifact.tensors.dtypes import Array, dense
 from ..errors import InputError
+from .schema import SchemaBound, faults_of_schema
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
 """Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
@@ -25,7 +26,7 @@ MOST_BIASES = 1024
 MOST_LOGPROBS = 20
 """How many of the likeliest tokens come with the score of a token."""
 _CHANGES = (
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs", "schema"),
     *("suppress", "suppress_first", "forced_first", "forced_last"),
 )
 """Fields that need the logits."""
@@ -73,6 +74,8 @@ class Request(LogitOptions):
     `top_k` likeliest alone (0: of all), of the fewest whose probabilities together reach `top_p`, and of those with at least `min_p` times
     the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
     ends, beside those of the artifact; with `ignore_end` those alone.
+
+    `schema` leaves the tokens that its answer may have (`schema.py`).
     """
 
     prompt: Sequence[int] = ()
@@ -84,6 +87,7 @@ class Request(LogitOptions):
     stop: Sequence[int] = ()
     ignore_end: bool = False
     min_p: float = 0.0
+    schema: SchemaBound | None = None
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -115,6 +119,8 @@ class Request(LogitOptions):
         """The request as JSON has it, without fields that ask for nothing: an array is its type, shape and bytes."""
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         fields = {name: value for name, value in fields.items() if name == "encoder" or value != _DEFAULTS[name]}
+        if self.schema is not None:
+            fields["schema"] = [self.schema.tokenizer, self.schema.schema]
         if self.logit_bias:
             fields["logit_bias"] = [*self.logit_bias.items()]
         if isinstance(self.encoder, np.ndarray):
@@ -128,7 +134,8 @@ class Request(LogitOptions):
         given = fields["encoder"]
         if isinstance(given, dict):
             given = np.frombuffer(base64.b64decode(given["data"]), given["type"]).reshape(given["shape"])
-        return cls(**{**fields, "encoder": given, "logit_bias": dict(fields.get("logit_bias", ()))})
+        schema = SchemaBound(*fields["schema"]) if "schema" in fields else None
+        return cls(**{**fields, "encoder": given, "logit_bias": dict(fields.get("logit_bias", ())), "schema": schema})
 
 
 _DEFAULTS = {name: getattr(Request(), name) for name in Request.__dataclass_fields__}
@@ -216,6 +223,10 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield f"its logprobs is {one.logprobs}; it is 0 to {MOST_LOGPROBS}"
     if one.scores_prompt and one.logprobs is None:
         yield "it asks for the scores of its prompt without logprobs\n  help: give logprobs, 0 for those of its tokens alone"
+    if one.schema is not None and record.logits:
+        if one.min_tokens:
+            yield "it has a schema and min_tokens, and the schema says when it ends\n  help: leave one out"
+        yield from faults_of_schema(one.schema, one.ends(record), record.vocabulary, most)
     if one.top_k < 0:
         yield f"its top_k is {one.top_k}; it is 0 (all tokens) or more"
     if not 0 < one.top_p <= 1:

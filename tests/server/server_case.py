@@ -33,6 +33,13 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}{{ message.content | trim }}{% endfor %}{{ extra }}"
     "{% if add_generation_prompt %}A{% endif %}"
 )
+SCRIPT = ["U", "Sure", ". ", "[TOOL_CALLS]", '[{"name": ', '"f", "argu', 'ments": {"x": ', "1}}", "]", "</s>"]
+"""What the model writes after its first token, a text for each token."""
+TOOLS_TEMPLATE = (
+    "{% for tool in tools %}t{{ tool.function.name }}{{ tool.function.parameters | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}{{ message.content }}{{ message.tool_call_id }}"
+    "{% for call in message.tool_calls %}c{{ call.function.name }}{{ call.function.arguments.x }}{% endfor %}{% endfor %}U"
+)
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -47,6 +54,40 @@ def write_tokenizer(folder: Path, letters: str = LETTERS, template: str | None =
     config = {} if template is None else {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
+
+
+def write_script(folder: Path, plan: str) -> Path:
+    """The artifact of a model that counts, and its tokenizer: after token 1 it makes 2, 3, ..., whose texts are the script's."""
+    import numpy as np
+    import onnx
+    from decoders import VOCABULARY, WIDTH, decoder
+    from onnx import numpy_helper
+    from partc.compiler.pipeline import compile_model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    model = decoder()
+    table = np.random.default_rng(0).standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
+    table /= np.linalg.norm(table, axis=1, keepdims=True)
+    set_weights = {
+        "embed.tokens.weight": table,
+        "embed.positions.weight": np.zeros((4096, WIDTH), np.float32),
+        "head.weight": np.roll(table, 1, 0).T,
+    }
+    for weight in model.graph.initializer:
+        if weight.name.endswith(".weight"):
+            array = set_weights.get(weight.name, np.zeros(weight.dims, np.float32))
+            weight.CopyFrom(numpy_helper.from_array(array, weight.name))
+    onnx.save(model, folder / "model.onnx")
+    (folder / "plan.yaml").write_text(plan)
+    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+    letters = [letter for letter in 'abcdefghijklmnopqrstuvwxyzS0123456789{}[]:",_T-</>' if letter not in SCRIPT]
+    pieces = ["Ġ", *SCRIPT, *letters]
+    tokenizer = Tokenizer(models.BPE({piece.replace(" ", "Ġ"): at for at, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLS_TEMPLATE, "eos_token": "</s>"}))
+    return folder / "build"
 
 
 @dataclass
