@@ -27,7 +27,7 @@ from partc.compiler.plan.rules import BatchDim
 OF_PIECES = "partc.of_pieces"
 """Key of `ir.Node.meta`: marks the Reshape that gives each microbatch a row with its records."""
 BatchDims: TypeAlias = Mapping[ir.Value, int]
-"""By input that holds records the dim along which they lie."""
+"""Maps each input that has records to the dim along which the records are."""
 
 
 def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] | None = None) -> dict[ir.Value, int]:

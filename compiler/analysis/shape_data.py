@@ -377,4 +377,4 @@ FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     "Sub": _each(lambda at, row: row[0] - row[1]),
     "Sum": _each(lambda at, row: sympy.Add(*row)),
 }
-"""By op of ai.onnx what its outputs hold."""
+"""Maps each op of ai.onnx to a function that computes what its outputs contain."""

@@ -28,7 +28,7 @@ _WITHOUT_BODIES = frozenset(
 
 
 class Places(dict[str, str]):
-    """By handle its place."""
+    """Maps each handle to its place."""
 
     def __missing__(self, handle: str) -> str:
         place = self[handle] = f"<{len(self)}>" if handle else ""
@@ -36,7 +36,7 @@ class Places(dict[str, str]):
 
     @cached_property
     def handles(self) -> dict[str, str]:
-        """By place its handle."""
+        """Maps each place to its handle."""
         return {place: handle for handle, place in self.items()}
 
     def text(self, name: str) -> str:
