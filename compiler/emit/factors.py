@@ -38,7 +38,7 @@ class NodeFactors:
         self._typed: dict[Value, Typed | None] = {}
         self._own: dict[ir.Node, str] = {}
         self._texts: dict[int, tuple[Rule, str]] = {}
-        """By the id of a rule, which nodes that are alike share, the rule and its text."""
+        """Maps the id of a rule, which equal nodes share, to the rule and its text."""
         self._known: dict[Hashable, str] = {}
 
     def of(self, step: Compute) -> str:
