@@ -28,7 +28,7 @@ _NEUTRAL = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "remove_invalid_values": False,
     "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None, "watermarking_config": None,
 }  # fmt: skip
-"""By setting that changes the tokens which are made the value by which it changes none."""
+"""Maps each setting that changes the generated tokens to the value with which it changes none."""
 
 
 def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
