@@ -85,7 +85,7 @@ class Loaded:
 
     @property
     def caches(self) -> Mapping[ir.Value, ir.Value | None]:
-        """By cache that ranks keep what takes its place after a step; empty where nothing is generated."""
+        """Maps each cache that ranks keep to its value after a step; empty where nothing is generated."""
         return {} if self.generation is None else self.generation.caches
 
     def path_of(self, value: ir.Value) -> str:
@@ -131,7 +131,9 @@ class Prepared(Loaded):
 
     @cached_property
     def means(self) -> dict[ir.Node, ir.Node]:
-        """By node that makes the divisor of a mean, for those who add means up, the node that makes the mean: they stand together."""
+        """Maps each node that makes the divisor of a mean to the node that makes the mean, for code that adds means up: the two are
+        neighbors.
+        """
         divisors = self.training.denominators if self.training is not None else {}
         made = {value.name: value.producer() for value in self.model.graph.outputs}
         pairs = ((made.get(divisor), made.get(mean)) for mean, divisor in divisors.items())

@@ -202,7 +202,7 @@ class Call:
 
     @property
     def ends(self) -> dict[Value, Value]:
-        """By value at an end of the body the value of the row for which it stands."""
+        """Maps each input and output value of the body to its value in the row."""
         return dict(zip((*self.body.inputs, *self.body.outputs), (*self.inputs, *self.outputs), strict=True))
 
 

@@ -36,7 +36,7 @@ class GroupFacts:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """By rank its place in the group."""
+        """Maps each rank to its index in the group."""
         return {rank: place for place, rank in enumerate(self.group)}
 
     @functools.cached_property
@@ -138,12 +138,12 @@ class ShardedValue:
 
     @property
     def places(self) -> dict[int, int]:
-        """By rank its place in the group."""
+        """Maps each rank to its index in the group."""
         return facts_of(self.group).places
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
-        """By shard the place of the first rank that holds it, and all ranks that do."""
+        """Maps each shard to the index of the first rank that has it, and to all ranks that have it."""
         return _holders(facts_of(self.group), self.layout)
 
 

@@ -66,11 +66,11 @@ class ParameterOptions:
     lr: float = 1.0
     """What the learning rate is multiplied with."""
     optimizer: Optimizer | None = None
-    """By which it is updated; None: by that of the training."""
+    """The optimizer that updates it; None for the optimizer of the training."""
     staleness: int = 0
-    """By how many steps its updates are late."""
+    """The number of steps by which its updates are late."""
     where: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By key the place of the plan's line that says it."""
+    """Maps each key to the line of the plan that has it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class BatchRecords:
     fixed: tuple[str, ...] = ()
     """Inputs that hold one value for all records."""
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
-    """By input the labels that there may be."""
+    """Maps each input of labels to its valid labels."""
     summed: frozenset[str] = frozenset()
     """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
     totals: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class Untrained:
     """The model before its loss and metrics were added, of which a plan speaks."""
 
     operands: Mapping[str, Operands] = field(default_factory=dict)
-    """By the path of a node."""
+    """Keys are paths of nodes."""
     outputs: ModelOutputs | None = None
     """What the loss and the metrics stand in place of."""
 
@@ -138,7 +138,7 @@ class Training:
     """The running statistics, with the value by which a node replaces each; None where none does."""
     metrics: tuple[str, ...] = ()
     denominators: Mapping[str, str] = field(default_factory=dict)
-    """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""
+    """Maps the loss, or a metric, that is a mean over unevenly many entries of records to the output that has its divisor."""
     scalars: tuple[str, ...] = ()
     """Numbers that a step is given besides those of optimizers."""
     precision: PrecisionRules | None = None
@@ -150,7 +150,7 @@ class Training:
 
     @property
     def scale(self) -> LossScale | None:
-        """By what the loss is multiplied, and gradients are divided; None: by nothing."""
+        """The factor of the loss, by which gradients are divided; None for no factor."""
         return self.precision.scale if self.precision is not None else None
 
     @property
@@ -196,7 +196,7 @@ class Training:
         return found
 
     def scalars_of(self, optimizer: Optimizer) -> dict[str, str]:
-        """By what a function of the optimizer calls them the names of the numbers that a step is given: all share the rate."""
+        """Maps the names in a function of the optimizer to the names of the numbers that a step is given: all share the rate."""
         name = next((name for name, other in self.others.items() if other.is_like(optimizer)), "")
         return {one: scalar_name(name, one) for one in optimizer.scalars}
 

@@ -142,7 +142,7 @@ def _coordinates(mesh: Mesh, index: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def shards_along(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """By rank of the group, in order, which shard it has of a dim that these axes cut."""
+    """For each rank of the group, in order, the shard of a dim that it has when these axes shard the dim."""
     found = [0] * math.prod(mesh)
     for axis in axes:
         stride, size = math.prod(mesh[axis + 1 :]), mesh[axis]

@@ -50,7 +50,7 @@ class WalkState:
         return now[common:]
 
     def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
-        """By reduction, the axes that are Partial now and must not stay so."""
+        """Maps each reduction to the axes that are Partial now and must not stay so."""
         found: dict[str, list[int]] = {}
         for axis in axes:
             now = self.at.placement(axis)

@@ -69,7 +69,7 @@ class CommLowering:
     """What one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
-    """By node that pulls its rows the ops of its Pull, each with its ranks."""
+    """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
     """Into how many pieces the batch of a training is dealt out that runs in parts."""

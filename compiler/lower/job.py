@@ -153,7 +153,7 @@ class Job:
         self.appended: Records[None] = Records()
         """What is made of that of all parts of a batch, one after the other."""
         self.made: dict[ir.Node, list[tuple[LocalForm, Ranks]]] = {}
-        """By node its local forms that stand here: on a smaller group of these ranks it may stand again."""
+        """Maps each node to its local forms that are here: a smaller group of these ranks may have the node again."""
         self.created: dict[Value, Ranks] = {}
         """The values that the model does not have, in the order of their making, each with the ranks on which it has one name."""
         self._scalars: dict[str, Value] = {}

@@ -74,7 +74,9 @@ NODES: Mapping[str, Callable[[Written], tuple[str, Attributes]]] = {
     "Broadcast": lambda one: (fmt.BROADCAST, {fmt.ROOT: one.root}),
     "Reduce": lambda one: (fmt.REDUCE_TO, {fmt.ROOT: one.root, fmt.REDUCE: fmt.SUM}),
 }
-"""By collective the node of the artifact that does it, with its attributes; the others are messages from rank to rank, an Exchange."""
+"""Maps each collective to the node of the artifact that does it, with its attributes; the others are messages from rank to rank, an
+Exchange.
+"""
 
 
 def write(

@@ -154,7 +154,7 @@ def _by_columns(g: GradientBuilder, x: str, dy: str, size: Sequence[int], window
 
 
 def columns_of(g: GradientBuilder, x: str, windows: Windows) -> str:
-    """By channel the elements that each place of the kernel sees, as further channels (im2col)."""
+    """The elements that each place of the kernel sees in each channel, as further channels (im2col)."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
     single = g.reshape(x, [-1, 1, *[0] * len(windows.kernel)])
