@@ -42,7 +42,7 @@ class Slot:
 
 
 def slots(units: Sequence[Unit], labels: Labels, stages: NodeStages) -> dict[Label, Slot]:
-    """By label its slot."""
+    """Maps each label to its slot."""
     groups: dict[Label, list[tuple[Place, ...]]] = {}
     for places in labels.order:
         (unit, at), *_ = places
@@ -185,7 +185,7 @@ def _is_small_constant(step: Compute) -> bool:
 
 
 def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[Value]]]:
-    """By unit and label the values that anything else than the body of the label reads."""
+    """Maps each unit and label to the values that something other than the label's body reads."""
     bodies = {(label, unit): {*steps} for label, slot in found.items() for unit, steps in slot.bodies.items()}
     result: list[dict[Label, set[Value]]] = []
     for k, unit in enumerate(units):

@@ -95,9 +95,9 @@ class _Rows:
         self.slots = slots(units, labels, stages)
         self.rows = [Row(unit, self.clones, micro=[{} for _ in range(count)]) for unit in units]
         self.plain: dict[Body, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
-        """By body what its ends are in the program of one microbatch."""
+        """Maps each body to its input and output values in the program of one microbatch."""
         self.inlined: list[set[Op]] = []
-        """By unit the ops that are nowhere but in bodies."""
+        """Maps each unit to the ops that are only in bodies."""
 
     def write(self, order: Iterable[Task]) -> Lowered:
         """The program of the step."""

@@ -79,7 +79,7 @@ class _Recompute:
     again: dict[Own, list[Item]] = field(default_factory=dict)
     """What is repeated, in order."""
     instead: dict[There, Own] = field(default_factory=dict)
-    """By unit and value the region that reads no more what the forward task made, but what is made again."""
+    """Maps each unit and value to the region that reads the recomputed value instead of the forward task's."""
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:

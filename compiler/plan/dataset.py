@@ -27,7 +27,7 @@ KEYS = ("dataset", "dataset_strategy", "full_batch")
 
 
 class DatasetEntry(RootModel[dict[str, SpecEntry]]):
-    """By input, how each of its dims arrives sharded."""
+    """Maps each input to how each of its dims arrives sharded."""
 
     _style: str = PrivateAttr(FULL_BATCH)
     _order: tuple[ShardSpec | None, ...] = PrivateAttr(())

@@ -303,7 +303,7 @@ OPTIMIZERS = {
         scalars=("lr", "forget", "bound"),
     ),
 }
-"""By the name in a plan."""
+"""Keys are the names in a plan."""
 
 OPTIMIZERS |= {
     f"lazy_{name}": replace(
