@@ -173,7 +173,7 @@ def programs_of(
     verify_passes: bool = False,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
 ) -> dict[Key, Complete]:
-    """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
+    """Returns the written programs of a plan by kind, compiled in the order of `LEGS`; the arguments are those of `start` and `run_passes`.
 
     A narrow program of a plan that generates has its size in its key.
 

@@ -104,7 +104,7 @@ def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:
 def _chosen(
     program: Loaded, rules: Iterable[QuantizeRule]
 ) -> tuple[dict[ir.Node, tuple[QuantizeRule, Product]], list[Problem]]:
-    """By product the last rule that matches it, without those that keep their weights."""
+    """Maps each product to the last rule that matches it, without products that keep their weights."""
     known, decided, problems = products(program.paths), dict[ir.Node, QuantizeRule](), list[Problem]()
     for rule in rules:
         nodes = matched_nodes(program, rule.pattern)
@@ -296,7 +296,7 @@ def _onnxruntime_quantizer(bits: int, block: int) -> Any:
 
 
 def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
-    """By path of a product that `plan` quantizes how far its weight is from the model's: the ratio of root mean squares."""
+    """Maps the path of each product that `plan` quantizes to the error of its weight: the ratio of root mean squares."""
     program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
     chosen, _ = _chosen(program, plan.quantize)
     return {

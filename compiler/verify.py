@@ -126,7 +126,7 @@ VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass, or with `last` after the last one alone; tests set it."""
 _SHOWN = 12
 _own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
-"""By node the rule that was found to be its own."""
+"""Maps each node to the rule that was found for it."""
 
 
 class InvalidProgram(Exception):

@@ -47,7 +47,7 @@ _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the microbatches."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
-"""By op the operand of which only the type is read."""
+"""Maps each op to the operand of which only the type is read."""
 _SCATTERS = ("ScatterElements", "ScatterND")
 _LARGEST = 1 << 20
 """The most elements of a constant whose records are compared."""

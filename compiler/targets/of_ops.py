@@ -191,7 +191,7 @@ def _data(step: Compute) -> list[Value]:
 
 
 def _body_reads(scope: Scope) -> dict[Value, str]:
-    """By value the first target on which a body's ops read it."""
+    """Maps each value to the first target on which a body's ops read it."""
     found: dict[Value, str] = {}
     for step in scope.steps:
         for value, target in scope.reads(step):

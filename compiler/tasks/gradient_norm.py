@@ -63,7 +63,7 @@ class GradientNorm(UpdateWriter):
     def of(self, gradients: Sequence[Gradient]) -> Value:
         """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
-        """By group, and by the group of which each list holds one shard, the squares of gradients."""
+        """Maps each group, and the group of which each list has one shard, to the squares of gradients."""
         seen: set[ir.Value] = set()
         for one in gradients:
             if one.parameter in seen:

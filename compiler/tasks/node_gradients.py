@@ -51,7 +51,7 @@ class NodeGradient:
 
     @cached_property
     def given(self) -> dict[str, str]:
-        """By operand's handle the place of its cotangent; of a gradient by rows there are two, by its `row_keys`."""
+        """Maps each operand's handle to the place of its cotangent; a gradient by rows has two places, by its `row_keys`."""
         handles = self.places.handles
         given = {handles[name]: dx for name, dx in self.found.gradients.items()}
         for name, one in self.found.by_rows.items():
@@ -81,9 +81,9 @@ class NodeGradients:
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.changing = {*program.training.parameters, *program.training.statistics}
         self._shapes: dict[Value, Value] = {}
-        """By value of the forward pass its shape, where a gradient has asked for it."""
+        """Maps each value of the forward pass to its shape, if a gradient has requested it."""
         self._found: dict[Hashable, Found] = {}
-        """By key the gradients of forms that are alike."""
+        """Maps keys to the gradients of equal forms."""
         self._typed: dict[ir.Value, tuple[ir.Value, Shape | None]] = {}
         self._more: dict[tuple[Compute, int], Value] = {}
         """Outputs that gradients have asked forward ops for."""

@@ -38,7 +38,7 @@ class ShardSums:
     comm: CommLowering
     append: Append
     known: dict[ir.Value, list[tuple[ShardedValue, Value]]] = field(default_factory=dict)
-    """By parameter its sums where it is updated first, in order, with their values there."""
+    """Maps each parameter to its sums where it is updated first, in order, with their values there."""
 
     def cut(self, one: Gradient) -> Collection[int]:
         """The dims along which sums are made by others, too: those that are cut, or all where the sums are there already."""

@@ -251,7 +251,7 @@ def can_share(one: ShardedValue, other: ShardedValue) -> bool:
 
 
 def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]:
-    """By rank of some of a version's which shard of each dim it has."""
+    """Maps each of some ranks of a version to the shard of each dim that it has."""
     places = [version.places[rank] for rank in members(ranks)]
     rows = [shards_along(version.layout.mesh, axes) for axes in version.layout.cuts]
     return [tuple([row[place] for row in rows]) for place in places]
