@@ -133,7 +133,7 @@ class GenerationRecord(StepPorts):
         return self.runs if kind in (PREFILL, ENCODE) else None
 
     def slots_of(self, group: int) -> list[int]:
-        """By row of a decode its slot in the turn of a group: as many of each run, one behind the other."""
+        """Maps each row of a decode to its slot in the turn of a group: every run has the same number, one after the other."""
         of_run = self.slots // self.runs
         size = of_run // self.groups
         return [begin + at for begin in range(group * size, self.slots, of_run) for at in range(size)]

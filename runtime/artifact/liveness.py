@@ -81,7 +81,7 @@ def spans(
 
 
 def alive(found: Sequence[Span[Name, Sum]], zero: Sum) -> Iterator[tuple[int, Sum]]:
-    """By use at which places begin or end, in order, the bytes that are there then; places of unknown size are left out."""
+    """Yields each use at which places begin or end, in order, with the bytes in use then; places of unknown size are left out."""
     changes: dict[int, Sum] = {}
     for span in found:
         if span.bytes is not None:

@@ -148,7 +148,7 @@ class ManifestFile(ArtifactRecord):
 
 
 def _next_by_value(state: Sequence[StateRecord]) -> dict[str, str | list[str]]:
-    """By tensor of the state the output that takes its place, or its names in the order of the tensor's records."""
+    """Maps each tensor of the state to the output that replaces it, or to its names in the order of the tensor's records."""
     found: dict[str, list[str]] = {}
     for record in state:
         found.setdefault(record.value, []).append(record.next)

@@ -90,4 +90,4 @@ LOOKUPS = {
     )
 }
 GROUP_OPS: Mapping[str, GroupOp] = ChainMap(*cast(list[MutableMapping[str, GroupOp]], [COLLECTIVES, LOOKUPS]))
-"""By name every op of groups: the collectives, those that are registered later too, and the lookups."""
+"""Maps names to all ops of groups: the collectives, including those that are registered later, and the lookups."""

@@ -130,12 +130,12 @@ class Data(Options):
 
     @property
     def files(self) -> dict[str, str]:
-        """By input its file."""
+        """Maps each input to its file."""
         return {name: one for name, one in (self.model_extra or {}).items() if isinstance(one, str)}
 
     @property
     def values(self) -> dict[str, object]:
-        """By input one value for all records."""
+        """Maps inputs to one value for all records."""
         return {name: one for name, one in (self.model_extra or {}).items() if not isinstance(one, str)}
 
     def seen_from(self, base: Path) -> Data:
@@ -174,7 +174,7 @@ class Spec:
     source: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
-    """By input one value for all records."""
+    """Maps inputs to one value for all records."""
     transform: str = ""
     """`file.py:function`; empty: none."""
     fields: tuple[str, ...] | Mapping[str, str] = ()

@@ -21,7 +21,9 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "forget": lambda step, hyper: (step + 1) ** hyper["beta2_decay"],
     "bound": lambda step, hyper: (step + 1) ** -0.5,
 }
-"""By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
+"""Maps each name of a number that an optimizer's function reads to its computation; `hyper` has the optimizer's numbers and `lr`, the
+rate of the step.
+"""
 NUMBERS = frozenset((*SCALARS, "ratio"))
 """The inputs of an optimizer's functions that are one number."""
 _SHARED = ("lr", "scale")

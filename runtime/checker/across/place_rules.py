@@ -17,7 +17,7 @@ from partc.runtime.artifact.format import MAX, MIN, SUM
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, partial_of
 
 Begins: TypeAlias = tuple[int, ...]
-"""By rank, in the order of the ranks of a file, the element at which a shard begins along a dim."""
+"""For each rank, in the order of a file's ranks, the element at which a shard begins along a dim."""
 Places: TypeAlias = "Sequence[Begins | None] | None"
 Sizes: TypeAlias = "Sequence[int | None]"
 

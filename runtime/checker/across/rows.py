@@ -216,7 +216,7 @@ def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Vio
 
 
 def _sums(call: Call) -> dict[str, int]:
-    """By input of a body that is added to an output the place of that output."""
+    """Maps each input of a body that is added to an output to the place of that output."""
     places = {name: k for k, name in enumerate(call.body.function.output)}
     return {
         term: places[node.output[0]]

@@ -135,7 +135,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
 
 
 def _scalar_names(training: TrainingRecord) -> dict[str, str]:
-    """By name of each scalar that the runtime can compute its optimizer; scalars that all optimizers share belong to any."""
+    """Maps the name of each scalar that the runtime can compute to its optimizer; scalars that all optimizers share belong to any."""
     names = ("", *training.optimizer.others)
     return {
         scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of

@@ -139,7 +139,7 @@ def _of_torch(file: TorchFile, records: list[StateRecord], weights_only: bool) -
 
 
 def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Callable[[], Array]], tuple[str, ...]]:
-    """By tensor of the records the source to read it from, and the unused names. CheckpointError lists all that does not fit."""
+    """Maps each tensor of the records to its source; also returns the unused names. CheckpointError lists all that does not fit."""
     wanted = {one.tensor for one in records}
     unused = [name for name in source.shapes if name not in wanted]
     problems: list[str] = []

@@ -50,7 +50,7 @@ class TorchFile:
     prefix: str = ""
 
     def tied(self) -> dict[str, str]:
-        """By the name of each weight the first one that shares its memory: of tied weights the one that an optimizer lists."""
+        """Maps each weight to the first weight that shares its storage: of tied weights, the one that an optimizer lists."""
         seen: dict[tuple[object, ...], str] = {}
         found = {}
         for name, one in self.weights.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = {"momentum": "momentum_buffer"}
-"""By the name of a slot that of torch's, where it is another."""
+"""Maps the name of a slot to torch's, where they differ."""
 STEP = "step"
 
 
@@ -53,7 +53,7 @@ class StateNames:
 
 
 def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
-    """By the name of a parameter its key in the optimizer's state; CheckpointError where the file does not tell which is which."""
+    """Maps each parameter's name to its key in the optimizer's state; CheckpointError where the file does not determine it."""
     assert file.optimizer is not None
     groups = file.optimizer["param_groups"]
     found: dict[str, Any] = {}
