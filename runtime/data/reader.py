@@ -54,7 +54,7 @@ class Reader:
             raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
 
     def read(self, position: Position, indices: Index) -> Batch:
-        """By input, what this rank reads of a batch of these records: contiguous and of the input's type."""
+        """Maps each input to what this rank reads of a batch of these records: contiguous and of the input's type."""
         if not self._inputs.own:
             return {}
         size = len(indices)

@@ -220,7 +220,7 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 _views: dict[int, Any] = {}
-"""By address the descriptions of views that onnxruntime still has."""
+"""Maps addresses to the descriptions of views that onnxruntime still has."""
 
 
 def _forget(key: int | None) -> None:

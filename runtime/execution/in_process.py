@@ -81,7 +81,7 @@ class LocalProgram:
 
     @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
-        """By rank what its `Program.step_of_all` gives of these inputs."""
+        """Maps each rank to the result of its `Program.step_of_all` for these inputs."""
         return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
     @one_call(PROGRAM, "loading")

@@ -33,7 +33,7 @@ class SameArrays(dict[str, object]):
     def __init__(self, inputs: Mapping[str, object]) -> None:
         super().__init__(inputs)
         self.read: dict[int, tuple[dict[str, int], dict[str, Value]]] = {}
-        """By rank what it has read: sizes and values."""
+        """Maps each rank to what it has read: sizes and values."""
 
     def hold(self, values: Mapping[str, Value]) -> bool:
         """Whether the values that a rank has read of them lie in these arrays, so that none is a copy."""

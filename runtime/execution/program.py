@@ -98,7 +98,7 @@ class Program:
 
     @property
     def looked_up(self) -> dict[str, Moved]:
-        """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
+        """Maps the op and path of each lookup in tables of several ranks to what this rank has moved so far."""
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_call(PROGRAM, local=True)

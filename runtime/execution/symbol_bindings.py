@@ -73,7 +73,7 @@ class Binder:
         self._last: tuple[Vector, bytes, Bindings] = np.empty(0, np.int64), b"", {}
         """The agreed sizes of the last step that broke no law, the same as bytes, and its bindings."""
         self._last_of_all: tuple[tuple[tuple[int, ...], ...], Bindings] = (), {}
-        """By dim the shape of its input in the last step that all ranks were given alike, and the bindings of that step."""
+        """The shapes of the inputs with dims in the last step whose inputs were the same on all ranks, and its bindings."""
         self._same_of_all = False
         """Whether that step's inputs have all been read here, and since then no other type or shape."""
         self.request = 0
@@ -223,7 +223,7 @@ class Binder:
 
     @cached_property
     def _laws(self) -> list[tuple[int | str, int, str]]:
-        """By cell its dim, into how many parts that is cut, and where it is."""
+        """For each cell, its dim, the number of its shards, and its place."""
         found = []
         for port, axis in self._cells:
             parts = divisor(port.boxes or [], axis)

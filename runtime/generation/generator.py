@@ -63,12 +63,12 @@ class Generator:
             for port in one.manifest.outputs
             if port.name == self.record.logits
         }
-        """By program where its logits lie."""
+        """Maps each program to the location of its logits."""
         self._several = isinstance(program, Program) and program.size > 1
         self._tokens: list[Agreements] = []
-        """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
+        """For each group, the agreement on the tokens of a step, where groups take turns on several ranks."""
         self._decodes: dict[tuple[int, int], tuple[Array, SameArrays]] = {}
-        """By group and number of rows the tokens of a decode, and what that was given."""
+        """Maps each group and number of rows to the tokens of a decode, and to its inputs."""
         least = least_rows(self.record)
         self.least_rows = program.largest(least) if isinstance(program, Program) and self._several else least
         """The fewest rows of a step."""

@@ -38,8 +38,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class LogitShards:
-    """By row of a program's logits its shards, in the order of their tokens; each row has as many. `size`: of the largest;
-    `vocabulary`: of all of a row together.
+    """For each row of a program's logits, its shards, in the order of their tokens; every row has the same number. `size`: of the
+    largest; `vocabulary`: of all of a row together.
     """
 
     of_row: Sequence[Sequence[Shard]]

@@ -96,7 +96,7 @@ class Step:
         return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By row whose next token is drawn its request, and the number of that token; before the step's tokens are taken."""
+        """Maps each row whose next token is drawn to its request and the number of that token, before the step's tokens are taken."""
         return {
             row: (one.request, len(one.tokens))
             for row, (_, count, one) in self.taking.items()
@@ -123,8 +123,9 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
-        """By group and number of slots the tokens, count, position and lengths of decodes: the same arrays each time, to which sessions
-        stay bound."""
+        """Maps group and number of slots to the tokens, count, position and lengths of decodes: the same arrays each time, to which
+        sessions stay bound.
+        """
 
     @property
     def running(self) -> set[int]:
@@ -344,7 +345,9 @@ class Slots:
         return [self._prefixes.counts[slot] if one is None else one.position for slot, one in there]
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
-        """By slot how many entries its encoder's input has; 1 of a free one, which reads something, too. None without such numbers."""
+        """Maps each slot to the number of entries of its encoder's input; 1 for a free slot, which also reads something. None without
+        such numbers.
+        """
         encoder = self.record.encoder
         if encoder is None or not encoder.count:
             return None

@@ -66,7 +66,7 @@ def in_place_aliases(
     are_alike: Callable[[str, str], bool] = lambda one, two: False,
     renewed: Mapping[int, Sequence[tuple[str, str]]] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """By value that reuses the memory of what it is made of, the value that first had that memory.
+    """Maps each value that reuses the memory of its operand to the value that first had that memory.
 
     These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks and what updates make of shards (`renewed`,
     by step), of values that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.

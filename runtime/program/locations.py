@@ -20,7 +20,7 @@ _SIZES = ("Shape", "Size")
 
 
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
-    """By value that does not lie on the host its target; ArtifactError where a step reads what lies elsewhere.
+    """Maps each value that is not on the host to its target; ArtifactError where a step reads a value of another target.
 
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
@@ -45,7 +45,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
 
 
 def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
-    """By kept tensor the target of those that read it."""
+    """Maps each tensor of the state to the target of its readers."""
     kept = {record.value for record in file.state}
     homes: dict[str, str] = {}
     for step in file.steps:

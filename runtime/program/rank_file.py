@@ -91,18 +91,18 @@ class RankFile:
 
     @cached_property
     def results(self) -> dict[str, AnyCall]:
-        """By value that a collective or a lookup makes its call; of a collective of several values the name of the memory of all."""
+        """Maps each result of a collective or a lookup to its call; a collective of several values has the name of their common memory."""
         calls: list[AnyCall] = [*self.calls, *self.lookups]
         return {call.result: call for call in calls if call.result}
 
     @cached_property
     def received(self) -> dict[str, Transfer]:
-        """By value that arrives as a message its record."""
+        """Maps each received value's name to its `Transfer`."""
         return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, PostRecv)}
 
     @cached_property
     def sent(self) -> dict[str, Transfer]:
-        """By value that leaves as a message its record."""
+        """Maps each sent value's name to its `Transfer`."""
         return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, Send)}
 
     @cached_property

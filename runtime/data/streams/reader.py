@@ -48,7 +48,7 @@ class StreamReader:
         return min(begin for begin, _ in spans), max(end for _, end in spans)
 
     def read(self, given: StreamBatch, position: Position) -> Batch:
-        """By input, what this rank reads of a batch."""
+        """Maps each input to what this rank reads of a batch."""
         place = f"{self.where}: batch {position.batch} of epoch {position.epoch}"
         first, last = self.span(given.size)
         try:

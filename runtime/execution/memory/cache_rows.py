@@ -62,5 +62,5 @@ class CacheRows:
         self.first = first
 
     def places(self) -> dict[str, Placed]:
-        """By name the rows of the chosen slots."""
+        """Maps names to the rows of the chosen slots."""
         return {name: self.state.rows(record, self.first, self.size) for name, record in self.records.items()}

@@ -143,7 +143,7 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
 
 
 def _in_place(step: Collective) -> dict[str, str]:
-    """By operand of a collective the result that may take its place: of equal size, and without another operand."""
+    """Maps each operand of a collective to the result that may reuse its memory: of equal size, and without another operand."""
     call = step.call
     if call.in_one_buffer:
         return dict(call.parts)

@@ -33,20 +33,20 @@ class Planned(Protocol):
 
     @property
     def works(self) -> Mapping[int, AnyCollective]:
-        """By tag the collectives that go on beside others."""
+        """Maps each tag to the collectives that run at the same time."""
         ...
 
     @property
     def cells(self) -> Mapping[str, Cell]:
-        """By name the values that have a place."""
+        """Maps names to the values that have a place."""
         ...
 
     @property
     def scratch(self) -> Mapping[tuple[int, str], Bytes]:
-        """By tag and side the memory in which a collective packs."""
+        """Maps tag and side to the memory in which a collective packs."""
         ...
 
     @property
     def arenas(self) -> Mapping[str, tuple[int, int]]:
-        """By target the address and the size of its arena."""
+        """Maps each target to the address and the size of its arena."""
         ...

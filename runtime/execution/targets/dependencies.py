@@ -51,7 +51,7 @@ def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
     written = np.zeros((lanes, cells.count), np.int64)
     touched = np.zeros((lanes, cells.count), np.int64)
     known = np.zeros((lanes, lanes), np.int64)
-    """By lane how much of each is certain to be done when its next action begins."""
+    """For each lane, the number of actions of every lane that are certain to be done when its next action begins."""
     after: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in range(lanes)]
     found: list[Waits] = []
     for access in accesses:

@@ -30,7 +30,7 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 
 
 def lanes_of(program: RankProgram) -> dict[str, int]:
-    """By target its lane; empty where one target computes."""
+    """Maps each target to its lane; empty where one target computes."""
     computing = {
         target for index, target in program.targets.of_steps.items() if not isinstance(program.steps[index], Copy)
     }

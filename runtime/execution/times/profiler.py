@@ -184,7 +184,7 @@ def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
 
 
 def _busy(plan: StepPlan) -> dict[str, list[int]]:
-    """By target the places of the actions that compute or copy there; empty where one target computes."""
+    """Maps each target to the places of the actions that compute or copy there; empty where one target computes."""
     if plan.lanes is None:
         return {}
     found: dict[str, list[int]] = {}

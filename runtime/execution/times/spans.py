@@ -20,7 +20,7 @@ _BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", Acti
 
 
 def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
-    """By action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
+    """For each action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
 
     A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
     """
