@@ -1,4 +1,4 @@
-"""Which dim of which input holds the records of a batch; inputs that hold none have one value for all records.
+"""Finds the batch dim of each input; an input without one has one value for all records.
 
 1. What the plan says of an input under `batch_dims` holds.
 2. The batch is the dim that the plan says of the first such input. Else it is the first dim of the labels, for data has a record at each

@@ -1,4 +1,4 @@
-"""What small integer tensors hold: the entries of shapes, indices and sizes, followed through the ops that compute them.
+"""The contents of small integer tensors: the entries of shapes, indices and sizes, followed through the ops that compute them.
 
 An entry is an expression over the symbols, or None where only a run tells. Booleans are 0 and 1. Numbers of float tensors are
 followed while they are exact: whole numbers, and products with fractions of a power of two.

@@ -1,4 +1,4 @@
-"""What a trace measured of the actions of an artifact's ranks, which takes the place of a machine's figures.
+"""The measured actions of an artifact's ranks, from a trace; they replace a machine's figures.
 
 Times are medians over the steps of the trace. A computation takes what its span does. A message or a collective takes the time from when
 all others have begun it, and the rank waits for it, to the end of the wait.

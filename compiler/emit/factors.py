@@ -1,4 +1,4 @@
-"""The factors of the nodes of rank files (`partc.factors`): what the op table says of each of them, for those who check where shards lie.
+"""The factors of the nodes of rank files (`partc.factors`): the op table's facts about each node, for checks of shard positions.
 
 A node that is the model's own has the letters of its whole operands. One that a rule or a gradient has written is known by its local
 operands alone, and a dim that is 1 on a rank may be one shard of many, or broadcast: so its letters say nothing there. Of a Reshape dims

@@ -1,4 +1,4 @@
-"""The manifest of a program: what the runtime and `partc check` know of an artifact beside the rank files."""
+"""The manifest of a program: the facts about an artifact that the runtime and `partc check` need in addition to the rank files."""
 
 from __future__ import annotations
 
