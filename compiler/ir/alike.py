@@ -1,4 +1,4 @@
-"""Which nodes are alike: what rules of sharding and of shapes may read of a node, as a key.
+"""Finds equal nodes: a key of everything that rules of sharding and of shapes may read of a node.
 
 Equal layers have equal nodes, so what a rule says of one is kept under its key, and said of the others without asking the rule. The law:
 a rule reads of a node no more than is in its key.

@@ -1,4 +1,4 @@
-"""What a model says of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
+"""A model's declarations of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of nodes, what these read from outside, how a node is taken out, what loaders note of nodes."""
+"""Graphs inside of graphs: the bodies of nodes, the values that these read from outside, the removal of a node, loaders' notes on nodes."""
 
 from __future__ import annotations
 

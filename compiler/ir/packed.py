@@ -1,4 +1,4 @@
-"""Weights that lie packed in the model's file, several in one tensor, and are values of their own in the program."""
+"""Weights that are packed in the model's file, several in one tensor, and are separate values in the program."""
 
 from __future__ import annotations
 

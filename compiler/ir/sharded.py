@@ -1,4 +1,4 @@
-"""Where nodes run and values lie: groups of ranks, and each value's versions on them.
+"""The ranks of nodes and values: groups of ranks, and each value's versions on them.
 
 x on 0-3 [2, 1]    the version of x whose first dim is cut in 2, on ranks 0 to 3
 """

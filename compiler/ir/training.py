@@ -1,4 +1,6 @@
-"""What training adds to a program: the loss, which weights are trained and how, and what else changes from step to step."""
+"""The facts that training adds to a program: the loss, the trained weights and their optimizers, and the other numbers that change from
+step to step.
+"""
 
 from __future__ import annotations
 

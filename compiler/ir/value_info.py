@@ -1,4 +1,4 @@
-"""What is known of values and of dynamic dims: types, global shapes, bytes, and what is promised of the inputs."""
+"""Facts about values and dynamic dims: types, global shapes, bytes, and promises about the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a value lies on a group of ranks: which axes of the group's mesh cut which dim, and over which it is a partial result.
+"""The layout of a value on a group of ranks: the mesh axes that shard each dim, and those over which it is a partial result.
 
 A mesh is the group's ranks as a grid: sizes of its axes, row-major, last axis fastest; rank k of the group has the coordinates of k.
 Along one axis a value is cut (`Shard(dim)`), repeated (`Replicate`), or has to be summed (`Partial`). Several axes may cut one dim,

@@ -1,4 +1,4 @@
-"""From one layout to another: the steps that change how a value lies on its ranks, and never the value.
+"""Resharding, from one layout to another: the steps change where a value is on its ranks, never the value.
 
 Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
 that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the

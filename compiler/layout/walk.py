@@ -1,4 +1,4 @@
-"""From one layout to another on the same mesh, axis by axis: every step takes some axes at the minor end of a dim on or off.
+"""Finds the steps between two layouts on the same mesh, axis by axis: every step adds or removes some axes at the minor end of a dim.
 
 The rules stand in the order in which they are tried; after each step the first one is tried again. So what shrinks a value
 precedes what needs bytes, and what makes it larger comes last. Where the order of axes within a dim allows none of them the

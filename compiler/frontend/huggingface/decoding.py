@@ -1,4 +1,4 @@
-"""How a model's configuration of generation wants its tokens made, where that is not the likeliest token at each step, without end.
+"""The settings of a model's generation configuration that differ from greedy decoding without an end.
 
 `transformers` reads it from `generation_config.json`, else from `config.json`:
 

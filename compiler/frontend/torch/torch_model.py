@@ -1,4 +1,4 @@
-"""A torch module with the inputs by which it was exported, so that it can be run beside its exported graph.
+"""A torch module with the inputs by which it was exported, so that it can be run for comparison with its exported graph.
 
 `export` leaves it in the graph's `meta`, under `TORCH_MODEL`. Runs change nothing of the module: forward gets copies of its buffers.
 Dropout is off, since torch and a graph draw other numbers.
