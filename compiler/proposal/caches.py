@@ -1,4 +1,5 @@
-"""Which outputs stay on the ranks that make them, and which inputs arrive as these lie: the keys and values of a cache.
+"""Finds caches: the outputs that stay on the ranks that make them, and the inputs that arrive in the same layout, such as keys and
+values.
 
 The law. An output is a cache of an input if it is the input with more, or other, entries along one dim: made of this one input of its type
 by ops that move elements alone. Keys and values without an input, those of a first step, are known by their reader: a product of two

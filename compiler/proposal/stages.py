@@ -1,4 +1,4 @@
-"""Which modules run on which stage: runs along the data's way, even in weights and operations.
+"""Assigns modules to stages: runs in the order of the data, even in weights and operations.
 
 The law. The model falls into units: modules, and what is inside of them where one is too large, but for members of a list (`layers.3`),
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
