@@ -1,4 +1,5 @@
-"""What communication is written with: the program of the job, the events and groups so far; and collectives of several values.
+"""The state with which communication is written: the program of the job, the events and groups so far; and collectives of several
+values.
 
 A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
 """

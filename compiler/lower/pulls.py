@@ -1,4 +1,4 @@
-"""Lookups in a table whose rows are cut over ranks: Pull in the forward pass, and Push of what a gradient gives to rows.
+"""Lookups in a table whose rows are sharded over ranks: Pull in the forward pass, and Push of the rows' gradients.
 
     Gather `vb,i->ib` on 0-3, v (0, 1), i (0, 1)     every rank    %h, %asked, %counts, %places = Pull(%table, %ids)
                                                      backward      %ids.own, %rows = Push(%asked, %counts, %places, %h.grad)

@@ -1,4 +1,4 @@
-"""The body of every task: what the ops of one label are for a rank, and which of them stand beside the call.
+"""The body of every task: the ops of one label for a rank, and the ops that stay next to the call.
 
     of one microbatch     x -> MatMul -> AllReduce -> Relu -> Send(h)        label F0
     body F0               x -> MatMul -> AllReduce -> Relu -> h              runs as one call, whichever microbatch it is

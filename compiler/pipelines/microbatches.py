@@ -1,4 +1,4 @@
-"""Pass: the programs of one microbatch become those of a step of all of them: rows of calls, in the order of a schedule.
+"""Pass: the programs of one microbatch become those of a step over all microbatches: rows of calls, in the order of a schedule.
 
     of one microbatch     x -> Relu -> Send(h)                      Recv(h.grad) -> ... -> Add(w.grad, sum) -> update
     of a step of two      Split(x) 0F0 Send(h.0) 0F1 Send(h.1)      Recv(h.grad.0) 0B0 Recv(h.grad.1) 0B1 -> update

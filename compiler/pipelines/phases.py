@@ -1,4 +1,4 @@
-"""The task of every op of the ranks' programs: which pass of which stage it is part of, or of none.
+"""Finds the task of every op of the ranks' programs: the pass and the stage that it belongs to, if any.
 
     ONCE      no microbatch: masks, casts of weights; made before the first task
     F s, B s  the forward or backward pass of stage s; B is the whole of it, or where it is split the gradients that leave the stage

@@ -1,4 +1,4 @@
-"""Recompute: forward ops that the plan names are repeated in the backward task, and what they made is not kept for it.
+"""Recompute: forward ops that the plan names are repeated in the backward task, and their results are not saved for it.
 
     forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h, a, b
     backward    reads h, a, b

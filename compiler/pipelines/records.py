@@ -1,4 +1,5 @@
-"""What of a program has the records of the batch: inputs are dealt out to the microbatches, and what these give is joined.
+"""Finds the values of a program that have the records of the batch: inputs are dealt out to the microbatches, and their outputs are
+joined.
 
 A batch's records as those of its microbatches, and back: what a step takes is cut, what it gives is joined.
 

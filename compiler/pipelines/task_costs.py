@@ -1,4 +1,4 @@
-"""What the tasks of a pipeline's stages take and keep, out of the ops that they are made of and their local shapes.
+"""The seconds and bytes of the tasks of a pipeline's stages, from their ops and local shapes.
 
     time      of F, B and W: the work of their ops (`cost/node.py`) at middling sizes of all symbols
     saved     what F makes or receives and B or W reads: kept from F to the end of B

@@ -1,4 +1,4 @@
-"""What flows back through the windows of a convolution: the cotangent of its input, and of its weight.
+"""The gradient of a convolution through its windows: the cotangent of its input, and of its weight.
 
 The cotangent of the input is the transposed convolution of the output's. That of the weight is a product a place of the kernel, dY
 times the input as this place saw it; which form computes it fastest depends on the shapes (see `weight`).
