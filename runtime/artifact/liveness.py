@@ -1,4 +1,4 @@
-"""How long values are in memory, and how many bytes are there at once: of the ops of a session, the tasks of a row, and a program to come.
+"""Lifetimes of values and the bytes in memory at once: of the ops of a session, the tasks of a row, and a program before it is written.
 
 A program is a list of uses in the order in which they run, one for each op or task: what it reads, and what it makes. A value is in memory
 from the op that makes it to the last that reads it. A view is in the memory of what it is a view of; what an op may write over its operand

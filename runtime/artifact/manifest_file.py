@@ -1,4 +1,5 @@
-"""The file `manifest.json`: what is common to all programs of an artifact, and what is of each; `Manifest` is what one of them needs.
+"""The file `manifest.json`: the facts common to all programs of an artifact, and those of each; `Manifest` has those that one program
+needs.
 
     {"format": 3, "partc": "0.1.0", "model": {...}, "plan": {...}, "ranks": 2, "files": {...}, "symbols": {...}, "groups": {...},
      "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},

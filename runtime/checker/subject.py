@@ -1,4 +1,4 @@
-"""What a check looks at, and what checks count."""
+"""The subject of a check, and the counts of checks."""
 
 from __future__ import annotations
 

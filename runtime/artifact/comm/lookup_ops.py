@@ -1,4 +1,4 @@
-"""The lookups: ops by which ranks read and write rows of a table that lies on other ranks; who gives what to whom follows from ids.
+"""The lookups: ops by which ranks read and write rows of a table on other ranks; the ids determine the senders and receivers.
 
     Pull       every rank's ids give it rows of a table, of which the owners have a run each
     Push       rows go back to their owners, who know the ids from the Pull

@@ -1,4 +1,4 @@
-"""Appending to a decoder's cache where it lies: onnxruntime writes the new entries alone where input and output have one memory.
+"""Appending to a decoder's cache in place: onnxruntime writes only the new entries where input and output have one memory.
 
     next = TensorScatter(cache, entries, position)
     y, next_k, next_v = GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)

@@ -1,4 +1,4 @@
-"""What `data:` of a plan or `--data` says: files, what is done to a batch of them, and how lengths are handled.
+"""The contents of `data:` of a plan or `--data`: files, the work on a batch of them, and the handling of lengths.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
     data: shards/train-*.tar              samples in tar files, as WebDataset has them

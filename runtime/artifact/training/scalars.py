@@ -1,4 +1,4 @@
-"""The numbers that an optimizer's functions are fed each step beside tensors, by the optimizer's own numbers and the rate of the step.
+"""The numbers that an optimizer's functions are fed each step besides tensors, by the optimizer's own numbers and the rate of the step.
 
 scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
 """

@@ -1,4 +1,5 @@
-"""How a node carries shard places and partial values, by the letters that the artifact says of its operands (`partc.factors`).
+"""The rules by which a node carries shard positions and partial values, by the letters of its operands in the artifact
+(`partc.factors`).
 
 That the letters are right of each op is not proven here: the compiler's tests run every rule of its op table on shards and compare it with
 the whole op. A node without letters is unknown, and never gives a reason for doubt.

@@ -1,4 +1,4 @@
-"""Proves where shards lie and that sums become whole: ranks that run one node on shards of values must agree on both.
+"""Proves the positions of shards and that partial sums are reduced: ranks that run one node on shards of values must agree on both.
 
 A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
 collectives make; nodes hand it on, by the letters that the file says of their operands (`partc.factors`). These are relied on: that they

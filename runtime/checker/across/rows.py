@@ -1,4 +1,4 @@
-"""Checks the rows of tasks: every microbatch goes once through every task, in an order that can be, and on all ranks alike.
+"""Checks the rows of tasks: every microbatch runs once through every task, in a possible order, and equally on all ranks.
 
 1. A cell is a function and a microbatch, and is named so.
 2. Every function of a file is called once for each microbatch, 0 to m - 1.

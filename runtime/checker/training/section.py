@@ -1,4 +1,4 @@
-"""Checks what a manifest says of a training: names that are there, numbers that the update nodes have, a schedule that can be followed.
+"""Checks the manifest's record of training: names that exist, numbers that the update nodes have, a schedule that can be followed.
 
 outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed

@@ -1,4 +1,4 @@
-"""A checkpoint of an artifact from what another library has trained, so that `partc train --resume` goes on with it.
+"""Makes a checkpoint of an artifact from another library's training, so that `partc train --resume` continues it.
 
 Sources are a file of `torch.save` (`torch_file.py`), a folder of torch.distributed.checkpoint, a `.safetensors` file, and a folder of a
 Hugging Face model. Names and shapes are those of the model's modules, in the source as in partc. What the source lacks of the optimizer

@@ -1,4 +1,4 @@
-"""A file of `torch.save` as training scripts write it: the weights, and beside them the optimizer's state and the number of steps.
+"""A file of `torch.save` as training scripts write it: the weights, the optimizer's state and the number of steps.
 
     torch.save(model.state_dict(), "weights.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 300}, "half.pt")

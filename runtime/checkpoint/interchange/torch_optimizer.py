@@ -1,4 +1,4 @@
-"""The state of an optimizer of `torch.optim` and that of a program, which keep the same tensors of a parameter under like names.
+"""The states of an optimizer of `torch.optim` and of a program, which keep the same tensors of a parameter under similar names.
 
     torch     state_dict()["state"][3]["momentum_buffer"]     tensors by the number of a parameter, in the order of the groups
     partc     "fc1.weight.momentum"                           tensors by the name of the parameter
