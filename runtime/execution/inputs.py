@@ -1,4 +1,4 @@
-"""Inputs as a caller gives them, made values of the runtime: a rank's shard, or the global value, of which the runtime takes the shard."""
+"""Converts a caller's inputs to values of the runtime: a rank's shard, or the global value, from which the runtime takes the shard."""
 
 from __future__ import annotations
 

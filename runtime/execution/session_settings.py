@@ -1,4 +1,4 @@
-"""How the sessions of a rank run, from what a caller of `load` asks for."""
+"""The settings of a rank's sessions, from the arguments of `load`."""
 
 from __future__ import annotations
 

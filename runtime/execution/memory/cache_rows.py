@@ -1,4 +1,5 @@
-"""Which rows of each of its caches a rank binds in a step: of a prefill that of one slot, of a decode in turns those of one group of slots.
+"""The rows of each of its caches that a rank binds in a step: those of one slot in a prefill, those of one group of slots in a decode in
+turns.
 
 decode     past_k [4, heads, length, size]     all slots of the rank
 decode     past_k [2, heads, length, size]     of two groups the rows of one, where they lie

@@ -1,4 +1,4 @@
-"""What each action of a step plan reads and writes, by the values' names: derived from the steps, and from nothing that plans memory.
+"""The values that each action of a step plan reads and writes, by name: derived from the steps, independently of the memory plan.
 
 A value is complete where its writer is done, and `coming` from the posting of its receive, or the begin of its collective, to the wait for
 it. What an action checks must be as it says when it begins; what it sets is so when it ends.

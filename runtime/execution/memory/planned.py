@@ -1,4 +1,4 @@
-"""What the proof reads of a step plan: its actions by their roles, where everything lies, and the lanes."""
+"""The view of a step plan that the proof reads: its actions by their roles, the locations of values, and the lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a step plan: an action reads what the value's own writer has left there, in every order that lanes allow.
+"""The proof of a step plan: an action reads the bytes that the value's own writer has left there, in every order that lanes allow.
 
 Memory is divided at every end of a place, and each part remembers which value it has. An action must find its operands in all of their
 parts, and what is on its way when the wait for it ends; nothing may be in two places that meet but for what is known to be done in place.

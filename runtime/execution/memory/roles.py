@@ -1,4 +1,4 @@
-"""What each action of a step plan is, for whoever must know what it reads and writes.
+"""The role of each action of a step plan, for code that must know what it reads and writes.
 
 STEPS      a step of the program, or a run of copies that is one action
 SENT       the wait for what a step has sent: until then it is read

@@ -1,4 +1,4 @@
-"""What the targets of a rank have done: copies and their bytes, by the target to which they lead, and switches between targets.
+"""Counts of the targets of a rank: copies and their bytes, by the destination target, and switches between targets.
 
     counts = program.target_counts
     counts.copies["cuda"].bytes / counts.steps       copied to the device in a step

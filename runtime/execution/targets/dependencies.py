@@ -1,4 +1,4 @@
-"""What an action of one target must wait for on another: the law by which targets run at the same time.
+"""The dependencies of an action of one target on those of another: the law by which targets run at the same time.
 
 Each target has a lane of actions, in the order of the file. Two actions of different lanes keep that order if they meet: if one writes
 bytes that the other reads or writes. Bytes are those of a value, so that an action waits for what makes its operands; and those of whatever

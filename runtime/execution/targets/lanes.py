@@ -1,4 +1,4 @@
-"""The lanes of a step: which target's lane each action is in, and what it reads and writes.
+"""The lanes of a step: the lane of each action's target, and the values that the action reads and writes.
 
 The first lane is that of the CPU and of all communication; each other target has one, with the copies from there and to there. A program
 with one target has no lanes, and runs in the order of its file.

@@ -1,4 +1,4 @@
-"""Sessions as actions of a step: bound once where their operands have fixed places, bound anew or called with objects where not."""
+"""Sessions as actions of a step: bound once if their operands have fixed places, otherwise bound again or called with objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which op of which module onnxruntime's own times are of, for a trace: a run of a session belongs to the segment around it.
+"""Assigns onnxruntime's own times to ops and modules, for a trace: a run of a session belongs to the segment around it.
 
 Segments that are equal have one session: of those, a run belongs to the one in whose time its middle lies.
 """

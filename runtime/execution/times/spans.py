@@ -1,4 +1,4 @@
-"""What the actions of a step plan are, for a trace: a name, a kind, the task and module, bytes, and the other end of a message."""
+"""The actions of a step plan as a trace shows them: a name, a kind, the task and module, bytes, and the other end of a message."""
 
 from __future__ import annotations
 
