@@ -1,4 +1,4 @@
-"""What one rank reads of a batch by the shards of its inputs: a span of the records, and of these its shard of the other dims.
+"""The part of a batch that one rank reads, by the shards of its inputs: a span of the records, and its shard of the other dims.
 
 It does not matter where the batch comes from. Sizes that ranks cannot share are found on every rank alike.
 """

@@ -1,4 +1,4 @@
-"""What one rank reads of a batch: the records of its shard of dim 0, transformed, then its shard of the other dims.
+"""Reads a batch for one rank: the records of its shard of dim 0, transformed, then its shard of the other dims.
 
 A transform of a batch alone sees the records of the rank's shard: it must treat each record by itself. One that takes a generator
 gets one drawn from (seed, epoch, batch) and always sees the global batch, of which the shard is taken afterwards: so what it makes

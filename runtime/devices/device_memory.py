@@ -1,4 +1,4 @@
-"""DeviceMemory of a target beside the host's, and values that lie there.
+"""DeviceMemory of a target other than the host, and values in it.
 
     memory = memory_of(Device("cuda", 0))
     block = memory.block(1 << 20)             # kept alive by whoever holds it

@@ -1,4 +1,4 @@
-"""Which device each target of a rank is: what `--device` says, by default the CPU.
+"""The device of each target of a rank: as `--device` says, by default the CPU.
 
     devices_from({"device": "cuda"}, 1)     nodes of no named target run on cuda, the second one of the machine
     devices_from({"cuda": "cpu"}, 0)        the target cuda is the CPU: the same program, copies included

@@ -1,4 +1,4 @@
-"""Drawing a token from its likeliest candidates: what is drawn follows from the seed and the number of the token, not from the slot or its
+"""Draws a token from its likeliest candidates: the result follows from the seed and the number of the token, not from the slot or its
 neighbours.
 
 The law. Tokens are ordered by falling logits, of equal ones the lowest number first, and have the weights exp((logit - largest) /

@@ -1,4 +1,4 @@
-"""What is asked of a generator, and what it answers."""
+"""Requests to a generator, and its answers."""
 
 from __future__ import annotations
 

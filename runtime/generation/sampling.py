@@ -1,4 +1,4 @@
-"""The tokens that a step draws: its logits stay where the step made them, and of each shard its first candidates alone are told.
+"""The tokens that a step draws: its logits stay in place, and only the first candidates of each shard are communicated.
 
     round        every shard tells the candidates of each row that is drawn      an agreement, where the vocabulary is cut
                  the rank that has the row's first shard draws                   an agreement on the tokens

@@ -1,4 +1,4 @@
-"""Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
+"""The sequences in the slots, and the inputs of each step: the same on all ranks, since they follow from requests and tokens alone.
 
 A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each sequence that is made.
 Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts

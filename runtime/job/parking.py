@@ -1,4 +1,4 @@
-"""How ranks of a host wait for each other: a short spin, then a sleep in the kernel until another rank wakes this one.
+"""Waiting between ranks of a host: a short spin, then a sleep in the kernel until another rank wakes this one.
 
 Each rank has one word in shared memory: 1 while it sleeps, else 0. What it waits for is any condition over shared memory.
 

@@ -1,4 +1,4 @@
-"""How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
+"""The lifetimes of the values of a rank's program, in step numbers: by these the arena is shared, and a step drops values.
 
 A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A run of
 copies is one moment: what they make lives from its first step, what they read to its last. A collective reads its input until it is

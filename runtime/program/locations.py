@@ -1,4 +1,4 @@
-"""Which of a rank's values lie in the memory of a target beside the host's, by the law of targets.
+"""Finds the values of a rank that are in the memory of a target other than the host, by the law of targets.
 
 A value lies on the target of the node that makes it; what a Copy makes, on the target to which it leads. On the host are graph inputs and
 outputs, all that is communicated, and the sizes that Shape and Size give. A tensor that the rank keeps lies on the target of the node that

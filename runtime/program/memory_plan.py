@@ -1,4 +1,4 @@
-"""Where values that cross segments lie: one arena, shared by values whose lives do not meet.
+"""The places of values that cross segments: one arena, shared by values whose lifetimes do not overlap.
 
 A value lives from the step that makes it, or posts its receive, to the last step that reads it, and beyond while a send of it is
 in flight. Slots are given in the order of births, each at the lowest place that is free. Where the arena would have to grow, the

@@ -1,4 +1,4 @@
-"""One rank's file, cut into steps, with the manifest's records of what it does: the two must say the same.
+"""One rank's file, divided into steps, with the manifest's records of its communication: the two must agree.
 
 Messages, collectives, inputs and outputs of the file are those that the manifest lists for the rank, else an ArtifactError names
 every one that is not.

@@ -1,4 +1,4 @@
-"""The values of a rank's program: types, shapes, where each lies while a step runs, and how long.
+"""The values of a rank's program: types, shapes, the location of each while a step runs, and its lifetime.
 
 Each column of the table follows from the rank's file and the columns before it:
 

@@ -1,4 +1,4 @@
-"""Whether numbers are finite: what a step gives, what it was given, and what is kept.
+"""Finds non-finite numbers: in a step's outputs, its inputs, and the state.
 
 A loss that is not finite is reported on all ranks alike before anything else is done, with the inputs of each rank that are not finite.
 """

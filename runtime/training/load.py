@@ -1,4 +1,4 @@
-"""Loading the training of an artifact: its program, the evaluation beside it, and the learning rates of its schedule."""
+"""Loads the training of an artifact: its program, its evaluation, and the learning rates of its schedule."""
 
 from __future__ import annotations
 

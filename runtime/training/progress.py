@@ -1,4 +1,4 @@
-"""How far a training is: the numbers of a progress line, and who receives them."""
+"""The progress of a training: the numbers of a progress line, and their receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank takes of a batch that a stream gives: its records, transformed, in the types and the shards of the model's inputs.
+"""Reads one rank's part of a stream's batch: its records, transformed, in the types and the shards of the model's inputs.
 
 Batches are held against the model whenever they have other types or shapes than the one before. A type never changes; a shape may where
 the model has a symbol for it. A transform sees what it sees of records in files (`data/reader.py`).
