@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from partc.compiler.plan.target import TargetRule
 
 On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
-"""Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
+"""The place that a model requests: a rank, a group, or coordinates along axes of the plan's mesh."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`.
+    """The nodes that match `pattern` run on this rank or group; `where` is the line that says so, such as `model.py:12`.
 
     With a `role` the ranks of that role of the plan have its parameters instead, and `on` names none.
     """
@@ -40,9 +40,9 @@ class TpPlanEntry:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `ignored`: settings that change
-    tokens, and that no program follows, such as `repetition_penalty: 1.3`. `longest`: the most tokens of a sequence for which its rotary
-    `positions`, such as `longrope`, have the same frequencies; 0 where they always do.
+    """The generation settings of a model's configuration. `stop`: the tokens behind which a sequence ends. `ignored`: settings that
+    change tokens, and that no program follows, such as `repetition_penalty: 1.3`. `longest`: the most tokens of a sequence for which its
+    rotary `positions`, such as `longrope`, have the same frequencies; 0 where they always do.
     """
 
     stop: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ PART = "partc.part_of"
 
 @dataclass(frozen=True)
 class PackedBox:
-    """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
+    """The position of a weight in a packed weight: the name and shape of that, and per dim begin and end."""
 
     tensor: str
     shape: tuple[int, ...]

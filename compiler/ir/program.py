@@ -72,7 +72,7 @@ class Loaded:
     size: int = 0
     """The tokens of a chunk, or the slots of each run, of a narrow program of a plan that generates; 0 of all others."""
     generation: Generation | None = None
-    """What a plan with `generate` adds."""
+    """The facts that `generate` in a plan adds."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class Typed(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated(Typed):
-    """What the model's own annotations say of its nodes is held against them."""
+    """A typed program with the statements of the model's own annotations, against which its nodes are checked."""
 
     followed: Mapping[ir.Node, Followed]
 
@@ -234,7 +234,7 @@ class Scheduled(Lowered):
 
     @property
     def working_groups(self) -> int:
-        """How many groups of ranks can run tasks at the same time."""
+        """The number of groups of ranks that can run tasks at the same time."""
         return 1 if self.tasks is None else len(set(self.tasks.schedule.stages.homes))
 
 

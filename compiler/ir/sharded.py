@@ -22,7 +22,7 @@ Ranks: TypeAlias = int
 
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    """What follows from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
+    """Facts that follow from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
 
     group: Group
 
@@ -98,7 +98,7 @@ def members(ranks: Ranks) -> Group:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Where a node runs, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: wherever it is read, as constants do."""
+    """The group of a node, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: it runs wherever it is read, as constants do."""
 
     groups: tuple[Group, ...]
     rule: str
@@ -133,7 +133,7 @@ class ShardedValue:
 
     @property
     def across(self) -> tuple[str | None, Group, Layout]:
-        """What the version is in all programs of a plan: each has values of its own, with the names of the model."""
+        """The identity of the version in all programs of a plan: each has values of its own, with the names of the model."""
         return self.value.name, self.group, self.layout
 
     @property

@@ -26,7 +26,7 @@ _LOSS = "loss"
 
 
 class ProgramKind(Enum):
-    """Which of a plan's programs one is; its name in the artifact."""
+    """The kind of a program of a plan; its name in the artifact."""
 
     STEP = ""
     """A whole step, with the update of a training; of a plan that generates, one token of each slot."""
@@ -35,7 +35,7 @@ class ProgramKind(Enum):
     STREAMED_EVALUATION = "evaluate_streamed"
     """The same of a batch in the microbatches of the step, which stages run at the same time."""
     TOTALS = "totals"
-    """What microbatches are given of the whole batch; it becomes part of the step."""
+    """The inputs that microbatches get from the global batch; it becomes part of the step."""
     PREFILL = "prefill"
     """A chunk of a prompt of one slot, over the caches of a step of one token."""
     DECODE_ROWS = "decode"
@@ -61,12 +61,12 @@ class ProgramKind(Enum):
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """How one parameter is trained; frozen ones are kept as they are."""
+    """The training of one parameter; frozen parameters are kept as they are."""
 
     frozen: bool = False
     weight_decay: float | None = None
     lr: float = 1.0
-    """What the learning rate is multiplied with."""
+    """The factor of the learning rate."""
     optimizer: Optimizer | None = None
     """The optimizer that updates it; None for the optimizer of the training."""
     staleness: int = 0
@@ -77,7 +77,7 @@ class ParameterOptions:
 
 @dataclass(frozen=True)
 class BatchRecords:
-    """How the inputs and the outputs of a training hold records of a batch."""
+    """The layouts of a batch's records in the inputs and the outputs of a training."""
 
     fixed: tuple[str, ...] = ()
     """Inputs that hold one value for all records."""
@@ -86,7 +86,7 @@ class BatchRecords:
     summed: frozenset[str] = frozenset()
     """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
     totals: tuple[str, ...] = ()
-    """What microbatches are given of the whole batch, which another program makes of the inputs alone."""
+    """The values that microbatches get from the global batch, which another program makes of the inputs alone."""
     shards: int = 1
     """Into how many shards a batch is dealt out that have means of their own."""
 
@@ -125,7 +125,7 @@ class Untrained:
     operands: Mapping[str, Operands] = field(default_factory=dict)
     """Keys are paths of nodes."""
     outputs: ModelOutputs | None = None
-    """What the loss and the metrics stand in place of."""
+    """The outputs that the loss and the metrics replace."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Training:
         return (learned and learned.optimizer) or self.rules.optimizer
 
     def lr_multiplier(self, parameter: ir.Value) -> float:
-        """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter.
+        """The factor of a step's rate, that of the training's optimizer, for a parameter.
 
         If the optimizer's rate is constant, the factor applied to that constant.
         """
@@ -180,7 +180,7 @@ class Training:
 
     @cached_property
     def others(self) -> Mapping[str, Optimizer]:
-        """The optimizers beside that of the training, by name: their type, with a number where several are of one type.
+        """The optimizers other than that of the training, by name: their type, with a number where several are of one type.
 
         Two that differ in rate or decay alone are one: these are numbers of each parameter.
         """
@@ -211,7 +211,7 @@ class Training:
         return tuple(dict.fromkeys((*of_optimizers, *self.scalars)))
 
     def record(self) -> TrainingRecord:
-        """What the manifest says of it."""
+        """Its record in the manifest."""
         optimizer, rules = self.rules.optimizer, self.rules
         return TrainingRecord(
             loss=name_of(self.loss),

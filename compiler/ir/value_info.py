@@ -36,7 +36,7 @@ class SymbolInfo:
 
 @dataclass(frozen=True)
 class ValueInfo:
-    """What is known of a value: its type as onnxruntime writes it, and its global shape; None where only a run tells."""
+    """Facts about a value: its type as onnxruntime writes it, and its global shape; None where only a run decides it."""
 
     type: str
     shape: Shape | None

@@ -72,7 +72,7 @@ class Layout:
         return not self.partial and not any(self.cuts)
 
     def placement(self, axis: int) -> Placement:
-        """What the value is along one axis of the mesh."""
+        """The placement of the value along one axis of the mesh."""
         for dim, axes in enumerate(self.cuts):
             if axis in axes:
                 return Shard(dim)

@@ -50,7 +50,7 @@ class Hop:
 
     @property
     def way(self) -> Way:
-        """How the value lies before and after."""
+        """The layouts of the value before and after."""
         return (self.before.group, self.before.layout), (self.after.group, self.after.layout)
 
 
@@ -67,7 +67,7 @@ class CommLowering:
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     masked: dict[tuple[ShardedValue, ShardedValue], Value] = field(default_factory=dict)
-    """What one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
+    """The values that one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
     """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
@@ -142,7 +142,7 @@ class CommLowering:
         self.append(move.group, step)
 
     def append(self, ranks: Group | Ranks, *steps: JobOp) -> None:
-        """Writes ops of this task behind what the ranks do so far."""
+        """Writes ops of this task after the ranks' ops so far."""
         own = (step if step.task is self.task else replace(step, task=self.task) for step in steps)
         self.job.append(ranks, own)
 

@@ -233,7 +233,8 @@ class _Lookup:
         return None if shape is None else shape[: len(shape) - len(self._row())]
 
     def _bytes(self, of_id: int) -> str:
-        """What a rank that asks receives, and an owner is sent, where ids are even over the owners, of `of_id` bytes beside each row.
+        """The bytes that a rank receives when it pulls, and that an owner is sent, if ids are even over the owners, with `of_id` bytes for
+        each row.
 
         Of at most min(n, rows) distinct ids those of the other ranks: (P-1)/P of them, where the P owners ask, too.
         """

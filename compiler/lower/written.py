@@ -42,7 +42,7 @@ class Written:
 
     @staticmethod
     def of(node: ir.Node, rank: int) -> Written:
-        """What a node says; `rank` is the number of dims of its input."""
+        """The communication that a node describes; `rank` is the number of dims of its input."""
         said = node.attributes
         dim = said.get_int("dim", 0) % max(rank, 1)
         sources, targets = said.get_ints("sources") or (), said.get_ints("targets") or ()
