@@ -34,7 +34,7 @@ LETTERS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT: "W"}
 
 @dataclass
 class Slot:
-    """A task of any microbatch on all ranks: by unit the ops of its body, the events beside the calls, and all events in order."""
+    """A task of any microbatch on all ranks: the ops of its body by unit, the events next to the calls, and all events in order."""
 
     bodies: dict[int, list[Compute | Comm]] = field(default_factory=dict)
     beside: list[tuple[Place, ...]] = field(default_factory=list)

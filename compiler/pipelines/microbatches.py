@@ -167,7 +167,7 @@ class _Rows:
         )
 
     def _call(self, label: Label, slot: Slot, k: int) -> None:
-        """Writes a task of a microbatch: the calls of all its ranks, then the events beside them; events are listed in order."""
+        """Writes a task of a microbatch: the calls of all its ranks, then the events next to them; events are listed in order."""
         for event in slot.events:
             self._list(self.listed[event.tag], k)
         for row in self.rows:

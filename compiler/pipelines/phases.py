@@ -154,7 +154,7 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
 
 
 def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
-    """What only brings outputs to where they are wanted runs once, on what all microbatches give together.
+    """Ops that only bring outputs to their ranks run once, on the joined outputs of all microbatches.
 
     A message whose value nothing has a use for brings no output: its value may have the records of a microbatch.
     """

@@ -77,7 +77,7 @@ class _Recompute:
     labels: Labels
     nodes: Mapping[ir.Node, tuple[Region, RecomputeRule]]
     again: dict[Own, list[Item]] = field(default_factory=dict)
-    """What is repeated, in order."""
+    """The ops that are repeated, in order."""
     instead: dict[There, Own] = field(default_factory=dict)
     """Maps each unit and value to the region that reads the recomputed value instead of the forward task's."""
     events: list[Event] = field(default_factory=list)
@@ -119,7 +119,7 @@ class _Recompute:
         return [(unit, value) for unit, step in self.steps(item) for value in step.makes]
 
     def new(self, there: There, own: Own | None) -> Value | None:
-        """What a reader of a region reads in place of a value; None where it reads the value."""
+        """The value that a reader of a region reads in place of another; None where it reads that one."""
         return self.again_of(there[1]) if own is not None and self.instead.get(there) == own else None
 
     def again_of(self, value: Value) -> Value:
@@ -173,7 +173,7 @@ class _Recompute:
 
     @cached_property
     def backward(self) -> set[There]:
-        """What ops of the backward pass make; these stand behind what is repeated."""
+        """The results of ops of the backward pass, which come after the repeated ops."""
         made = (self.makes(item) for item in self.order if self.first(item).task is not TaskKind.FORWARD)
         return {value for some in made for value in some}
 

@@ -31,7 +31,7 @@ from partc.compiler.training.in_parts import PART
 
 @dataclass(frozen=True)
 class _Dims:
-    """A value's sizes as vectors: of the dim that has the records, and of those before and behind it."""
+    """A value's sizes as vectors: of the dim that has the records, and of the dims before and after it."""
 
     head: tuple[Value, ...]
     extent: Value

@@ -27,7 +27,7 @@ class Row:
     sums: dict[Value, tuple[Value, Value]] = field(default_factory=dict)
     """Maps the sum of a gradient in a body to the sum up to now and to the value to which the body adds."""
     calls: dict[Label, int] = field(default_factory=dict)
-    """How often the body of a label was called."""
+    """The number of calls of the body of each label."""
 
     def emit(
         self, op_type: str, inputs: Sequence[Value], outputs: Sequence[Value], **attributes: int | ir.Attr

@@ -1,4 +1,4 @@
-"""What becomes of every value when a batch is run in microbatches, one after the other: time is one more axis of the mesh.
+"""The values of a batch that runs in microbatches, one after the other: time is one more axis of the mesh.
 
 The law is that of a cut along the batch, `ops/rule.py`. In each microbatch a value is
 
@@ -95,11 +95,11 @@ class Flow:
             pass
 
     def state(self, value: ir.Value) -> State:
-        """How a value relates to the whole batch's."""
+        """The relation of a value to that of the global batch."""
         return REPLICATE if value in self.totals else self.states.get(value, REPLICATE)
 
     def shard(self, value: ir.Value) -> Shard | None:
-        """How a value holds records; None where it holds none."""
+        """The layout of records in a value; None where it has none."""
         return state if isinstance(state := self.state(value), Shard) else None
 
     def follows_from_inputs(self, value: ir.Value) -> bool:

@@ -138,7 +138,7 @@ def copy_between_targets(program: Scheduled) -> Complete:
 
 @dataclass
 class _There:
-    """What the values of a scope are on each target; `fixed` ones are themselves where they lie."""
+    """The values of a scope on each target; `fixed` ones are not copied on their own target."""
 
     scope: Scope
     fixed: set[Value]

@@ -1,4 +1,4 @@
-"""Pass: the backward pass, written behind the forward programs: every node's gradient runs where the node runs, on the same shards.
+"""Pass: the backward pass, written after the forward programs: every node's gradient runs on the node's ranks, on the same shards.
 
 A cotangent has the dual of its primal's layout. Along a mesh axis:
 
@@ -366,7 +366,7 @@ class Backward:
 
 
 def _unmoved(training: Training) -> Problem:
-    """What is wrong where no parameter that is trained changes the loss: the rules that froze all, else the model."""
+    """The problem of a training whose parameters do not change the loss: the rules that froze all, else the model."""
     where = training.rules.where("loss")
     frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}
     fact = "no trainable parameter changes the loss"

@@ -22,7 +22,7 @@ from partc.runtime.artifact.format import GRADIENT_NORM
 
 
 class UpdateWriter:
-    """Writes ops of one target, by default the rank's own, behind what ranks do so far."""
+    """Writes ops of one target, by default the rank's own, after the ranks' ops so far."""
 
     def __init__(self, program: Localized, local: LocalView) -> None:
         self.program, self.comm = program, local.comm

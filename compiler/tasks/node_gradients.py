@@ -153,7 +153,7 @@ class NodeGradients:
         return differentiated(values=[*asked.values, *asked.unknown], constants=asked.constants, scope=self._scope())
 
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
-        """What the node and its bodies read, as it is on the group; constants are shown where nothing changes them."""
+        """The operands of the node and its bodies, as they are on the group; constants are shown where nothing changes them."""
         program, node = self.program, instance.node
         read = [(k, input_layout_of(program, instance, k)) for k, value in enumerate(node.inputs) if value is not None]
         operands = [(version, operand_as(self.comm, instance, k, version)) for k, version in read]
@@ -268,5 +268,5 @@ class NodeGradients:
 
 
 def row_keys(operand: str) -> RowGradient:
-    """What stands for the ids and the rows of a table's gradient, among handles of operands."""
+    """The placeholders for the ids and the rows of a table's gradient, among handles of operands."""
     return RowGradient(f"{operand} ids", f"{operand} rows")

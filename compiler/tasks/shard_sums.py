@@ -82,7 +82,7 @@ class ShardSums:
         return reshard(self.comm, first, total, target, made, _cause(one, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:
-        """How a sum lies where the parameter is updated: as that, but for the dims that it has one element of."""
+        """The layout of a sum at the parameter's update: the parameter's, except for dims of which the sum has one element."""
         layout = one.share.layout
         return without_dims(layout, step.ones) if step.ones else Layout(layout.mesh, ((),))
 

@@ -181,7 +181,7 @@ def _into(shard: int | tuple[str, ...]) -> str:
 
 
 def _dims_of(rule: Rule, factor: str) -> str:
-    """Where a factor first stands: `input 0, dim 1`."""
+    """The first place of a factor: `input 0, dim 1`."""
     for index, letters in enumerate(rule.inputs):
         if letters and factor in letters:
             return f"input {index}, dim {letters.index(factor)}"

@@ -56,7 +56,7 @@ _TYPICAL = 512
 
 @dataclass(frozen=True)
 class Cost:
-    """What is moved to the readers of some values: expressions of bytes with their shares, and collectives and messages."""
+    """The cost of moving some values to their readers: expressions of bytes with their shares, and collectives and messages."""
 
     bytes: tuple[tuple[Fraction, sympy.Expr], ...] = ()
     count: int = 0
