@@ -51,7 +51,7 @@ class LocalProgram:
         """Whether no message or failure of an earlier call is left."""
         self._main = self
         self._others: list[LocalProgram] = []
-        """The other programs of the artifact that were loaded beside this one."""
+        """The other programs of the artifact that were loaded with this one."""
         self._all([partial(self._connect, program) for program in self._ranks])
 
     @property
@@ -103,7 +103,7 @@ class LocalProgram:
         return thread in self._threads.identifiers or self.turn.has(thread)
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
+        """The results of all ranks. Where ranks fail, the first cause is raised, and the program can be called again."""
         main = self._main
         if not main._sound:
             self._threads.await_idle()  # of a call that was interrupted, which may have been anywhere

@@ -77,7 +77,7 @@ class InputReader:
         self._checks = port.labels is not None or bool(port.ids)
 
     def read_again(self, given: object, values: dict[str, Value]) -> bool:
-        """What `read` does where the value has the type and the shape of the last one, and so its sizes; False where it has not."""
+        """Reads a value that has the type and the shape of the last one, and so its sizes; False where it has not."""
         if type(given) is not np.ndarray or given.dtype is not self._kept or given.shape != self._last:
             return False
         assert self._dtype is not None

@@ -51,15 +51,15 @@ from .targets.workers import Workers
 
 @dataclass
 class Replacement:
-    """How a step replaces what the rank keeps: by updates in place, and by copies of values that nodes make."""
+    """The replacement of a rank's state in a step: by updates in place, and by copies of values that nodes make."""
 
     records: Sequence[StateRecord]
-    """What of the state the program reads or replaces: another one over the same state may replace other tensors."""
+    """The part of the state that the program reads or replaces: another program over the same state may replace other tensors."""
     updates: dict[int, list[Updater | RowUpdater]]
     guard: str
     """The output that must be finite for a step to replace what is kept; empty where there is none."""
     copies: list[tuple[str, str]]
-    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
+    """The results that replace tensors of the state: each tensor, and the value that is copied into it."""
     always: list[tuple[str, str]]
     """The same of what a step replaces that changes nothing else."""
     renewed: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Replacement:
 
 @dataclass
 class Messages:
-    """What communication knows before a step."""
+    """The facts that communication has before a step."""
 
     promises: dict[int, Shape]
     """Maps each tag to the shape of a message without a header, or of a collective's input; a message whose tag is missing has a header."""
@@ -81,7 +81,7 @@ class Messages:
 
 @dataclass
 class Targets:
-    """What runs on the kinds of devices within the rank."""
+    """The execution on the kinds of devices within the rank."""
 
     of_steps: dict[int, str] = field(default_factory=dict)
     """Maps each step that computes or copies to its target; empty where the rank has one target."""
@@ -109,7 +109,7 @@ class Arenas:
         return self.host
 
     def on(self, target: str, size: int) -> Block:
-        """The block of a target beside the host, of at least `size` bytes."""
+        """The block of a target other than the host, of at least `size` bytes."""
         block = self.blocks.get(target)
         if block is None or block.size < size:
             block = self.blocks[target] = self.memories[target].block(size)
@@ -132,7 +132,7 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """Which rows of each cache a step has, where not all."""
+    """The rows of each cache that a step has, where not all."""
 
     @property
     def rank(self) -> int:
@@ -166,7 +166,7 @@ class RankProgram:
         return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
 
     def explain(self, index: int, error: Exception) -> str:
-        """What failed in a step."""
+        """The failure of a step."""
         return (
             self.runners[index].explain(error) if index in self.runners else f"{describe(self.steps, index)}: {error}"
         )

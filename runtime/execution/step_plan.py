@@ -263,7 +263,7 @@ class StepPlan:
                 return self._update(index)
 
     def _progressing(self, index: int, action: Action) -> Action:
-        """The action of a step, beside which messages are under way or not."""
+        """The action of a step, with or without messages under way."""
         return self.transport.with_progress(action) if index in self.beside else action
 
     def replace(self, index: int, step: Step) -> None:

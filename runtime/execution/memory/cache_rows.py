@@ -51,7 +51,9 @@ class CacheRows:
         return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0], size)
 
     def choose(self, slots: Sequence[int]) -> None:
-        """Lets the next steps compute these slots, as many of each run, one behind the other; UsageError where the rank has others."""
+        """Lets the next steps compute these slots, the same number of each run, one after the other; UsageError where the rank has
+        others.
+        """
         if not self.records:
             return
         mine, begin = slots[self.run * self.size :][: self.size], self.run * self.count

@@ -55,7 +55,7 @@ class Effects:
 
 
 def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollective]) -> Effects:
-    """What an action does; `works` are the collectives that go on beside others."""
+    """The effect of an action; `works` are the collectives that run at the same time."""
     steps = program.steps
     match role.kind:
         case ActionKind.DROPPED:

@@ -19,7 +19,7 @@ HUGE = 2 << 20
 """Bytes of a huge page where pages have 4 KB."""
 _COLLAPSE = 25
 _LEAST = 0.9
-"""How much of a huge page is there before it is one: between weights in malloc's heap a few pages have been given back."""
+"""The share of a huge page that must be in use before it is one: between weights in malloc's heap a few pages have been given back."""
 
 
 def use_huge_pages() -> int:

@@ -28,7 +28,7 @@ class Planned(Protocol):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """What each action is, in the order of the actions."""
+        """The role of each action, in the order of the actions."""
         ...
 
     @property

@@ -51,7 +51,7 @@ def refuse_meeting(plan: Planned) -> None:
 
 
 def meetings(plan: Planned) -> Iterator[str]:
-    """What is wrong with the memory of a step plan, a line for each two values that meet."""
+    """The faults of the memory of a step plan, a line for each two values that overlap."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
     memory = _Memory(plan, [*done, *after])
@@ -166,7 +166,7 @@ class _Memory:
         return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
 
     def _bytes(self, place: _Place, parts: Sequence[int]) -> str:
-        """Where parts are, from the begin of the arena or value in which they lie."""
+        """The text of the offsets of parts, from the begin of the arena or value that contains them."""
         if not parts or place.begin >= len(self.addresses):
             return ""
         begin, end = self.addresses[parts[0]], self.addresses[parts[-1] + 1]

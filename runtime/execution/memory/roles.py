@@ -25,7 +25,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """An action: the steps that it does, or the step behind which it stands. `name`: the value that ends, `place` its memory."""
+    """An action: the steps that it does, or the step that it follows. `name`: the value that ends, `place` its memory."""
 
     kind: ActionKind
     steps: tuple[int, ...]

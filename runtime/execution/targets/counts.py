@@ -54,6 +54,6 @@ class TargetCounts:
 
 
 def switches(targets: Mapping[int, str], steps: Sequence[Step]) -> int:
-    """How often the target of what computes changes in a program."""
+    """The number of changes of target between the computations of a program."""
     order = [target for index, target in sorted(targets.items()) if not isinstance(steps[index], Copy)]
     return sum(one != two for one, two in itertools.pairwise(order))

@@ -46,7 +46,7 @@ def meet(one: Access, two: Access) -> bool:
 
 
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
-    """What each action waits for. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
+    """The dependencies of each action. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
     cells = _Intervals(accesses)
     written = np.zeros((lanes, cells.count), np.int64)
     touched = np.zeros((lanes, cells.count), np.int64)

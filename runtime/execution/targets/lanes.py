@@ -39,7 +39,7 @@ def lanes_of(program: RankProgram) -> dict[str, int]:
 
 
 class Accesses:
-    """What the actions of a step plan access; `scratch` are the places in the arena where collectives pack."""
+    """The accesses of the actions of a step plan; `scratch` are the places in the arena where collectives pack."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Accesses:
                 self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
 
     def of(self, role: Role) -> Access:
-        """What an action accesses."""
+        """The accesses of an action."""
         match role.kind:
             case ActionKind.STEPS:
                 accesses = [self._of_step(index) for index in role.steps]
@@ -142,7 +142,7 @@ def _writes(access: Access) -> tuple[Range, ...]:
 
 
 class Lanes:
-    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, which get one more behind them."""
+    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, to which one more is added."""
 
     def __init__(
         self,
