@@ -27,7 +27,7 @@ from .request import Request
 FIRST, FURTHER = 64, 32
 """So many candidates of a shard are looked at first, and so many times as many wherever these are too few."""
 NONE = np.iinfo(np.int64).min
-"""What is below every key: a place without a candidate."""
+"""The value below every key: a place without a candidate."""
 _LOWER = (1 << 32) - 1
 T = TypeVar("T", bound=np.generic)
 
@@ -59,7 +59,7 @@ class Candidates:
 
 
 def candidate_count(request: Request, further: int, size: int) -> int:
-    """How many candidates of a shard of this size a draw looks at, after they were too few `further` times."""
+    """The number of candidates of a shard of this size that a draw reads, after they were too few `further` times."""
     many: int = max(FIRST, request.top_k) * FURTHER**further
     return min(many, size)
 

@@ -93,7 +93,7 @@ class Generator:
         return self._each(requests)
 
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """The tokens behind a prompt, as they are made; the options are those of `Request`."""
+        """The tokens after a prompt, as they are made; the options are those of `Request`."""
         return (one.token for one in self.each([Request(prompt, **options)]))
 
     def _each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
@@ -217,7 +217,7 @@ class Generator:
         return Draws(shards, drawing, logits, self._scratch)
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
-        """What one of the programs makes of a step, by rank of this process."""
+        """The results of a step of one of the programs, by rank of this process."""
         program, given = self._programs[step.program], self._inputs(step)
         if step.slots is not None:
             program.at_slots(step.slots)
@@ -228,7 +228,9 @@ class Generator:
         return dict(enumerate(program.step_of_all(given)))
 
     def _inputs(self, step: Step) -> Mapping[str, object]:
-        """What a step is given, by name; of the decodes of a group the same object, for as long as they lie in the same arrays."""
+        """The inputs of a step, by name; those of the decodes of a group are the same object, for as long as they are in the same
+        arrays.
+        """
         record, encoder = self.record, self.record.encoder
         key = step.group, len(step.tokens)
         tokens, same = self._decodes.get(key, (None, {}))

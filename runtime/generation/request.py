@@ -15,8 +15,9 @@ from ..artifact.tensors.dtypes import Array, dense
 from ..errors import InputError
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
-"""Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
-goes on."""
+"""The reason why a sequence ended: a token after which it stops, the most tokens that were requested, or logits that are not finite;
+empty where it continues.
+"""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are finite."""
@@ -56,17 +57,17 @@ class Request:
         return replace(one, max_tokens=one.most(record))
 
     def most(self, record: GenerationRecord) -> int:
-        """The most tokens of the answer behind its prompt: what it asks for, else what fits; at least 1."""
+        """The most tokens of the answer after its prompt: the requested number, else the number that fits; at least 1."""
         return max(1, min(_MOST, record.length - len(self.prompt))) if self.max_tokens is None else self.max_tokens
 
     @property
     def entries(self) -> int:
-        """How many entries its encoder's input has."""
+        """The number of entries of its encoder's input."""
         return 0 if self.encoder is None else len(self.encoder)
 
     @property
     def read(self) -> int:
-        """How many tokens are read of it, those of an encoder included, its features not."""
+        """The number of its tokens that are read, those of an encoder included, its features not."""
         given = self.encoder
         return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
 
@@ -89,7 +90,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """The tokens behind a prompt, those that end it included, and why there are no more."""
+    """The tokens after a prompt, those that end it included, and the reason for the end."""
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish = ""
@@ -103,7 +104,7 @@ def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
 
 
 def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
-    """What is wrong with a request, a text each."""
+    """The faults of a request, a text for each."""
     yield from _faults_of_encoder(one, record.encoder)
     one = one.begun(record)
     size, most = len(one.prompt), one.most(record)
@@ -135,7 +136,7 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:
-    """What is wrong with what a request gives an encoder."""
+    """The faults of a request's input of an encoder."""
     given = one.encoder
     if record is None:
         if given is not None:

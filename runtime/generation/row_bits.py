@@ -23,7 +23,7 @@ def least_rows(record: GenerationRecord) -> int:
 
 @cache
 def keeps_bits(bits: int, block: int, level: int) -> bool:
-    """Whether the first row of a quantized product is the same alone and beside a second one."""
+    """Whether the first row of a quantized product is the same alone and next to a second one."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 

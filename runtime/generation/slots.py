@@ -73,7 +73,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
+    """The inputs of a step: `tokens` [rows, n], and for each row the number of valid ones, and the number of earlier tokens.
 
     `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
     `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
@@ -134,16 +134,16 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """How many slots have a sequence."""
+        """The number of slots that have a sequence."""
         return len(self._running) - self._running.count(None)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self._waiting)
 
     def admit(self, number: int, request: Request) -> None:
-        """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
+        """A request that takes the next free slot, after those that wait; between two steps. Its number is above all before it."""
         self._waiting.append(_Sequence(number, request.begun(self.record), encoded=self.record.encoder is None))
 
     def cancel(self, number: int) -> None:
@@ -276,7 +276,7 @@ class Slots:
         return copies
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
-        """What the encoder is given of the earliest sequence of each run of a group's slots."""
+        """The encoder's input for the earliest sequence of each run of a group's slots."""
         encoder = self.record.encoder
         assert encoder is not None
         slots, taking = self._of_each_run(waiting, group)

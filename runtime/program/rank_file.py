@@ -45,11 +45,11 @@ class RankFile:
     transfers: dict[int, Transfer]
     collectives: dict[int, Collective]
     state: list[StateRecord]
-    """What the rank keeps from step to step."""
+    """The state of the rank."""
     listed: bool = False
     """Whether a run list says its steps, which was proven when the artifact was compiled."""
     buffers: Sequence[BufferRow] = ()
-    """What is next to each other in memory."""
+    """The values that are next to each other in memory."""
 
     @cached_property
     def inputs(self) -> list[str]:
@@ -124,7 +124,7 @@ class RankFile:
 
     @cached_property
     def replaced_by_copy(self) -> list[tuple[str, str]]:
-        """What is replaced when the step ends: the kept value, and the value that is copied into it."""
+        """The replacements at the end of the step: each value of the state, and the value that is copied into it."""
         in_place = {record.next for record in self.updated_in_place}
         return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
 
@@ -159,7 +159,7 @@ class RankFile:
 
     @cached_property
     def declared(self) -> dict[str, ValueInfoProto]:
-        """What the file declares of each value; of a body's value for each call."""
+        """The type that the file declares for each value; for a body's value, for each call."""
         return dict(declared(self.model, self.where))
 
     @cached_property

@@ -28,7 +28,7 @@ from .steps import LookUp, PostRecv, Send, StartCollective
 
 
 class Storage(Enum):
-    """Where a value lies."""
+    """The kind of a value's memory."""
 
     INPUT = "input"
     """The caller's memory, another in each step."""
@@ -44,7 +44,7 @@ class Storage(Enum):
 
 @dataclass(frozen=True)
 class ValueTable:
-    """What is known of the values of a rank's program before any step, by name."""
+    """The facts about the values of a rank's program before any step, by name."""
 
     types: Mapping[str, str]
     shapes: Mapping[str, Shape]
@@ -198,7 +198,7 @@ def storage_of(
     flat: Collection[str],
     constants: Collection[str],
 ) -> dict[str, Storage]:
-    """Where each value lies; `flat` are flat buffers and what lies in them."""
+    """The location of each value; `flat` are flat buffers and the values in them."""
 
     def computed(name: str, known: bool) -> Storage:
         if not dense(types[name]):
