@@ -1,4 +1,4 @@
-"""Which rule of the plan or of the model decides for a node or an output: the last one that matches, the plan over the model."""
+"""Finds the rule of the plan or of the model that decides for a node or an output: the last one that matches, the plan over the model."""
 
 from __future__ import annotations
 

@@ -101,8 +101,9 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.PREFILL, PASSES[-1]),
     (ProgramKind.ENCODE, PASSES[-1]),
 )
-"""How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
-microbatches has the totals in its rows."""
+"""The order in which the programs of a plan are compiled, each with the last pass that it runs before the next one: the others use the
+tensors of the step's program, and a step in microbatches has the totals in its rows.
+"""
 
 
 Key: TypeAlias = ProgramKind | tuple[ProgramKind, int]
@@ -113,7 +114,7 @@ STEP_ALONE = (ProgramKind.STEP, ProgramKind.TOTALS)
 
 @dataclass(frozen=True)
 class Report:
-    """What a compile did: the program, the manifest of what was written, and what the user should know of."""
+    """The result of a compile: the program, the manifest, and the warnings for the user."""
 
     program: Complete
     manifest: Manifest
@@ -139,7 +140,8 @@ def run_passes(
     verify_passes: bool = False,
     behind: Pass | None = None,
 ) -> P:
-    """The program after the passes to `through`, from the first one on, or from behind `behind`; `after` and `watch` are told of each.
+    """Runs the passes up to and including `through`, from the first one, or from the one after `behind`; calls `watch` and `after` for
+    each.
 
     With `verify_passes`, or where the environment requests it (`verify.py`), each pass's program is verified: InvalidProgram where it
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
@@ -173,7 +175,7 @@ def programs_of(
     verify_passes: bool = False,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
 ) -> dict[Key, Complete]:
-    """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
+    """Returns the written programs of a plan by kind, compiled in the order of `LEGS`; the arguments are those of `start` and `run_passes`.
 
     A narrow program of a plan that generates has its size in its key.
 
@@ -287,7 +289,7 @@ def _named_by(plan: Plan | None) -> Known:
 
 @dataclass(frozen=True)
 class Options:
-    """How a compile is to go, as `compile_model` says."""
+    """The settings of a compile, as `compile_model` describes them."""
 
     dump_ir: bool = False
     strict: bool = False

@@ -363,7 +363,7 @@ def _onnxruntime_quantizer(bits: int, block: int) -> Any:
 
 
 def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
-    """By path of a product that `plan` quantizes how far its weight is from the model's: the ratio of root mean squares."""
+    """Maps the path of each product that `plan` quantizes to the error of its weight: the ratio of root mean squares."""
     program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
     chosen, _ = _chosen(program, plan.quantize)
     return {

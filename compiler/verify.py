@@ -1,4 +1,4 @@
-"""What a valid program is, after each pass: the laws that every pass relies on and none may break.
+"""The laws of a valid program after each pass: every pass relies on them and none may break them.
 
     graph       a node reads what stands before it; names are distinct; every node has a path
     shapes      every value has a type; a dim is a size or an expression over the symbols
@@ -126,7 +126,7 @@ VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass, or with `last` after the last one alone; tests set it."""
 _SHOWN = 12
 _own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
-"""By node the rule that was found to be its own."""
+"""Maps each node to the rule that was found for it."""
 
 
 class InvalidProgram(Exception):

@@ -1,4 +1,4 @@
-"""What the runtime raises: every message is whole, so that a command prints it and nothing else.
+"""The errors of the runtime: every message is complete, so that a command prints it and nothing else.
 
 `UsageError` is the caller's to mend (exit 2); `ArtifactError` and `RankError` are failures (exit 1). The first line says where
 and what; a last line that begins with `help:` says the remedy.

@@ -1,12 +1,17 @@
 """Words: names and texts of the product use the terms of GSPMD, DTensor, Megatron and ONNX.
 
 A name of a class, a function or a module contains none of the words in `NOT`. `words.txt` lists the names that still do; it may only get
-shorter: `python tests/test_words.py` removes the names that are gone. Phrases of docstrings and messages that need a second reading are
-counted, and no count may rise.
+shorter: `python tests/test_words.py` removes the names that are gone. Fields and parameters that are participles or pronouns, the first
+words of docstrings, and phrases of docstrings and messages that need a second reading are counted, and no count may rise.
+
+    python tests/test_words.py 100     prints 100 docstrings, drawn at random with a fixed seed
+    python tests/test_words.py counts  prints the counts as they are
 """
 
 import ast
+import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +59,12 @@ PHRASES = {
     "'Of X: ...': name the subject first": (r"^\s*Of [^.]*:", 5),
 }
 """How often each is found today."""
+VAGUE = "alike appended apart asked behind beside found given held kept left lying made one own said some taken there told wanted"
+"""Names that leave open what a field or a parameter is: say the noun."""
+VAGUE_NAMES = {"fields": 146, "parameters": 641}
+"""How many fields and parameters have such a name today."""
+FIRST_WORDS = {"By": 29, "How": 113, "Of": 0, "That": 0, "Those": 0, "What": 386, "Where": 39, "Which": 21, "Who": 6}
+"""How many docstrings begin so today: begin with the subject or the verb instead."""
 
 
 def words(name: str) -> set[str]:
@@ -90,6 +101,56 @@ def test_a_name_is_taken_apart() -> None:
     assert words("_HTTPServer_keptParts") == {"http", "server", "kept", "parts"}
 
 
+def vague_names() -> dict[str, int]:
+    """How many fields of classes and parameters of functions have a name of `VAGUE`."""
+    fields = parameters = 0
+    for nodes in trees().values():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+                stored = [
+                    item
+                    for item in ast.walk(node)
+                    if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store)
+                ]
+                attributes = {item.id for item in targets if isinstance(item, ast.Name)}
+                attributes |= {
+                    item.attr for item in stored if isinstance(item.value, ast.Name) and item.value.id == "self"
+                }
+                fields += sum(name.strip("_") in VAGUE.split() for name in attributes)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                parameters += sum(
+                    item.arg in VAGUE.split() for item in ast.walk(node.args) if isinstance(item, ast.arg)
+                )
+    return {"fields": fields, "parameters": parameters}
+
+
+def docstrings() -> Iterator[tuple[Path, int, str]]:
+    """The file, line and text of each docstring, those after fields and constants included."""
+    for path, nodes in trees().items():
+        for node in nodes:
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield path, node.lineno, node.value.value
+
+
+def first_words() -> dict[str, int]:
+    """How many docstrings begin with each word of `FIRST_WORDS`."""
+    counts = Counter(re.match(r"\w*", text).group() for _, _, text in docstrings())  # type: ignore[union-attr]
+    return {word: counts[word] for word in FIRST_WORDS}
+
+
+def test_vague_names_get_fewer() -> None:
+    assert {name: count for name, count in vague_names().items() if count > VAGUE_NAMES[name]} == {}
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    assert {word: count for word, count in first_words().items() if count > FIRST_WORDS[word]} == {}
+
+
 def test_phrases_get_fewer() -> None:
     texts = [
         one.value
@@ -104,5 +165,12 @@ def test_phrases_get_fewer() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["counts"]:
+        print(vague_names(), first_words())
+        sys.exit()
+    if sys.argv[1:]:
+        for path, line, text in random.Random(3).sample(list(docstrings()), int(sys.argv[1])):
+            print(f"{path.relative_to(ROOT)}:{line}: {text.strip()}\n")
+        sys.exit()
     there = unclear()
     BEFORE.write_text("\n".join(sorted(set(BEFORE.read_text().split()) & there)) + "\n")

@@ -1,4 +1,4 @@
-"""Which dynamic dims a program has: names in the inputs' shapes, brought together with the plan's `inputs` and `symbols`.
+"""Finds the dynamic dims of a program: names in the inputs' shapes, combined with the plan's `inputs` and `symbols`.
 
 A name that the model itself uses twice means equal dims (ONNX says so). A Symbol that the plan writes at several places
 shares its promises only, unless it is `unique: true`; its uses then get names of their own (`batch`, `batch_mask_0`).

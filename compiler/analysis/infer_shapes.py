@@ -1,4 +1,4 @@
-"""Shape inference, the same for all of the compiler: the rules of `shape_rules.py`, with what the plan promises of dims.
+"""Shape inference for the whole compiler: the rules of `shape_rules.py`, with the plan's promises about dims.
 
 The promises for the dims decide not only the result, but also how long inference takes: where a Split is known to be exact, the sizes of
 its outputs are products instead of nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.

@@ -1,4 +1,4 @@
-"""How the records of a batch lie along a dim, and where they lie after a reshape.
+"""The positions of a batch's records along a dim, and their positions after a reshape.
 
 A dim of size apart * size * rest holds all `size` records `apart` times, one behind the other, each with `rest` elements:
 

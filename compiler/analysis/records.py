@@ -1,4 +1,4 @@
-"""Which dim of which input holds the records of a batch; inputs that hold none have one value for all records.
+"""Finds the batch dim of each input; an input without one has one value for all records.
 
 1. What the plan says of an input under `batch_dims` holds.
 2. The batch is the dim that the plan says of the first such input. Else it is the first dim of the labels, for data has a record at each
@@ -27,7 +27,7 @@ from partc.compiler.plan.rules import BatchDim
 OF_PIECES = "partc.of_pieces"
 """Key of `ir.Node.meta`: marks the Reshape that gives each microbatch a row with its records."""
 BatchDims: TypeAlias = Mapping[ir.Value, int]
-"""By input that holds records the dim along which they lie."""
+"""Maps each input that has records to the dim along which the records are."""
 
 
 def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] | None = None) -> dict[ir.Value, int]:

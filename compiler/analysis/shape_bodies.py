@@ -1,4 +1,4 @@
-"""Shape rules of If, Loop and Scan: what their bodies give, as far as it is the same however often they run.
+"""Shape rules of If, Loop and Scan: the outputs of their bodies, as far as they are the same for any number of iterations.
 
 A carried value has the shape that it begins with, if the body gives back that shape. What a body changes is unknown in it, and
 the body is read again with that, until nothing changes. A scanned output of a Loop has as many rows as trips only if nothing ends

@@ -1,4 +1,4 @@
-"""What small integer tensors hold: the entries of shapes, indices and sizes, followed through the ops that compute them.
+"""The contents of small integer tensors: the entries of shapes, indices and sizes, followed through the ops that compute them.
 
 An entry is an expression over the symbols, or None where only a run tells. Booleans are 0 and 1. Numbers of float tensors are
 followed while they are exact: whole numbers, and products with fractions of a power of two.
@@ -377,4 +377,4 @@ FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     "Sub": _each(lambda at, row: row[0] - row[1]),
     "Sum": _each(lambda at, row: sympy.Add(*row)),
 }
-"""By op of ai.onnx what its outputs hold."""
+"""Maps each op of ai.onnx to a function that computes what its outputs contain."""

@@ -269,7 +269,7 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
     ("com.microsoft", "FusedGemm"): ("", "Gemm"),
     ("com.microsoft", "IsAllFinite"): ("", "Size"),
 }
-"""By op for which the engine has no rule the op whose rule it borrows: outputs of equal shapes and types."""
+"""Maps each op for which the engine has no rule to the op whose rule it borrows: outputs of equal shapes and types."""
 
 
 _Dims = tuple[int | ir.SymbolicDim, ...]

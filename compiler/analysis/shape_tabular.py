@@ -1,4 +1,4 @@
-"""Shapes and types of the ops of ai.onnx.ml, of which the engine knows none: as onnxruntime makes them.
+"""Shapes and types of the ops of ai.onnx.ml, which the engine does not know: as onnxruntime makes them.
 
 An input of one dim is one record. Scores are float32 whatever the features are.
 """

@@ -1,4 +1,4 @@
-"""Pass: what the model's own annotations say of every node, held against the graph; all that is wrong is said at once.
+"""Pass: compares the model's own annotations of every node with the graph, and reports all violations at once.
 
 A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage: the
 devices that other nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage

@@ -1,4 +1,4 @@
-"""How one tensor is spread over ranks: into how many shards each dim is cut, and which ranks hold each shard.
+"""The shards of one tensor over ranks: the number of shards of each dim, and the ranks that have each shard.
 
 The law between the standard's words and a layout on a mesh. Written: the dims that are cut, rising, each with its number of
 shards; the shards row-major over these dims; a shard of one rank is that device, one of several a negative key of a group.

@@ -1,4 +1,4 @@
-"""Local forms that are alike but for the handles of their values, such as those of equal layers: their gradients are found once.
+"""Local forms that are equal except for the handles of their values, such as those of equal layers: their gradients are found once.
 
 In a gradient that is kept, places stand for handles, in the order in which the key meets them:
 
@@ -28,7 +28,7 @@ _WITHOUT_BODIES = frozenset(
 
 
 class Places(dict[str, str]):
-    """By handle its place."""
+    """Maps each handle to its place."""
 
     def __missing__(self, handle: str) -> str:
         place = self[handle] = f"<{len(self)}>" if handle else ""
@@ -36,7 +36,7 @@ class Places(dict[str, str]):
 
     @cached_property
     def handles(self) -> dict[str, str]:
-        """By place its handle."""
+        """Maps each place to its handle."""
         return {place: handle for handle, place in self.items()}
 
     def text(self, name: str) -> str:

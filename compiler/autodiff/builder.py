@@ -1,4 +1,4 @@
-"""What a gradient rule builds with: one function for every op, and what is known of the values it reads.
+"""The builder of gradient rules: one function for every op, and the facts about the values that a rule reads.
 
 g.MatMul(dy, g.mT(b))     emits a Transpose and a MatMul, and gives the name of what this makes
 """

@@ -1,4 +1,4 @@
-"""Where gradients flow: from the loss back to trainable parameters."""
+"""Finds where gradients flow: from the loss back to trainable parameters."""
 
 from __future__ import annotations
 

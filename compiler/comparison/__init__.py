@@ -1,1 +1,1 @@
-"""How far two runs of a model are apart, and how far rounding carries it."""
+"""Compares two runs of a model, and bounds their difference by rounding."""

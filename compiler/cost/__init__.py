@@ -1,1 +1,1 @@
-"""What a program costs: the work of nodes by the op table, a machine's speeds, and a step of all ranks played with both."""
+"""The cost of a program: the work of nodes by the op table, a machine's speeds, and the simulation of a step of all ranks."""

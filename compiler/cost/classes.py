@@ -70,7 +70,8 @@ def _colors(
     groups: Mapping[int, Mapping[str, tuple[int, ...]]],
     links: Mapping[tuple[int, ...], Hashable],
 ) -> dict[int, int]:
-    """By rank the first rank of its class: the coarsest partition in which ranks of a class meet the same classes, by color refinement.
+    """Maps each rank to the first rank of its class: the coarsest partition in which ranks of a class meet the same classes, by color
+    refinement.
 
     It begins with the ranks of one file, `first_of`; `used`: by file the groups and the peers with which its ranks communicate.
     """

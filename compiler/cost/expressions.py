@@ -1,4 +1,4 @@
-"""What a rank computes and gives in a step as expressions in the symbols: `131072*batch + 64`."""
+"""The operations and messages of a rank in a step as expressions in the symbols: `131072*batch + 64`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speeds of a machine: what an op takes on one of its targets, and what a message or a collective takes between its ranks.
+"""The speeds of a machine: the seconds of an op on one of its targets, and of a message or a collective between its ranks.
 
     curve      seconds by an amount, measured at some amounts: between two of them a straight line, above the largest its speed, below
                the smallest its time: what any such thing takes at least

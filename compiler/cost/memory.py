@@ -278,7 +278,7 @@ class StepMemory:
 def memory_over_step(
     artifact: Artifact, rank: int, sizes: Mapping[str, int]
 ) -> tuple[list[StepMemory], list[Lifetime]]:
-    """By action what a rank holds in addition to what it keeps, on all targets together; and the values between segments.
+    """For each action, the memory that a rank uses besides its state, on all targets together; and the values between segments.
 
     Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what is unused
     between values; memory inside of sessions stays with onnxruntime, so there it counts at its most.
@@ -435,7 +435,7 @@ class _Program:
         return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
 
     def between(self) -> dict[str, int]:
-        """By target the bytes of its arena."""
+        """Maps each target to the bytes of its arena."""
         laid_out = arenas(self.lifetimes(), self.values.targets, self.used - {CPU})
         return {target: one.bytes for target, one in laid_out.items()}
 
@@ -472,7 +472,7 @@ class _Program:
 
     @cached_property
     def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
-        """By target the places in each session there; and those of values without an arena, as of one more session."""
+        """Maps each target to the places in each of its sessions; values without an arena count as one more session."""
         found: dict[str, list[list[Span[str, int]]]] = {}
         for segment in self.distinct:
             found.setdefault(self.devices.target(segment.target), []).append(self.places(segment))

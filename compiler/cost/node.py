@@ -1,4 +1,4 @@
-"""How much a node computes and moves, by the factors of its op's entry in the op table.
+"""The operations and bytes of a node, by the factors of its op's entry in the op table.
 
     MatMul *mk,*kn->*mn     the product of all factors, as k is contracted between two operands
     Conv, Attention, LSTM   what the entry itself says

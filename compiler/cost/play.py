@@ -146,7 +146,7 @@ class _Player:
         self.queue: list[tuple[float, int, int]] = []
         self.turns = [0] * count
         self.running: dict[int, float] = {}
-        """By class that computes the seconds that it has left."""
+        """Maps each class that computes to the seconds that it has left."""
         self.begun = [0.0] * count
         self.speed, self.since = 1.0, 0.0
         self.shared = 0 < cores < sum(len(one.ranks) for one in classes)

@@ -52,7 +52,7 @@ class FileSizes:
         segments = [step for step in file.steps if isinstance(step, Segment)]
         nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
         self.merged = {made: source for node in nodes for source, made in zip(node.input, node.output, strict=True)}
-        """By what rows are merged to, of which there are at most as many, what they were."""
+        """Maps each result of a merge of rows to its operand, which has at least as many rows."""
         self.unknown = set[str]()
         self._known: dict[str, Operand] = {}
         self._bound: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
@@ -114,7 +114,7 @@ class FileSizes:
         return given, made
 
     def of_segment(self, segment: Segment) -> dict[str, Operand]:
-        """By name in a segment's body the operands of all that its nodes read or make."""
+        """Maps each name in a segment's body to the operands of all that its nodes read or make."""
         of = self.reader(segment)
         names = dict.fromkeys(name for node in segment.formal.nodes for name in (*node.input, *node.output) if name)
         return {name: of(name) for name in names}
@@ -137,7 +137,7 @@ class FileSizes:
         return known
 
     def names(self, segment: Segment) -> Mapping[str, str]:
-        """By name in a segment's body the name in the program; what is read of the file as it is stays as it is."""
+        """Maps each name in a segment's body to the name in the program; what is read of the file as it is stays as it is."""
         if (known := self._names.get(id(segment))) is not None:
             return known
         names = dict([*segment.operands, *segment.results])

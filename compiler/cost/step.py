@@ -35,7 +35,7 @@ class Simulation:
 
     @property
     def bytes(self) -> list[int]:
-        """By class what a rank gives messages and collectives in a step."""
+        """For each class, the bytes of a rank's messages and collectives in a step."""
         return [
             sum(action.bytes for action in one.actions if isinstance(action, Communicate))
             for one in self.played.classes
@@ -43,7 +43,7 @@ class Simulation:
 
     @property
     def operations(self) -> list[float]:
-        """By class the operations of a rank, two for each multiply-add."""
+        """For each class, the operations of a rank; a multiply-add counts as two."""
         return [
             sum(action.operations for action in one.actions if isinstance(action, Compute))
             for one in self.played.classes

@@ -1,4 +1,4 @@
-"""What a trace measured of the actions of an artifact's ranks, which takes the place of a machine's figures.
+"""The measured actions of an artifact's ranks, from a trace; they replace a machine's figures.
 
 Times are medians over the steps of the trace. A computation takes what its span does. A message or a collective takes the time from when
 all others have begun it, and the rank waits for it, to the end of the wait.
@@ -25,7 +25,7 @@ _AGAIN = "measure again: `partc run build/ --random 7 --repeat 20 --profile x.tr
 
 @dataclass(frozen=True)
 class Traced:
-    """By rank and name the spans of an action, by step; by rank the seconds of a step beside its actions.
+    """Maps each rank and name to the spans of an action, by step; and each rank to the seconds of a step outside its actions.
 
     `step`: the median seconds of a step, of the rank that takes longest. `share`: the part of an action's times that are below the one that
     is taken of it, a half for the median.
@@ -87,7 +87,7 @@ class Traced:
 
 
 def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> Iterator[float]:
-    """By step the seconds from when the others have begun, and this rank waits, to the end of its wait."""
+    """Maps each step to the seconds between the time when the others have begun, while this rank waits, and the end of its wait."""
     for step, wait in waits.items():
         begun = [one[step].begin + one[step].seconds for one in begins if step in one]
         yield max(0.0, wait.begin + wait.seconds - max([wait.begin, *begun]))

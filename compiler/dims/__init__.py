@@ -1,1 +1,1 @@
-"""What is known of dynamic dims: symbols, their facts, and facts of expressions over them."""
+"""Facts about dynamic dims: symbols, their facts, and facts of expressions over them."""

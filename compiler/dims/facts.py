@@ -1,4 +1,4 @@
-"""`Facts`: what is known of an integer, a congruence and a range, with the arithmetic that carries it through dims.
+"""`Facts`: the known properties of an integer, a congruence and a range, with the arithmetic that carries it through dims.
 
 The law: a value v has facts (divisor, remainder, min, max) when `v == remainder (mod divisor)` and `min <= v <= max`;
 None means unbounded. Congruence modulo 0 is equality, so a constant c is divisor 0, remainder c, and no formula needs a

@@ -1,1 +1,1 @@
-"""What a `model.py` calls to say how it is distributed: `Input`, `place`, `shard`, and the record of these calls."""
+"""The functions by which a `model.py` declares its distribution: `Input`, `place`, `shard`, and the record of these calls."""

@@ -1,4 +1,4 @@
-"""The record of what a `model.py` calls while it is loaded.
+"""Records the calls of a `model.py` while it is loaded.
 
 A `Recorder` is open during a load, and every call of `place` (`place_calls.py`) and of `shard` (`shard_calls.py`) is recorded with its
 line. The paths of modules are looked up afterwards, because a module has its path only when the whole model stands. Outside of a load

@@ -1,4 +1,4 @@
-"""What `place` and `shard` of a module, a function or an op speak of: the regions of the graph that its calls emit.
+"""The regions of the graph to which `place` and `shard` of a module, a function or an op apply: the nodes that its calls emit.
 
 The region of a module is all that is inside. That of a function is what one call of it emits: the nodes get a scope of the
 function's name (`dense_relu.MatMul`, of a second call in the same module `dense_relu_1.MatMul`), also those of modules that

@@ -1,4 +1,4 @@
-"""The factors of the nodes of rank files (`partc.factors`): what the op table says of each of them, for those who check where shards lie.
+"""The factors of the nodes of rank files (`partc.factors`): the op table's facts about each node, for checks of shard positions.
 
 A node that is the model's own has the letters of its whole operands. One that a rule or a gradient has written is known by its local
 operands alone, and a dim that is 1 on a rank may be one shard of many, or broadcast: so its letters say nothing there. Of a Reshape dims
@@ -38,7 +38,7 @@ class NodeFactors:
         self._typed: dict[Value, Typed | None] = {}
         self._own: dict[ir.Node, str] = {}
         self._texts: dict[int, tuple[Rule, str]] = {}
-        """By the id of a rule, which nodes that are alike share, the rule and its text."""
+        """Maps the id of a rule, which equal nodes share, to the rule and its text."""
         self._known: dict[Hashable, str] = {}
 
     def of(self, step: Compute) -> str:

@@ -1,4 +1,4 @@
-"""The texts of how things lie: types with shapes on a rank, which part of a tensor ranks have, how the inputs of nodes are cut."""
+"""The texts of layouts: types with shapes on a rank, the shard of a tensor that ranks have, the shardings of nodes' inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inputs hold ids of rows, so that one that a table does not have is refused before a step, with its record.
+"""Finds the inputs that contain ids of rows, so that an id beyond its table is refused before a step, with its record.
 
 An input is followed through ops that move its elements (Cast, Reshape, Concat, ...) and through one selection of columns (Slice, Split,
 Gather by constants) to the indices of a Gather from a weight. The ids that a model computes are checked by the Gather itself.

@@ -1,4 +1,4 @@
-"""The manifest of a program: what the runtime and `partc check` know of an artifact beside the rank files."""
+"""The manifest of a program: the facts about an artifact that the runtime and `partc check` need in addition to the rank files."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
 
 
 def _given(program: Complete, names: Names) -> dict[int, list[str]]:
-    """By tag the names of what ranks give in a collective, where all of them call it alike."""
+    """Maps each tag to the names of the operands of a collective, where all ranks call them alike."""
     found: dict[int, set[tuple[str, ...]]] = {}
     for steps in {id(part.steps): part.steps for part, _ in program.alike}.values():
         for tag, given in _inputs_of_events(steps, names):

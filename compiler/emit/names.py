@@ -22,14 +22,14 @@ class Names(dict[Value, str]):
 
     def __init__(self, program: Complete) -> None:
         self._places: dict[Value, int] = {}
-        """By value the files and bodies that have it, as the bits of a number."""
+        """Maps each value to the files and bodies that have it, as the bits of a number."""
         self._taken: dict[str, int] = {}
         self._inside: dict[str, int] = {}
-        """By name the files in which a body makes a value of it."""
+        """Maps each name to the files in which a body makes a value of that name."""
         inside: dict[Value, list[tuple[int, Sequence[int]]]] = {}
-        """By value that a body makes the files that call it, each with the microbatches."""
+        """Maps each value that a body makes to the files that call it, each with its microbatches."""
         again: dict[int, int] = {}
-        """By a list of steps the files that have it besides the first one."""
+        """Maps a list of steps to the files that have it besides the first one."""
         place = 1
         for part, _ in program.alike:
             row, key = place, id(part.steps)

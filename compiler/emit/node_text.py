@@ -1,4 +1,4 @@
-"""The text of a node in the dumps: what it makes, its op, what it reads, and its attributes, sorted by name.
+"""The text of a node in the dumps: its outputs, its op, its inputs, and its attributes, sorted by name.
 
 %conv1.Conv = Conv(%x, %conv1.weight) {kernel_shape: [5, 5]}
 """

@@ -71,14 +71,14 @@ class RankModels:
     helpers: HelperTypes
     _nodes: dict[Compute, onnx.NodeProto] = field(default_factory=dict)
     _weights: dict[tuple[str, Stored], bytes] = field(default_factory=dict)
-    """By what a weight is called and its shard, the tensor as a field of a graph."""
+    """Maps the name and shard of a weight to the tensor as a field of a graph."""
     _frames: dict[Hashable, _Frame] = field(default_factory=dict)
-    """By the ops of ranks, what is there before them, what is read behind them and where it lies."""
+    """Maps the ops of ranks to the values before them, the values read after them, and the locations of these."""
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
     _alike: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
     """The first type of each shape and kind, by whatever name."""
     _kinds: dict[ir.Value, Hashable] = field(default_factory=dict)
-    """By value what tells its type from that of another one with the same name and shape."""
+    """Maps each value to a key that tells its type from that of another value with the same name and shape."""
     _typed: dict[Value, onnx.ValueInfoProto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

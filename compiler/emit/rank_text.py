@@ -30,7 +30,7 @@ class RankTexts:
         self._ops: dict[Hashable, list[str]] = {}
         self._values: dict[tuple[ir.Value, Shape | None], str] = {}
         self._sizes: dict[Value, str] = {}
-        """By weight its name, its type and its bytes on a rank."""
+        """Maps each weight to its name, its type and its bytes on a rank."""
         self.types: dict[Value, str] = {}
         """The types of values that are versions of the model's, or constants, which all ranks have alike."""
 

@@ -104,7 +104,7 @@ def _add_groups(
 
 
 def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
-    """By value that a collective of several puts next to others the collective, and its place among them."""
+    """Maps each value that a collective puts next to others to the collective and the value's index in it."""
     found: dict[str, tuple[str, int]] = {}
     for node in nodes:
         if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:

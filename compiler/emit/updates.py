@@ -26,7 +26,7 @@ from partc.runtime.artifact.training.scalars import NUMBERS
 
 @dataclass
 class UpdatePlan:
-    """By step its groups of nodes, and the values that are next to each other in memory, in lists."""
+    """Maps each step to its groups of nodes, and to the lists of values that are next to each other in memory."""
 
     groups: dict[int, list[list[NodeProto]]] = field(default_factory=dict)
     gradients: list[tuple[str, ...]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class UpdatePlan:
     shards: list[tuple[str, ...]] = field(default_factory=list)
     """Shards that are cut out of parameters in each step, and their new values."""
     renewed: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """By step such shards, each with its new value, which takes its place."""
+    """Maps each step to such shards, each with the new value that replaces it."""
 
 
 def plan_groups(
@@ -93,7 +93,7 @@ class _Member:
 
     @cached_property
     def shared(self) -> tuple[bool, ...]:
-        """By operand whether it is one number."""
+        """Whether each operand is one number."""
         return tuple(formal in NUMBERS for formal in self.function.input)
 
     @cached_property
@@ -119,7 +119,7 @@ class _Member:
 
     @cached_property
     def _replaced(self) -> dict[str, str]:
-        """By operand whose new value the function makes that value."""
+        """Maps each operand whose new value the function makes to that value."""
         made = dict(zip(self.function.output, self.node.output, strict=True))
         pairs = zip(self.function.input, self.node.input, strict=True)
         return {name: made[following] for formal, name in pairs if (following := f"{formal}{NEXT}") in made}

@@ -1,4 +1,4 @@
-"""A whole model as a file that takes its place at once: small weights inside, large ones beside it in `.data`."""
+"""Writes an unsharded model as a file that replaces another at once: small weights inside, large ones next to it in `.data`."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
 def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
     given = {node.name for node in nodes if node.name}
     unnamed: dict[str, Iterator[str]] = {}
-    """By op type the spellings that no node has yet."""
+    """Maps each op type to the spellings that no node has yet."""
     names: dict[ir.Node, _Name] = {}
     for node in nodes:
         if CALLS in node.meta:

@@ -1,4 +1,4 @@
-"""Rewrites what a file has in forms that no pass and no later op knows, exactly: sparse weights, and the ops of opset 6.
+"""Rewrites older forms of a file that neither passes nor later ops know, exactly: sparse weights, and the ops of opset 6.
 
     sparse_initializer w: 3 values of [4, 3]     ->    initializer w, [4, 3]
     Add <broadcast=1, axis=1> (x, bias)          ->    Add(x, Unsqueeze <axes=[1, 2]> (bias))        of opset 7

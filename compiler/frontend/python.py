@@ -87,7 +87,7 @@ INSTEAD = {
         ("save_graphs", "save_graphs_path"), "`partc compile` writes `ir/`, and with --dump-ir a text for each pass"
     ),
 }
-"""By option what says it here."""
+"""Maps each option to the call that sets it here."""
 
 
 def not_followed(options: Mapping[str, object], line: Callable[[str], str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a loader hands on: the model as an onnx-ir graph and what the model itself declares of its placement and symbols."""
+"""The result of a loader: the model as an onnx-ir graph and the model's own declarations of placement and symbols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a user's Python file: its folder importable, what it imports kept apart, and its errors reported at its own lines.
+"""Runs a user's Python file: its folder is importable, its imports are kept separate, and its errors are reported at its own lines.
 
 model.py:14: ValueError: in_channels 3 is not divisible by groups 2
   self.conv = nn.Conv2d(3, 6, 5, groups=2)

@@ -1,4 +1,4 @@
-"""Which nodes are alike: what rules of sharding and of shapes may read of a node, as a key.
+"""Finds equal nodes: a key of everything that rules of sharding and of shapes may read of a node.
 
 Equal layers have equal nodes, so what a rule says of one is kept under its key, and said of the others without asking the rule. The law:
 a rule reads of a node no more than is in its key.
@@ -19,7 +19,7 @@ _NUMBERS_AND_TEXTS = frozenset(
 
 
 def key_of(node: ir.Node) -> Hashable | None:
-    """What rules may read of a node; None where that is too much to compare.
+    """The facts about a node that rules may read; None where they are too much to compare.
 
     It is the op with its opset and attributes, per operand its dims, type and numbers if it is a constant, and per output its dims
     and whether it has a name. Of a constant of more than 64 elements a rule reads the dims alone, unless these are integers: then, as

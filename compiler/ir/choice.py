@@ -1,4 +1,4 @@
-"""How one node is sharded on its group: which mesh axes shard which factor of its rule, and who decided each.
+"""The sharding of one node on its group: the mesh axes that shard each factor of its rule, and who decided each.
 
 MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
 Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output

@@ -1,4 +1,4 @@
-"""What a model says of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
+"""A model's declarations of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from partc.compiler.plan.target import TargetRule
 
 On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
-"""Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
+"""The place that a model requests: a rank, a group, or coordinates along axes of the plan's mesh."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`.
+    """The nodes that match `pattern` run on this rank or group; `where` is the line that says so, such as `model.py:12`.
 
     With a `role` the ranks of that role of the plan have its parameters instead, and `on` names none.
     """

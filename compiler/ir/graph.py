@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of nodes, what these read from outside, how a node is taken out, what loaders note of nodes."""
+"""Graphs inside of graphs: the bodies of nodes, the values that these read from outside, the removal of a node, loaders' notes on nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FROZEN_STATISTICS = "partc.frozen_statistics"
 STOPS_GRADIENT = "partc.stops_gradient"
 """The metadata of an Identity through which no gradient flows, as of torch's `detach`; in files, too."""
 OWN_BACKWARD = "partc.own_backward"
-"""The metadata of an Identity behind the ops of a `torch.autograd.Function`: what that is called; in files, too."""
+"""The metadata of an Identity after the ops of a `torch.autograd.Function`: the function's name; in files, too."""
 GRADIENT_FORM = "partc.gradient"
 """The metadata of a node whose gradient in torch is not that of its op (`rewrite/gradient_forms.py`); in files, too."""
 UNTRAINABLE = "partc.untrainable"

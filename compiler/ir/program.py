@@ -72,7 +72,7 @@ class Loaded:
     size: int = 0
     """The tokens of a chunk, or the slots of each run, of a narrow program of a plan that generates; 0 of all others."""
     generation: Generation | None = None
-    """What a plan with `generate` adds."""
+    """The facts that `generate` in a plan adds."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class Loaded:
 
     @property
     def caches(self) -> Mapping[ir.Value, ir.Value | None]:
-        """By cache that ranks keep what takes its place after a step; empty where nothing is generated."""
+        """Maps each cache that ranks keep to its value after a step; empty where nothing is generated."""
         return {} if self.generation is None else self.generation.caches
 
     def path_of(self, value: ir.Value) -> str:
@@ -131,7 +131,9 @@ class Prepared(Loaded):
 
     @cached_property
     def means(self) -> dict[ir.Node, ir.Node]:
-        """By node that makes the divisor of a mean, for those who add means up, the node that makes the mean: they stand together."""
+        """Maps each node that makes the divisor of a mean to the node that makes the mean, for code that adds means up: the two are
+        neighbors.
+        """
         divisors = self.training.denominators if self.training is not None else {}
         made = {value.name: value.producer() for value in self.model.graph.outputs}
         pairs = ((made.get(divisor), made.get(mean)) for mean, divisor in divisors.items())
@@ -152,7 +154,7 @@ class Typed(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated(Typed):
-    """What the model's own annotations say of its nodes is held against them."""
+    """A typed program with the statements of the model's own annotations, against which its nodes are checked."""
 
     followed: Mapping[ir.Node, Followed]
 
@@ -232,7 +234,7 @@ class Scheduled(Lowered):
 
     @property
     def working_groups(self) -> int:
-        """How many groups of ranks can run tasks at the same time."""
+        """The number of groups of ranks that can run tasks at the same time."""
         return 1 if self.tasks is None else len(set(self.tasks.schedule.stages.homes))
 
 

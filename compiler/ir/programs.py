@@ -35,7 +35,7 @@ class TaskKind(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """What ranks have under one name: identity is the object.
+    """A value that ranks have under one name: identity is the object.
 
     `hint`: what it is to be called; of one that is named after a `base` what follows that one's name. `others`: what else it may be called,
     where that is taken. `of`: the value that it is a version of, with its type; None where only an op's own inference tells. `shape`: the
@@ -62,7 +62,7 @@ class Value:
 
 
 Operands: TypeAlias = tuple[Value | None, ...]
-"""What an op reads or makes; None for an operand that is absent."""
+"""The operands or the results of an op; None for an operand that is absent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ class Call:
 
     @property
     def ends(self) -> dict[Value, Value]:
-        """By value at an end of the body the value of the row for which it stands."""
+        """Maps each input and output value of the body to its value in the row."""
         return dict(zip((*self.body.inputs, *self.body.outputs), (*self.inputs, *self.outputs), strict=True))
 
 
@@ -263,11 +263,11 @@ class Event:
     cause: str
     derived: bool = False
     way: Way | None = None
-    """How the value lies before and after a collective."""
+    """The layouts of the value before and after a collective."""
 
     @property
     def name(self) -> str:
-        """What it gives, as messages speak of it."""
+        """Its result, as messages name it."""
         return str(self.made)
 
 
@@ -322,13 +322,13 @@ class RankProgram:
 
     @property
     def given(self) -> tuple[Value, ...]:
-        """What is there before its first op: inputs, weights, state, and the numbers of the step."""
+        """The values before its first op: inputs, weights, state, and the numbers of the step."""
         held = [one.value for one in (*self.inputs, *self.weights)]
         return tuple(dict.fromkeys([*held, *[one.value for one in self.kept], *self.scalars]))
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """What is read behind its last op: outputs, and what takes the places of the state."""
+        """The values that are read after its last op: outputs, and the next values of the state."""
         following = [one.next for one in self.kept if one.next is not None]
         return (*[one.value for one in self.outputs], *following)
 

@@ -1,4 +1,4 @@
-"""Where nodes run and values lie: groups of ranks, and each value's versions on them.
+"""The ranks of nodes and values: groups of ranks, and each value's versions on them.
 
 x on 0-3 [2, 1]    the version of x whose first dim is cut in 2, on ranks 0 to 3
 """
@@ -22,7 +22,7 @@ Ranks: TypeAlias = int
 
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    """What follows from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
+    """Facts that follow from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
 
     group: Group
 
@@ -36,7 +36,7 @@ class GroupFacts:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """By rank its place in the group."""
+        """Maps each rank to its index in the group."""
         return {rank: place for place, rank in enumerate(self.group)}
 
     @functools.cached_property
@@ -98,7 +98,7 @@ def members(ranks: Ranks) -> Group:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Where a node runs, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: wherever it is read, as constants do."""
+    """The group of a node, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: it runs wherever it is read, as constants do."""
 
     groups: tuple[Group, ...]
     rule: str
@@ -133,17 +133,17 @@ class ShardedValue:
 
     @property
     def across(self) -> tuple[str | None, Group, Layout]:
-        """What the version is in all programs of a plan: each has values of its own, with the names of the model."""
+        """The identity of the version in all programs of a plan: each has values of its own, with the names of the model."""
         return self.value.name, self.group, self.layout
 
     @property
     def places(self) -> dict[int, int]:
-        """By rank its place in the group."""
+        """Maps each rank to its index in the group."""
         return facts_of(self.group).places
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
-        """By shard the place of the first rank that holds it, and all ranks that do."""
+        """Maps each shard to the index of the first rank that has it, and to all ranks that have it."""
         return _holders(facts_of(self.group), self.layout)
 
 

@@ -18,7 +18,7 @@ SIZES = ("Shape", "Size")
 
 
 def sized_inputs(program: Lowered) -> dict[int, frozenset[Value]]:
-    """By rank the inputs that are not fed there."""
+    """Maps each rank to the inputs that are not fed there."""
     if program.training is not None or any(part.bodies for part in program.parts):
         return {}
     alone: dict[int, set[Value]] = {}

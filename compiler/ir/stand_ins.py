@@ -13,7 +13,7 @@ from partc.compiler.ir.programs import Compute, Value
 
 
 class StandIns(dict[ir.Value, Value]):
-    """By value that nodes read or make the value of the job for which it stands."""
+    """Maps each value that nodes read or make to its value in the job."""
 
     def of(self, value: Value, kind: ir.TypeProtocol | None = None, shape: ir.Shape | None = None) -> ir.Value:
         """A value that stands for one of the job, whose name it has."""

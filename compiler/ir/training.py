@@ -1,4 +1,6 @@
-"""What training adds to a program: the loss, which weights are trained and how, and what else changes from step to step."""
+"""The facts that training adds to a program: the loss, the trained weights and their optimizers, and the other numbers that change from
+step to step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _LOSS = "loss"
 
 
 class ProgramKind(Enum):
-    """Which of a plan's programs one is; its name in the artifact."""
+    """The kind of a program of a plan; its name in the artifact."""
 
     STEP = ""
     """A whole step, with the update of a training; of a plan that generates, one token of each slot."""
@@ -33,7 +35,7 @@ class ProgramKind(Enum):
     STREAMED_EVALUATION = "evaluate_streamed"
     """The same of a batch in the microbatches of the step, which stages run at the same time."""
     TOTALS = "totals"
-    """What microbatches are given of the whole batch; it becomes part of the step."""
+    """The inputs that microbatches get from the global batch; it becomes part of the step."""
     PREFILL = "prefill"
     """A chunk of a prompt of one slot, over the caches of a step of one token."""
     DECODE_ROWS = "decode"
@@ -59,32 +61,32 @@ class ProgramKind(Enum):
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """How one parameter is trained; frozen ones are kept as they are."""
+    """The training of one parameter; frozen parameters are kept as they are."""
 
     frozen: bool = False
     weight_decay: float | None = None
     lr: float = 1.0
-    """What the learning rate is multiplied with."""
+    """The factor of the learning rate."""
     optimizer: Optimizer | None = None
-    """By which it is updated; None: by that of the training."""
+    """The optimizer that updates it; None for the optimizer of the training."""
     staleness: int = 0
-    """By how many steps its updates are late."""
+    """The number of steps by which its updates are late."""
     where: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By key the place of the plan's line that says it."""
+    """Maps each key to the line of the plan that has it."""
 
 
 @dataclass(frozen=True)
 class BatchRecords:
-    """How the inputs and the outputs of a training hold records of a batch."""
+    """The layouts of a batch's records in the inputs and the outputs of a training."""
 
     fixed: tuple[str, ...] = ()
     """Inputs that hold one value for all records."""
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
-    """By input the labels that there may be."""
+    """Maps each input of labels to its valid labels."""
     summed: frozenset[str] = frozenset()
     """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
     totals: tuple[str, ...] = ()
-    """What microbatches are given of the whole batch, which another program makes of the inputs alone."""
+    """The values that microbatches get from the global batch, which another program makes of the inputs alone."""
     shards: int = 1
     """Into how many shards a batch is dealt out that have means of their own."""
 
@@ -121,9 +123,9 @@ class Untrained:
     """The model before its loss and metrics were added, of which a plan speaks."""
 
     operands: Mapping[str, Operands] = field(default_factory=dict)
-    """By the path of a node."""
+    """Keys are paths of nodes."""
     outputs: ModelOutputs | None = None
-    """What the loss and the metrics stand in place of."""
+    """The outputs that the loss and the metrics replace."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Training:
     """The running statistics, with the value by which a node replaces each; None where none does."""
     metrics: tuple[str, ...] = ()
     denominators: Mapping[str, str] = field(default_factory=dict)
-    """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""
+    """Maps the loss, or a metric, that is a mean over unevenly many entries of records to the output that has its divisor."""
     scalars: tuple[str, ...] = ()
     """Numbers that a step is given besides those of optimizers."""
     precision: PrecisionRules | None = None
@@ -150,7 +152,7 @@ class Training:
 
     @property
     def scale(self) -> LossScale | None:
-        """By what the loss is multiplied, and gradients are divided; None: by nothing."""
+        """The factor of the loss, by which gradients are divided; None for no factor."""
         return self.precision.scale if self.precision is not None else None
 
     @property
@@ -168,7 +170,7 @@ class Training:
         return (learned and learned.optimizer) or self.rules.optimizer
 
     def lr_multiplier(self, parameter: ir.Value) -> float:
-        """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter.
+        """The factor of a step's rate, that of the training's optimizer, for a parameter.
 
         If the optimizer's rate is constant, the factor applied to that constant.
         """
@@ -178,7 +180,7 @@ class Training:
 
     @cached_property
     def others(self) -> Mapping[str, Optimizer]:
-        """The optimizers beside that of the training, by name: their type, with a number where several are of one type.
+        """The optimizers other than that of the training, by name: their type, with a number where several are of one type.
 
         Two that differ in rate or decay alone are one: these are numbers of each parameter.
         """
@@ -196,7 +198,7 @@ class Training:
         return found
 
     def scalars_of(self, optimizer: Optimizer) -> dict[str, str]:
-        """By what a function of the optimizer calls them the names of the numbers that a step is given: all share the rate."""
+        """Maps the names in a function of the optimizer to the names of the numbers that a step is given: all share the rate."""
         name = next((name for name, other in self.others.items() if other.is_like(optimizer)), "")
         return {one: scalar_name(name, one) for one in optimizer.scalars}
 
@@ -209,7 +211,7 @@ class Training:
         return tuple(dict.fromkeys((*of_optimizers, *self.scalars)))
 
     def record(self) -> TrainingRecord:
-        """What the manifest says of it."""
+        """Its record in the manifest."""
         optimizer, rules = self.rules.optimizer, self.rules
         return TrainingRecord(
             loss=name_of(self.loss),

@@ -1,4 +1,4 @@
-"""What is known of values and of dynamic dims: types, global shapes, bytes, and what is promised of the inputs."""
+"""Facts about values and dynamic dims: types, global shapes, bytes, and promises about the inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SymbolInfo:
 
 @dataclass(frozen=True)
 class ValueInfo:
-    """What is known of a value: its type as onnxruntime writes it, and its global shape; None where only a run tells."""
+    """Facts about a value: its type as onnxruntime writes it, and its global shape; None where only a run decides it."""
 
     type: str
     shape: Shape | None

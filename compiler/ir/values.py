@@ -1,4 +1,4 @@
-"""The value table: what a lowering knows of every value, and which value of the job every version of one is on its ranks.
+"""The value table: the facts of every value for a lowering, and the value of the job for each version on its ranks.
 
 A pass that localizes, differentiates or updates makes values that the model does not have: a cotangent, a shard with open dims, the next
 parameter. They are listed here with their types; the program and the model stay as they are.

@@ -1,1 +1,1 @@
-"""How values lie on groups of ranks, and how one layout becomes another."""
+"""Layouts of values on groups of ranks, and the change of one layout into another."""

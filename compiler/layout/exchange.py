@@ -59,7 +59,7 @@ class Routes:
             raise ValueError(f"the partial values of {self.before} are not those of {self.after}: reduce them first")
 
     def of_target(self, rank: int) -> tuple[ExchangeBox, ...]:
-        """What `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
+        """The pieces that `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
         index = self.target_group.index(rank)
         wanted = numbers(self.after, index)
         found = []
@@ -85,7 +85,7 @@ def can_travel(before: Layout, after: Layout) -> bool:
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
-    """Which shard of each dim the group's `index`-th rank holds, and which partial value."""
+    """The shard of each dim that the group's `index`-th rank has, and its partial value."""
     at = layout.coordinates(index)
     term = 0
     for axis, _ in layout.partial:

@@ -1,4 +1,4 @@
-"""How a value lies on a group of ranks: which axes of the group's mesh cut which dim, and over which it is a partial result.
+"""The layout of a value on a group of ranks: the mesh axes that shard each dim, and those over which it is a partial result.
 
 A mesh is the group's ranks as a grid: sizes of its axes, row-major, last axis fastest; rank k of the group has the coordinates of k.
 Along one axis a value is cut (`Shard(dim)`), repeated (`Replicate`), or has to be summed (`Partial`). Several axes may cut one dim,
@@ -72,7 +72,7 @@ class Layout:
         return not self.partial and not any(self.cuts)
 
     def placement(self, axis: int) -> Placement:
-        """What the value is along one axis of the mesh."""
+        """The placement of the value along one axis of the mesh."""
         for dim, axes in enumerate(self.cuts):
             if axis in axes:
                 return Shard(dim)
@@ -142,7 +142,7 @@ def _coordinates(mesh: Mesh, index: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def shards_along(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """By rank of the group, in order, which shard it has of a dim that these axes cut."""
+    """For each rank of the group, in order, the shard of a dim that it has when these axes shard the dim."""
     found = [0] * math.prod(mesh)
     for axis in axes:
         stride, size = math.prod(mesh[axis + 1 :]), mesh[axis]

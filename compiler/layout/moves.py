@@ -165,7 +165,7 @@ def received(move: Move) -> tuple[Fraction, ...]:
 
 
 def _each(move: Move) -> Fraction:
-    """What each rank receives in a step that is the same for all."""
+    """The amount of data that each rank receives in a step that is the same for all."""
     match move:
         case AllReduce(axes=axes):
             return 2 * _local(move) * (1 - Fraction(1, _ranks(move.after, axes)))

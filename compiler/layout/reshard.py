@@ -1,4 +1,4 @@
-"""From one layout to another: the steps that change how a value lies on its ranks, and never the value.
+"""Resharding, from one layout to another: the steps change where a value is on its ranks, never the value.
 
 Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
 that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the
@@ -150,7 +150,7 @@ class _Ways:
                 yield (*start, to_one), to_one.after
 
     def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
-        """Where a partial value is replicated, the one replica that has the target's ranks; the global value where no single one has them.
+        """The replica of a partial value that has the target's ranks; the global value where no single replica has them.
 
         The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
         of tp = 0. The others need not reduce what has no reader.

@@ -1,4 +1,4 @@
-"""From one layout to another on the same mesh, axis by axis: every step takes some axes at the minor end of a dim on or off.
+"""Finds the steps between two layouts on the same mesh, axis by axis: every step adds or removes some axes at the minor end of a dim.
 
 The rules stand in the order in which they are tried; after each step the first one is tried again. So what shrinks a value
 precedes what needs bytes, and what makes it larger comes last. Where the order of axes within a dim allows none of them the
@@ -50,7 +50,7 @@ class WalkState:
         return now[common:]
 
     def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
-        """By reduction, the axes that are Partial now and must not stay so."""
+        """Maps each reduction to the axes that are Partial now and must not stay so."""
         found: dict[str, list[int]] = {}
         for axis in axes:
             now = self.at.placement(axis)

@@ -1,4 +1,5 @@
-"""What communication is written with: the program of the job, the events and groups so far; and collectives of several values.
+"""The state with which communication is written: the program of the job, the events and groups so far; and collectives of several
+values.
 
 A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
 """
@@ -49,7 +50,7 @@ class Hop:
 
     @property
     def way(self) -> Way:
-        """How the value lies before and after."""
+        """The layouts of the value before and after."""
         return (self.before.group, self.before.layout), (self.after.group, self.after.layout)
 
 
@@ -66,10 +67,10 @@ class CommLowering:
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     masked: dict[tuple[ShardedValue, ShardedValue], Value] = field(default_factory=dict)
-    """What one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
+    """The values that one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
-    """By node that pulls its rows the ops of its Pull, each with its ranks."""
+    """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
     """Into how many pieces the batch of a training is dealt out that runs in parts."""
@@ -141,7 +142,7 @@ class CommLowering:
         self.append(move.group, step)
 
     def append(self, ranks: Group | Ranks, *steps: JobOp) -> None:
-        """Writes ops of this task behind what the ranks do so far."""
+        """Writes ops of this task after the ranks' ops so far."""
         own = (step if step.task is self.task else replace(step, task=self.task) for step in steps)
         self.job.append(ranks, own)
 

@@ -41,7 +41,7 @@ def names_of(job: Job) -> dict[Value, str]:
 
 @dataclass
 class DistinctProgram:
-    """What some ranks, and no others, do and have."""
+    """The ops and records that some ranks have, and no others."""
 
     ranks: Ranks
     steps: list[Compute | Comm] = field(default_factory=list)

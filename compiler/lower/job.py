@@ -47,12 +47,12 @@ class Transfer:
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """What the sources give."""
+        """The values that the sources send."""
         return (self.moved,)
 
     @property
     def makes(self) -> tuple[Value, ...]:
-        """What the targets get."""
+        """The values that the targets receive."""
         return (self.moved,)
 
     def seen_by(self, ranks: Ranks) -> list[Comm]:
@@ -91,7 +91,9 @@ class _Record(Generic[T]):
 
 
 class Records(Generic[T]):
-    """What ranks have of values: items in the order in which they were listed, each with its ranks. A rank has one item of a value."""
+    """The records of ranks about values: items in the order in which they were listed, each with its ranks. A rank has one item of a
+    value.
+    """
 
     def __init__(self) -> None:
         self._all: list[_Record[T]] = []
@@ -129,7 +131,7 @@ class Records(Generic[T]):
 
 
 RECORDS = ("inputs", "weights", "constants", "listed", "kept", "scalars", "outputs", "appended")
-"""What a job records with its ranks."""
+"""The names of a job's records, each with its ranks."""
 
 
 class Job:
@@ -149,11 +151,11 @@ class Job:
         self.kept: Records[State] = Records()
         self.scalars: Records[None] = Records()
         self.outputs: Records[ShardedValue] = Records()
-        """What a program gives besides the outputs of the model."""
+        """The outputs of a program besides those of the model."""
         self.appended: Records[None] = Records()
-        """What is made of that of all parts of a batch, one after the other."""
+        """Values that are concatenated over all microbatches, one after the other."""
         self.made: dict[ir.Node, list[tuple[LocalForm, Ranks]]] = {}
-        """By node its local forms that stand here: on a smaller group of these ranks it may stand again."""
+        """Maps each node to its local forms that are here: a smaller group of these ranks may have the node again."""
         self.created: dict[Value, Ranks] = {}
         """The values that the model does not have, in the order of their making, each with the ranks on which it has one name."""
         self._scalars: dict[str, Value] = {}
@@ -208,7 +210,7 @@ class Job:
         return self._numbers[name]
 
     def append(self, ranks: Group | Ranks, steps: Iterable[JobOp]) -> None:
-        """Writes ops behind what these ranks do so far."""
+        """Writes ops after these ranks' ops so far."""
         if some := ranks_of(ranks):
             self.steps += [(step, some) for step in steps]
 

@@ -20,14 +20,14 @@ from partc.compiler.sharding.values.operands import input_layout_of
 
 
 def operand(comm: CommLowering, instance: NodeOnGroup, k: int) -> Value | None:
-    """What a node on a group reads as its input `k`, None where it has none."""
+    """The value that a node on a group reads as its input `k`, None where it has none."""
     if instance.node.inputs[k] is None:
         return None
     return operand_as(comm, instance, k, input_layout_of(comm.program, instance, k))
 
 
 def operand_as(comm: CommLowering, instance: NodeOnGroup, k: int, copy: ShardedValue) -> Value:
-    """What a node on a group reads as its input `k`, of which it asks for the version `copy`."""
+    """The value that a node on a group reads as its input `k`, if it needs the version `copy`."""
     choice = comm.program.choices.get(instance)
     return (
         comm.values.at[copy] if choice is None or k not in choice.kept else comm.masked[copy, _terms(copy, choice, k)]

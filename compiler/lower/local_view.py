@@ -46,7 +46,7 @@ class AccumulatedGradient:
 
 @dataclass(frozen=True)
 class LocalView:
-    """What every rank does, in the order of all: `comm` has the ranks' ops, and `forms` those of each node of the model.
+    """The work of every rank, in the order of all: `comm` has the ranks' ops, and `forms` those of each node of the model.
 
     What the backward pass gives: the `gradients` of parameters in the order in which they
     are ready, those `accumulated` over the parts of a batch, and by version each cotangent (`totals`).

@@ -30,7 +30,7 @@ from partc.runtime.artifact.format import PULL
 
 
 def pulls_first(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
-    """The ops in order, of which those that no Pull needs stand behind the Pulls that follow them up to the next event of another kind."""
+    """The ops in order; those that no Pull needs come after the Pulls that follow them up to the next event of another kind."""
     found: list[Compute | Comm] = []
     waiting: list[Compute | Comm] = []
     for step in steps:
@@ -49,7 +49,7 @@ def _is_pull(step: Compute | Comm) -> bool:
 
 
 def _before_pulls(found: Sequence[Compute | Comm], needed: Iterable[Compute | Comm]) -> int:
-    """Where ops can stand before the Pulls that come last: behind those whose rows they read."""
+    """The index before the last Pulls at which ops can be inserted: after the ops whose results they read."""
     read = {value for step in needed for value in step.reads}
     at = len(found)
     while at and _is_pull(found[at - 1]) and read.isdisjoint(found[at - 1].makes):
@@ -76,7 +76,7 @@ def _divided(
 _Simplified: TypeAlias = tuple[tuple[Compute | Comm, ...], frozenset[Value]]
 """The steps that are left of some, and the values that these read."""
 _Kept: TypeAlias = dict[tuple[State, ...], tuple[State, ...]]
-"""What ranks keep from step to step: equal tuples are one object."""
+"""The state of ranks: equal tuples are one object."""
 _HALVES = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 

@@ -1,4 +1,4 @@
-"""Lookups in a table whose rows are cut over ranks: Pull in the forward pass, and Push of what a gradient gives to rows.
+"""Lookups in a table whose rows are sharded over ranks: Pull in the forward pass, and Push of the rows' gradients.
 
     Gather `vb,i->ib` on 0-3, v (0, 1), i (0, 1)     every rank    %h, %asked, %counts, %places = Pull(%table, %ids)
                                                      backward      %ids.own, %rows = Push(%asked, %counts, %places, %h.grad)
@@ -233,7 +233,8 @@ class _Lookup:
         return None if shape is None else shape[: len(shape) - len(self._row())]
 
     def _bytes(self, of_id: int) -> str:
-        """What a rank that asks receives, and an owner is sent, where ids are even over the owners, of `of_id` bytes beside each row.
+        """The bytes that a rank receives when it pulls, and that an owner is sent, if ids are even over the owners, with `of_id` bytes for
+        each row.
 
         Of at most min(n, rows) distinct ids those of the other ranks: (P-1)/P of them, where the P owners ask, too.
         """

@@ -42,7 +42,7 @@ class Written:
 
     @staticmethod
     def of(node: ir.Node, rank: int) -> Written:
-        """What a node says; `rank` is the number of dims of its input."""
+        """The communication that a node describes; `rank` is the number of dims of its input."""
         said = node.attributes
         dim = said.get_int("dim", 0) % max(rank, 1)
         sources, targets = said.get_ints("sources") or (), said.get_ints("targets") or ()
@@ -74,7 +74,9 @@ NODES: Mapping[str, Callable[[Written], tuple[str, Attributes]]] = {
     "Broadcast": lambda one: (fmt.BROADCAST, {fmt.ROOT: one.root}),
     "Reduce": lambda one: (fmt.REDUCE_TO, {fmt.ROOT: one.root, fmt.REDUCE: fmt.SUM}),
 }
-"""By collective the node of the artifact that does it, with its attributes; the others are messages from rank to rank, an Exchange."""
+"""Maps each collective to the node of the artifact that does it, with its attributes; the others are messages from rank to rank, an
+Exchange.
+"""
 
 
 def write(

@@ -1,1 +1,1 @@
-"""What partc knows of each op: rules of sharding, local forms, gradients; one file a family."""
+"""The compiler's knowledge of each op: rules of sharding, local forms, gradients; one file for each family."""

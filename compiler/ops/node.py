@@ -1,4 +1,5 @@
-"""What a rule reads of a node: dims, axes, integers that are constants, the opset that gives an op its meaning; and which nodes are alike.
+"""Facts about a node for a rule: dims, axes, integers that are constants, the opset that gives an op its meaning; and a key of equal
+nodes.
 
 A dim is an integer or a symbolic expression. Two dims are `same` only where that is certain: equal integers, or equal
 expressions; a dim of which nothing is known is equal to none.

@@ -208,7 +208,7 @@ class Entry:
 
 
 TABLE: dict[tuple[str, str], Entry] = {}
-"""By domain and op type, the domain of the standard as ""; complete once `load` has run."""
+"""Maps domain and op type to the entry; the standard domain is "". Complete once `load` has run."""
 
 
 class Declared:

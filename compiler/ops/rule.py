@@ -1,4 +1,5 @@
-"""How one node may be sharded, a letter per dim, so that sharding one dim shards all that have the same letter; and its form on one rank.
+"""The sharding rule of one node, a letter per dim, so that sharding one dim shards all that have the same letter; and its form on one
+rank.
 
 A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: sharding m shards the first input and the
 output; sharding k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)

@@ -1,4 +1,4 @@
-"""What the op table says of the time of a node: which kernel computes it, how many multiply-adds it has, what an index of it takes."""
+"""The op table's facts about the time of a node: the kernel that computes it, its number of multiply-adds, the cost of an index."""
 
 from __future__ import annotations
 

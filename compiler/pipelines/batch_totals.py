@@ -88,7 +88,7 @@ def _write(
 
 
 def _given(row: Row, records: Records, k: int | None) -> dict[str, Value]:
-    """By name what a row has of a microbatch, or of the whole batch, before any number is made."""
+    """Maps each name to the value that a row has of a microbatch, or of the whole batch, before it computes anything."""
     program = row.unit.program
     held = (*(one.value for one in program.weights), *(one.value for one in program.kept))
     found = {str(value): row.clones.of_batch(value) for value in held}

@@ -1,4 +1,4 @@
-"""The body of every task: what the ops of one label are for a rank, and which of them stand beside the call.
+"""The body of every task: the ops of one label for a rank, and the ops that stay next to the call.
 
     of one microbatch     x -> MatMul -> AllReduce -> Relu -> Send(h)        label F0
     body F0               x -> MatMul -> AllReduce -> Relu -> h              runs as one call, whichever microbatch it is
@@ -34,7 +34,7 @@ LETTERS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT: "W"}
 
 @dataclass
 class Slot:
-    """A task of any microbatch on all ranks: by unit the ops of its body, the events beside the calls, and all events in order."""
+    """A task of any microbatch on all ranks: the ops of its body by unit, the events next to the calls, and all events in order."""
 
     bodies: dict[int, list[Compute | Comm]] = field(default_factory=dict)
     beside: list[tuple[Place, ...]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Slot:
 
 
 def slots(units: Sequence[Unit], labels: Labels, stages: NodeStages) -> dict[Label, Slot]:
-    """By label its slot."""
+    """Maps each label to its slot."""
     groups: dict[Label, list[tuple[Place, ...]]] = {}
     for places in labels.order:
         (unit, at), *_ = places
@@ -185,7 +185,7 @@ def _is_small_constant(step: Compute) -> bool:
 
 
 def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[Value]]]:
-    """By unit and label the values that anything else than the body of the label reads."""
+    """Maps each unit and label to the values that something other than the label's body reads."""
     bodies = {(label, unit): {*steps} for label, slot in found.items() for unit, steps in slot.bodies.items()}
     result: list[dict[Label, set[Value]]] = []
     for k, unit in enumerate(units):

@@ -1,4 +1,6 @@
-"""What is made of a value of one microbatch's program in that of a step: one object on all ranks, for a message has one at both ends."""
+"""The copy of a value of one microbatch's program in the program of a step: one object on all ranks, since a message has one at both
+ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pass: the programs of one microbatch become those of a step of all of them: rows of calls, in the order of a schedule.
+"""Pass: the programs of one microbatch become those of a step over all microbatches: rows of calls, in the order of a schedule.
 
     of one microbatch     x -> Relu -> Send(h)                      Recv(h.grad) -> ... -> Add(w.grad, sum) -> update
     of a step of two      Split(x) 0F0 Send(h.0) 0F1 Send(h.1)      Recv(h.grad.0) 0B0 Recv(h.grad.1) 0B1 -> update
@@ -95,9 +95,9 @@ class _Rows:
         self.slots = slots(units, labels, stages)
         self.rows = [Row(unit, self.clones, micro=[{} for _ in range(count)]) for unit in units]
         self.plain: dict[Body, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
-        """By body what its ends are in the program of one microbatch."""
+        """Maps each body to its input and output values in the program of one microbatch."""
         self.inlined: list[set[Op]] = []
-        """By unit the ops that are nowhere but in bodies."""
+        """Maps each unit to the ops that are only in bodies."""
 
     def write(self, order: Iterable[Task]) -> Lowered:
         """The program of the step."""
@@ -167,7 +167,7 @@ class _Rows:
         )
 
     def _call(self, label: Label, slot: Slot, k: int) -> None:
-        """Writes a task of a microbatch: the calls of all its ranks, then the events beside them; events are listed in order."""
+        """Writes a task of a microbatch: the calls of all its ranks, then the events next to them; events are listed in order."""
         for event in slot.events:
             self._list(self.listed[event.tag], k)
         for row in self.rows:

@@ -1,4 +1,4 @@
-"""The task of every op of the ranks' programs: which pass of which stage it is part of, or of none.
+"""Finds the task of every op of the ranks' programs: the pass and the stage that it belongs to, if any.
 
     ONCE      no microbatch: masks, casts of weights; made before the first task
     F s, B s  the forward or backward pass of stage s; B is the whole of it, or where it is split the gradients that leave the stage
@@ -154,7 +154,7 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
 
 
 def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
-    """What only brings outputs to where they are wanted runs once, on what all microbatches give together.
+    """Ops that only bring outputs to their ranks run once, on the joined outputs of all microbatches.
 
     A message whose value nothing has a use for brings no output: its value may have the records of a microbatch.
     """

@@ -1,4 +1,4 @@
-"""Recompute: forward ops that the plan names are repeated in the backward task, and what they made is not kept for it.
+"""Recompute: forward ops that the plan names are repeated in the backward task, and their results are not saved for it.
 
     forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h, a, b
     backward    reads h, a, b
@@ -77,9 +77,9 @@ class _Recompute:
     labels: Labels
     nodes: Mapping[ir.Node, tuple[Region, RecomputeRule]]
     again: dict[Own, list[Item]] = field(default_factory=dict)
-    """What is repeated, in order."""
+    """The ops that are repeated, in order."""
     instead: dict[There, Own] = field(default_factory=dict)
-    """By unit and value the region that reads no more what the forward task made, but what is made again."""
+    """Maps each unit and value to the region that reads the recomputed value instead of the forward task's."""
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class _Recompute:
         return [(unit, value) for unit, step in self.steps(item) for value in step.makes]
 
     def new(self, there: There, own: Own | None) -> Value | None:
-        """What a reader of a region reads in place of a value; None where it reads the value."""
+        """The value that a reader of a region reads in place of another; None where it reads that one."""
         return self.again_of(there[1]) if own is not None and self.instead.get(there) == own else None
 
     def again_of(self, value: Value) -> Value:
@@ -173,7 +173,7 @@ class _Recompute:
 
     @cached_property
     def backward(self) -> set[There]:
-        """What ops of the backward pass make; these stand behind what is repeated."""
+        """The results of ops of the backward pass, which come after the repeated ops."""
         made = (self.makes(item) for item in self.order if self.first(item).task is not TaskKind.FORWARD)
         return {value for some in made for value in some}
 

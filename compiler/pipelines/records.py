@@ -1,4 +1,5 @@
-"""What of a program has the records of the batch: inputs are dealt out to the microbatches, and what these give is joined.
+"""Finds the values of a program that have the records of the batch: inputs are dealt out to the microbatches, and their outputs are
+joined.
 
 A batch's records as those of its microbatches, and back: what a step takes is cut, what it gives is joined.
 
@@ -30,7 +31,7 @@ from partc.compiler.training.in_parts import PART
 
 @dataclass(frozen=True)
 class _Dims:
-    """A value's sizes as vectors: of the dim that has the records, and of those before and behind it."""
+    """A value's sizes as vectors: of the dim that has the records, and of the dims before and after it."""
 
     head: tuple[Value, ...]
     extent: Value

@@ -25,9 +25,9 @@ class Row:
     micro: list[dict[Value, Value]] = field(default_factory=list)
     bodies: dict[Label, Body] = field(default_factory=dict)
     sums: dict[Value, tuple[Value, Value]] = field(default_factory=dict)
-    """By what is the sum of a gradient in a body the sum up to now, and the value to which the body adds."""
+    """Maps the sum of a gradient in a body to the sum up to now and to the value to which the body adds."""
     calls: dict[Label, int] = field(default_factory=dict)
-    """How often the body of a label was called."""
+    """The number of calls of the body of each label."""
 
     def emit(
         self, op_type: str, inputs: Sequence[Value], outputs: Sequence[Value], **attributes: int | ir.Attr

@@ -104,7 +104,7 @@ def in_halves(program: Lowered, found: NodeStages, stage: int) -> NodeStages:
 
 
 def _levels(program: Lowered) -> dict[Group, int] | None:
-    """By group the most groups on a way to it; None where a way comes back to a group.
+    """Maps each group to the longest path to it, in groups; None where a path returns to a group.
 
     What runs wherever it is read, and is read by nothing that a stage runs, as the count of all labels, is on no way.
     """

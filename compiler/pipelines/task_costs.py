@@ -1,4 +1,4 @@
-"""What the tasks of a pipeline's stages take and keep, out of the ops that they are made of and their local shapes.
+"""The seconds and bytes of the tasks of a pipeline's stages, from their ops and local shapes.
 
     time      of F, B and W: the work of their ops (`cost/node.py`) at middling sizes of all symbols
     saved     what F makes or receives and B or W reads: kept from F to the end of B
@@ -117,7 +117,7 @@ def _expression(amount: Amount, shares: Mapping[sympy.Symbol, sympy.Expr]) -> sy
 
 @dataclass
 class _Taken:
-    """What the ops of a unit take and keep, by their labels."""
+    """The seconds and bytes of the ops of a unit, by their labels."""
 
     unit: Unit
     labels: Sequence[Label]
@@ -194,7 +194,7 @@ class _Taken:
         return total
 
     def fixed(self, microbatches: int) -> Amount:
-        """What a rank keeps over the whole step."""
+        """The memory that a rank keeps over the whole step."""
         program = self.unit.program
         total = Amount(self.once)
         for value in dict.fromkeys([*(one.value for one in program.weights), *(one.value for one in program.kept)]):

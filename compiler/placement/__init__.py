@@ -1,1 +1,1 @@
-"""Which group of ranks runs each node, and why."""
+"""The group of ranks that runs each node, and the reason."""

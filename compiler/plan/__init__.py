@@ -1,1 +1,1 @@
-"""The plan: what the user says about ranks, symbols, inputs, placement and outputs, in YAML."""
+"""The plan: the user's statements about ranks, symbols, inputs, placement and outputs, in YAML."""

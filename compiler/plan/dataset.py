@@ -1,4 +1,4 @@
-"""How inputs arrive on their ranks, as a plan or a `model.py` says it.
+"""How inputs arrive on their ranks, according to a plan or a `model.py`.
 
     dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many shards as ranks
     dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input, or by a pattern of inputs: "past.*.key"; the later wins
@@ -27,7 +27,7 @@ KEYS = ("dataset", "dataset_strategy", "full_batch")
 
 
 class DatasetEntry(RootModel[dict[str, SpecEntry]]):
-    """By input, how each of its dims arrives sharded."""
+    """Maps each input to how each of its dims arrives sharded."""
 
     _style: str = PrivateAttr(FULL_BATCH)
     _order: tuple[ShardSpec | None, ...] = PrivateAttr(())

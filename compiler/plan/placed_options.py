@@ -1,4 +1,4 @@
-"""Keys of a plan that know their places: what a message about one of them begins with."""
+"""Keys of a plan that know their lines: the begin of a message about one of them."""
 
 from __future__ import annotations
 

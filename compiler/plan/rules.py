@@ -1,4 +1,4 @@
-"""The plan as the compiler sees it: what a plan file says, with the place of every rule.
+"""The plan as the compiler sees it: the contents of a plan file, with the line of every rule.
 
 `where` is `file:line` for messages. Placement, sharding and output rules are in the order of the file: where two match,
 the later wins.

@@ -1,4 +1,4 @@
-"""The plan's YAML: its keys, what they mean and what they may be.
+"""The plan's YAML: its keys, their meaning and their values.
 
 The models serve two ends: `plan_schema` prints them for editors, and `read` checks a file by them. A rule of the plan's
 own raises `Refused`, whose texts are the user's; a `Frame` as context lets ranks and axes be checked where they stand.

@@ -1,4 +1,4 @@
-"""How a plan says that operators are sharded: styles, strategies, and the budget for what that moves.
+"""The sharding of operators in a plan: styles, strategies, and the budget for the bytes that these move.
 
 Every dim's entry is checked where it stands, and a rule as a whole for its one spelling (`partc.compiler.plan.shard_spec`).
 """

@@ -1,4 +1,4 @@
-"""The words for a cut of a module's parameters: Megatron's, and those of the `tp_plan` of Hugging Face's transformers as they stand.
+"""The names of shardings of a module's parameters: Megatron's, and those of the `tp_plan` of Hugging Face's transformers, unchanged.
 
     colwise      the factor that a parameter brings to the output; a packed weight's parts each
     rowwise      the factor that it sums over

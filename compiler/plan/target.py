@@ -1,4 +1,4 @@
-"""`target` of a plan: the kind of device that runs what a pattern matches, within its rank.
+"""`target` of a plan: the kind of device that runs the nodes that match a pattern, within its rank.
 
 target: {"**": cuda, "embedding": cpu}
 """

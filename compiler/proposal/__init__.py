@@ -1,1 +1,1 @@
-"""A plan that partc proposes for what it recognizes of a model: cuts, stages, and the reasons."""
+"""A plan that partc proposes from the structure of a model: shardings, stages, and the reasons."""

@@ -1,4 +1,6 @@
-"""What a proposal says of dims: the batch that it cuts, the first dim that most inputs have; and the least sizes that the model needs."""
+"""A proposal's facts about dims: the batch that it shards, which is the first dim of most inputs; and the least sizes that the model
+needs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which outputs stay on the ranks that make them, and which inputs arrive as these lie: the keys and values of a cache.
+"""Finds caches: the outputs that stay on the ranks that make them, and the inputs that arrive in the same layout, such as keys and
+values.
 
 The law. An output is a cache of an input if it is the input with more, or other, entries along one dim: made of this one input of its type
 by ops that move elements alone. Keys and values without an input, those of a first step, are known by their reader: a product of two
@@ -24,7 +25,7 @@ _ATTENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("com.microsoft", "GroupQueryAttention"): {1: 3, 2: 4},
     ("com.microsoft", "MultiHeadAttention"): {1: 6, 2: 7},
 }
-"""By op which output is a cache of which input."""
+"""Maps each op to the output that is a cache and the input that it continues."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def caches(program: Typed) -> list[Cache]:
 
 
 def arriving(found: Iterable[Cache], sharded: Iterable[Place]) -> dict[ir.Value, int]:
-    """By input the dim that is cut both in it and in its output."""
+    """Maps each input to the dim that is sharded both in it and in its output."""
     cut = {(value.name, dim) for value, dim in sharded}
     dims: dict[ir.Value, int] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""What onnxruntime's CUDA provider has no kernel for, though its CPU provider has: such nodes are proposed for the CPU."""
+"""Nodes without a kernel in onnxruntime's CUDA provider but with one in its CPU provider: they are proposed for the CPU."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def along(
 
 
 def against_the_way(program: Placed, degrees: Degrees) -> dict[str, int]:
-    """By path the nodes that read from a later stage than theirs, with that stage, and those of no one stage, with their first reader's.
+    """Maps paths to the nodes that read from a later stage than theirs, with that stage; and to the nodes of no single stage, with their
+    first reader's.
 
     What no line of a placement names follows the producer that has most bytes of its inputs, also where it reads of a later stage, too:
     a residual's sum.
@@ -148,7 +149,7 @@ def weight_bytes(value: ir.Value) -> int:
 
 
 def _sources(program: Typed, of: Mapping[ir.Node, str], floating: set[ir.Node]) -> dict[ir.Value, frozenset[str]]:
-    """By value the units that it comes of, through nodes of none."""
+    """Maps each value to the units that it depends on, through nodes of no unit."""
     found: dict[ir.Value, frozenset[str]] = {}
     for node in program.model.graph:
         if node in of:

@@ -97,7 +97,7 @@ def _cache_bytes(part: RankProgram) -> int:
 
 
 def _repeated(program: Typed, done: Complete) -> dict[str, tuple[int, int]]:
-    """By name the caches whose heads the compiler repeated: how many they were, and are."""
+    """Maps names to the caches whose heads the compiler repeated: the number of heads before and after."""
     shapes = {name_of(value): program.values[value].shape for value in program.model.graph.inputs}
     found = dict[str, tuple[int, int]]()
     for cache in done.caches:

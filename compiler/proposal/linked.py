@@ -1,4 +1,4 @@
-"""Which dims of a model are cut together: those with the same letter in rules of the op table, from node to node.
+"""Finds the dims of a model that are sharded together: those with the same letter in rules of the op table, from node to node.
 
 The columns of an up projection, the hidden units that an activation has of them, and the rows of the down projection are one set of
 linked dims: a cut of one is a cut of all. A set can be cut if no node needs one of its dims whole, and if nothing but products

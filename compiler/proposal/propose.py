@@ -248,7 +248,7 @@ def taken_apart(source: Source, frame: str, name: str) -> Typed:
 
 
 def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
-    """By path the nodes that the model places itself, which the plan must place to win: with the stage where they run."""
+    """Maps paths to the nodes that the model places itself, with their stage; the plan must place them to override the model."""
     lines = [placed.pattern for placed in program.declared.placements if not placed.role]
     nodes = {node: None for pattern in lines for node in matched_nodes(program, pattern)}
     named = {node for stage in stages for pattern in stage.lines() for node in matched_nodes(program, pattern)}

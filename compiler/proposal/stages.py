@@ -1,4 +1,4 @@
-"""Which modules run on which stage: runs along the data's way, even in weights and operations.
+"""Assigns modules to stages: runs in the order of the data, even in weights and operations.
 
 The law. The model falls into units: modules, and what is inside of them where one is too large, but for members of a list (`layers.3`),
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
@@ -36,7 +36,7 @@ from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.liveness import Span, alive
 
 EVEN = 0.1
-"""By how much of an equal cost a stage may differ."""
+"""The share of an equal cost by which a stage may differ."""
 _BYTES = 0.05
 """How much the bytes over a cut count where they are as many as over most: attention in its midst hands on far more than a layer."""
 _FINEST = 4
@@ -348,5 +348,5 @@ def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, 
 
 
 def _follows(n: int) -> np.ndarray:
-    """By the end and the begin of a run whether it has units."""
+    """Maps the end and begin of a run to whether it has units."""
     return np.arange(n + 1)[:, None] > np.arange(n)

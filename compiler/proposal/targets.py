@@ -1,4 +1,4 @@
-"""Targets of a model for ranks with a GPU: `"**": cuda`, and `cpu` with a reason for what is better there.
+"""Targets of a model for ranks with a GPU: `"**": cuda`, and `cpu` with a reason for nodes that are better there.
 
 1. What CUDA has no kernel for.
 2. Tables of which a step reads little: as many bytes as a look-up moves are a fraction of what the table would take.

@@ -1,4 +1,4 @@
-"""Which linked dims are cut over the axis `tp`: projections by columns, those that sum over what they made by rows.
+"""Chooses the linked dims that are sharded over the axis `tp`: projections by columns, and those that sum over their results by rows.
 
 The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that the model's `tp_plan` shards
 (`tp_plan.py`) come first, then those that both a product makes and another one sums over; a node is cut along one set only. Of sets that

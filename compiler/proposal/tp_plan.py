@@ -1,4 +1,4 @@
-"""What the `tp_plan` of a model of `transformers` says of the sets of linked dims: which of them it shards, and what of it does not hold.
+"""Applies the `tp_plan` of a model of `transformers` to the sets of linked dims: those that it shards, and its entries that do not hold.
 
 An entry speaks of the products inside of its module, or of those that read its parameter: colwise of the dims that their weights make,
 rowwise of those that they sum over. The plan shards a set if entries name one of its products at least, and none says

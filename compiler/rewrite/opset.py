@@ -31,7 +31,7 @@ NUMBERED = {
     "SVMClassifier": "classlabels_ints",
     "TreeEnsembleClassifier": "classlabels_int64s",
 }
-"""By classifier the attribute of labels that are numbers."""
+"""Maps each classifier to the attribute of its labels that are numbers."""
 BENT = {"ReduceL2": ("ReduceSumSquare", "Sqrt"), "ReduceLogSum": ("ReduceSum", "Log")}
 
 

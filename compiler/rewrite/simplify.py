@@ -52,7 +52,7 @@ class _Lean:
                     self.reads[one] = self.reads.get(one, 0) + 1
 
     def run(self) -> dict[int, tuple[Compute, ...]]:
-        """By place the ops that stand there now, where they are others."""
+        """Maps each place to the ops that are there now, where they have changed."""
         for index in self._all("Add", "Sum"):
             self._scatter_into(index)
         for index in self._all("Transpose"):

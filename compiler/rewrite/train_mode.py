@@ -120,7 +120,7 @@ def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
 
 
 def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node, ir.Value]:
-    """By node a value with the shape and type of its input: as they are inferred, else as the model says."""
+    """Maps each node to a value with the shape and type of its input: as inferred, else as the model says."""
     inputs = {node: value for node in nodes if (value := node.inputs[0]) is not None}
     if not inputs:
         return {}

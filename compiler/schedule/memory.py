@@ -57,7 +57,7 @@ def amount_text(amount: float, unit: str) -> str:
 
 
 def change(task: Task, split: bool, costs: Costs) -> float:
-    """By how much a task changes what its homes keep, once it has ended (F: once it begins)."""
+    """The change that a task makes to what its stage's ranks keep, once it has ended (F: once it begins)."""
     cost = costs.stages[task.stage]
     match task.kind:
         case Kind.FORWARD:

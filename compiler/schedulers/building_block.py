@@ -74,7 +74,7 @@ class _Period:
 def _block(
     stages: Stages, costs: Costs, period: float, gaps: Sequence[float], split: bool
 ) -> dict[tuple[int, Kind], float] | None:
-    """By stage and kind the begin of the first microbatch's task; None where the period has no room.
+    """Maps each stage and kind to the begin of the first microbatch's task; None where the period has no room.
 
     Gaps: before F in the first and second half of the stages, before B in the second and first half.
     """

@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """By stage the group that has it: in a loop, 0 1 0 1, or there and back, 0 1 1 0."""
+        """Maps each stage to its group: in a loop, 0 1 0 1, or there and back, 0 1 1 0."""
         groups = range(self.degrees.stages)
         return (*groups, *reversed(groups)) if self.schedule == "zbv" else (*groups,) * self.stages_each
 
@@ -125,7 +125,7 @@ def candidates(
 
 
 def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:
-    """By name what is usually chosen. `most`: among how many ranks a layer can be shared at most."""
+    """Maps names to the usual choices. `most`: among how many ranks a layer can be shared at most."""
     tensor = max(one for one in divisors(ranks) if one <= min(most, _NODE))
     found = {
         "one rank": Degrees(),

@@ -280,7 +280,7 @@ class Estimates:
         return sum(many * one.made / (shards if cut else 1) for (one, cut), many in some)
 
     def turns(self, ranks: int) -> float:
-        """By how much a rank takes longer, since the cores of its host are shared."""
+        """The factor by which a rank is slower because it shares the cores of its host."""
         cores = self.machine.cores * self.hosts
         return max(1.0, ranks / cores) if cores else 1.0
 

@@ -35,7 +35,7 @@ _OF_TRAINING = 2.5
 _LARGE, _TASKS = 500, 256
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ERROR = 0.05
-"""By how much of itself an estimate may be too high against those of candidates of other degrees."""
+"""The share by which an estimate may be too high compared with candidates of other degrees."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _WHOLE = Candidate(Degrees())

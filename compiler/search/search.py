@@ -110,7 +110,7 @@ class Search:
 
     @cached_property
     def baselines(self) -> dict[str, Candidate]:
-        """By name what is usually chosen, of what is allowed and can be proposed."""
+        """Maps names to the usual choices that are allowed and can be proposed."""
         most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
         found = baselines(self.request.ranks, self.records, self.request.base.trains, most)
         fixed = self.request.fixed

@@ -1,1 +1,1 @@
-"""How each node is cut on its group: what is given, and what is derived from it."""
+"""The sharding of each node on its group: given, or derived from what is given."""

@@ -66,7 +66,7 @@ def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
 
 
 def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
-    """By node the bytes of the inputs it depends on that arrive sharded."""
+    """Maps each node to the bytes of its sharded inputs, direct and indirect."""
     cut = {
         value: done.weigh(value)[1]
         for value in (there.value for there in done.given.arriving)

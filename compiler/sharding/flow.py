@@ -1,4 +1,4 @@
-"""What becomes of every value when a batch is run in microbatches, one after the other: time is one more axis of the mesh.
+"""The values of a batch that runs in microbatches, one after the other: time is one more axis of the mesh.
 
 The law is that of a cut along the batch, `ops/rule.py`. In each microbatch a value is
 
@@ -47,7 +47,7 @@ _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the microbatches."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
-"""By op the operand of which only the type is read."""
+"""Maps each op to the operand of which only the type is read."""
 _SCATTERS = ("ScatterElements", "ScatterND")
 _LARGEST = 1 << 20
 """The most elements of a constant whose records are compared."""
@@ -95,11 +95,11 @@ class Flow:
             pass
 
     def state(self, value: ir.Value) -> State:
-        """How a value relates to the whole batch's."""
+        """The relation of a value to that of the global batch."""
         return REPLICATE if value in self.totals else self.states.get(value, REPLICATE)
 
     def shard(self, value: ir.Value) -> Shard | None:
-        """How a value holds records; None where it holds none."""
+        """The layout of records in a value; None where it has none."""
         return state if isinstance(state := self.state(value), Shard) else None
 
     def follows_from_inputs(self, value: ir.Value) -> bool:

@@ -1,4 +1,5 @@
-"""What `level` of a sharding rule prefers where the plan leaves a choice, after what follows from the given cuts has been derived.
+"""The preference that `level` of a sharding rule expresses where the plan leaves a choice, after all that follows from the given
+shardings.
 
     0    fewest bytes: what is not given follows its neighbours, and a sum is whole on every rank that reads it
     1    less memory: a sum that an op of the rule makes is left scattered along its first dim that divides, and so is what reads it

@@ -138,14 +138,14 @@ def copy_between_targets(program: Scheduled) -> Complete:
 
 @dataclass
 class _There:
-    """What the values of a scope are on each target; `fixed` ones are themselves where they lie."""
+    """The values of a scope on each target; `fixed` ones are not copied on their own target."""
 
     scope: Scope
     fixed: set[Value]
     typed: Mapping[Value, tuple[ir.Value, Shape]]
     """The types of values that have none of their own: of the numbers that each step is given."""
     needs: dict[Value, dict[str, Op | None]] = field(default_factory=dict)
-    """By value the other targets on which it is read, each with the first op that does."""
+    """Maps each value to the other targets on which it is read, each with its first reader."""
     copies: dict[tuple[Value, str], Value] = field(default_factory=dict)
     leaving: set[Value] = field(default_factory=set)
     """Values of a row that a body gives as copies on cpu."""
@@ -183,7 +183,7 @@ class _Copying:
         self.bodies = {body: _There(inner, {*body.inputs}, self.typed) for body, inner in found.bodies.items()}
         self.wanted = {body: self._wanted(body) for body in found.bodies}
         self.given: dict[Body, dict[Value, list[str]]] = {}
-        """By body and output the targets on which it gives it."""
+        """Maps each body and output to the targets on which the body makes it."""
         self.makers = {value: step for step in part.steps for value in step.makes}
 
     def done(self) -> RankProgram:
@@ -212,7 +212,9 @@ class _Copying:
         return replace(part, steps=tuple(in_runs(steps, updated, guard)), kept=kept)
 
     def _wanted(self, body: Body) -> dict[Value, list[str]]:
-        """By input of a body the targets on which it reads it, first the one where it lies, which is all where it reads none."""
+        """Maps each input of a body to the targets on which the body reads it; the first is the input's own target, and the only one
+        where the body does not read it.
+        """
         scope = self.found.bodies[body]
         found: dict[Value, dict[str, None]] = {own: {} for own in body.inputs}
         for step in body.steps:
@@ -323,7 +325,7 @@ class _Writer:
     ) -> None:
         self.work, self.there, self.formal = work, there, formal or {}
         self.due: dict[Op | None, list[tuple[Value, str]]] = {}
-        """By reader the copies before it, but for those that bodies have `given`."""
+        """Maps each reader to the copies before it, except for those that bodies have `given`."""
         for value, targets in there.needs.items():
             for target, reader in targets.items():
                 if (value, target) not in given:

@@ -23,7 +23,7 @@ from partc.runtime.artifact.format import CONSTANT, CPU
 from partc.runtime.artifact.graph.kernels import host_inputs
 
 ANYWHERE = ""
-"""Where constants lie, and what is made of them alone until it has a reader."""
+"""The target of constants, and of values that are computed from them alone, until they have a reader."""
 _OF_SHAPE = ("Shape", "Size")
 GROWING = ("ConstantOfShape", "Expand", "EyeLike", "OneHot", "Pad", "Range", "Resize", "Tile")
 """Ops whose result may be large however small their operands are."""
@@ -40,7 +40,9 @@ class Scope:
     """Values that are arithmetic with shapes."""
 
     def reads(self, step: Op) -> Iterator[tuple[Value, str]]:
-        """What an op reads, each with the target on which it must lie; but constants, and what only its shape is asked for."""
+        """The operands of an op, each with the target on which it must be; without constants, and without operands of which only the
+        shape is read.
+        """
         if isinstance(step, Comm):
             yield from ((value, CPU) for value in step.reads)
         elif isinstance(step, Compute):
@@ -100,7 +102,7 @@ class _Placing:
         return Placed(self.row, self.scopes)
 
     def _of_state(self, one: State, states: Mapping[object, str]) -> str:
-        """Where a tensor of the state lies: where its next value is made."""
+        """The target of a tensor of the state: that of its next value."""
         maker = self.makers.get(one.next) if one.next is not None else None
         if maker is None:
             return states.get(one.version.across) or self.program.update_targets.get(one.version.value) or CPU
@@ -191,7 +193,7 @@ def _data(step: Compute) -> list[Value]:
 
 
 def _body_reads(scope: Scope) -> dict[Value, str]:
-    """By value the first target on which a body's ops read it."""
+    """Maps each value to the first target on which a body's ops read it."""
     found: dict[Value, str] = {}
     for step in scope.steps:
         for value, target in scope.reads(step):

@@ -49,7 +49,7 @@ def _ordered(
 def _graph(
     window: Sequence[Compute | Copy], updated: Collection[Value], guard: Value | None
 ) -> tuple[list[int], list[list[int]]]:
-    """By op how many others must come before it, and those that come after it."""
+    """Maps each op to the number of ops that must come before it, and to the ops that come after it."""
     makers: dict[Value, int] = {}
     readers: dict[Value, list[int]] = {}
     after: list[set[int]] = [set() for _ in window]

@@ -1,4 +1,4 @@
-"""What cotangents are called: after their primal, without counters.
+"""The names of cotangents: after their primal, without counters.
 
     h read by one node                          h.grad
     h read by fc2.Gemm and skip.Add             h.grad.fc2.Gemm, h.grad.skip.Add, and their sum h.grad
@@ -48,7 +48,7 @@ class CotangentNames:
                     self._readers.setdefault(version.value, set()).add(node)
 
     def _whole(self, version: ShardedValue) -> ir.Value | ShardedValue:
-        """What the cotangent of a version is a part of: that of a parameter, or of the definition of another value."""
+        """The value to which the cotangent of a version contributes: that of a parameter, or of the definition of another value."""
         return version.value if version.value in self._parameters else self._homes.get(version, version)
 
     def spellings(self, instance: NodeOnGroup, version: ShardedValue, layout: Layout) -> list[str]:

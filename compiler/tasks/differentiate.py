@@ -1,4 +1,4 @@
-"""Pass: the backward pass, written behind the forward programs: every node's gradient runs where the node runs, on the same shards.
+"""Pass: the backward pass, written after the forward programs: every node's gradient runs on the node's ranks, on the same shards.
 
 A cotangent has the dual of its primal's layout. Along a mesh axis:
 
@@ -85,7 +85,7 @@ def differentiate(program: Localized) -> Localized:
 
 
 def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Value]:
-    """By primal a value for its cotangent, of everything that has one: `h.grad` of `h`."""
+    """Maps each primal that has a cotangent to the cotangent's value: `h` to `h.grad`."""
     found: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
@@ -108,7 +108,7 @@ class Backward:
         self.node_gradients = NodeGradients(program, local.comm)
         self.tables = find_tables(program, local, self.needed)
         self.row_terms: dict[ir.Value, list[RowTerm]] = {one.parameter: [] for one in self.tables if one.by_rows}
-        """By table whose gradient is a list of rows what its look-ups give."""
+        """Maps each table whose gradient is a list of rows to the gradients of its lookups."""
         self.contributions: dict[ShardedValue, dict[ShardedValue, list[Value]]] = {}
         """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
@@ -256,7 +256,7 @@ class Backward:
                 self._give(version, layout, made[name])
 
     def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
-        """By output of a node its cotangent, in the layout that is wanted, and the partial sums that pass through the node.
+        """Maps each output of a node to its cotangent, in the required layout, and to the partial sums that pass through the node.
 
         Through what is communication none pass: of ranks that have asked the same, one gives rows back.
         """
@@ -366,7 +366,7 @@ class Backward:
 
 
 def _unmoved(training: Training) -> Problem:
-    """What is wrong where no parameter that is trained changes the loss: the rules that froze all, else the model."""
+    """The problem of a training whose parameters do not change the loss: the rules that froze all, else the model."""
     where = training.rules.where("loss")
     frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}
     fact = "no trainable parameter changes the loss"

@@ -22,7 +22,7 @@ from partc.runtime.artifact.format import GRADIENT_NORM
 
 
 class UpdateWriter:
-    """Writes ops of one target, by default the rank's own, behind what ranks do so far."""
+    """Writes ops of one target, by default the rank's own, after the ranks' ops so far."""
 
     def __init__(self, program: Localized, local: LocalView) -> None:
         self.program, self.comm = program, local.comm
@@ -63,7 +63,7 @@ class GradientNorm(UpdateWriter):
     def of(self, gradients: Sequence[Gradient]) -> Value:
         """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
-        """By group, and by the group of which each list holds one shard, the squares of gradients."""
+        """Maps each group, and the group of which each list has one shard, to the squares of gradients."""
         seen: set[ir.Value] = set()
         for one in gradients:
             if one.parameter in seen:

@@ -28,7 +28,7 @@ from partc.runtime.spellings import first_free
 
 
 class _Shards(dict[str, int]):
-    """By factor the index of the rank's shard; records in `asked` which factors the rule has looked up."""
+    """Maps each factor to the index of the rank's shard; records in `asked` which factors the rule has looked up."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__(numbers)

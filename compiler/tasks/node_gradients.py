@@ -51,7 +51,7 @@ class NodeGradient:
 
     @cached_property
     def given(self) -> dict[str, str]:
-        """By operand's handle the place of its cotangent; of a gradient by rows there are two, by its `row_keys`."""
+        """Maps each operand's handle to the place of its cotangent; a gradient by rows has two places, by its `row_keys`."""
         handles = self.places.handles
         given = {handles[name]: dx for name, dx in self.found.gradients.items()}
         for name, one in self.found.by_rows.items():
@@ -81,9 +81,9 @@ class NodeGradients:
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.changing = {*program.training.parameters, *program.training.statistics}
         self._shapes: dict[Value, Value] = {}
-        """By value of the forward pass its shape, where a gradient has asked for it."""
+        """Maps each value of the forward pass to its shape, if a gradient has requested it."""
         self._found: dict[Hashable, Found] = {}
-        """By key the gradients of forms that are alike."""
+        """Maps keys to the gradients of equal forms."""
         self._typed: dict[ir.Value, tuple[ir.Value, Shape | None]] = {}
         self._more: dict[tuple[Compute, int], Value] = {}
         """Outputs that gradients have asked forward ops for."""
@@ -153,7 +153,7 @@ class NodeGradients:
         return differentiated(values=[*asked.values, *asked.unknown], constants=asked.constants, scope=self._scope())
 
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
-        """What the node and its bodies read, as it is on the group; constants are shown where nothing changes them."""
+        """The operands of the node and its bodies, as they are on the group; constants are shown where nothing changes them."""
         program, node = self.program, instance.node
         read = [(k, input_layout_of(program, instance, k)) for k, value in enumerate(node.inputs) if value is not None]
         operands = [(version, operand_as(self.comm, instance, k, version)) for k, version in read]
@@ -268,5 +268,5 @@ class NodeGradients:
 
 
 def row_keys(operand: str) -> RowGradient:
-    """What stands for the ids and the rows of a table's gradient, among handles of operands."""
+    """The placeholders for the ids and the rows of a table's gradient, among handles of operands."""
     return RowGradient(f"{operand} ids", f"{operand} rows")

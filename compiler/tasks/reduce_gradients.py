@@ -85,15 +85,15 @@ class GradientReduction:
         self.comm, self.update, self.at = comm, comm.of_task(TaskKind.UPDATE), comm.values.at
         self.accumulated: list[AccumulatedGradient] = []
         self.totals: dict[ShardedValue, Value] = {}
-        """By version each cotangent that is complete."""
+        """Maps each version to its complete cotangents."""
         self.gradients: list[Gradient] = []
         self.taken: dict[Value, Ranks] = {}
-        """By value the ranks on which it is a parameter's gradient."""
+        """Maps each value to the ranks on which it is a parameter's gradient."""
         self._sent: dict[Value, Ranks] = {}
         self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient")
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
-        """By parameter the sum of its gradients over the parts of a batch, before and behind one more."""
+        """Maps each parameter to the sum of its gradients over the microbatches, before and after one more."""
         if training.rules.accumulate > 1:
             job = comm.job
             for value in training.parameters:

@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowTerm:
-    """What one look-up gives: `version` is the table's, `partial` along the axes over which the dense gradient would be summed."""
+    """The gradient of one lookup: `version` is the table's, `partial` along the axes over which the dense gradient would be summed."""
 
     version: ShardedValue
     given: Rows
@@ -154,7 +154,7 @@ class RowReduction:
         return self._listed(main, self._appended(self.comm, main.group, [each.given for each in brought], wanted, True))
 
     def _joinable(self, one: _Begun) -> Hashable | None:
-        """Equal for rows that can stand beside each other in one AllGather along their first dim; None for others."""
+        """A key that is equal for rows that can be joined in one AllGather along their first dim; None for others."""
         given, main = one.lists[0], one.defs[0]
         shape = given.given.rows.shape
         if (
@@ -255,7 +255,7 @@ class RowReduction:
         return Rows(*made)
 
     def _listed(self, version: ShardedValue, given: Rows) -> _Lying:
-        """How ids and rows lie on a group: terms of a sum are parts of the list."""
+        """The layout of ids and rows on a group: partial values are parts of the list."""
         table, layout = version.value, version.layout
         first = (*layout.cuts[0], *(axis for axis, _ in layout.partial))
         ids, rows = normal(Layout(layout.mesh, (first,))), normal(Layout(layout.mesh, (first, *layout.cuts[1:])))

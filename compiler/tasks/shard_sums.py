@@ -38,7 +38,7 @@ class ShardSums:
     comm: CommLowering
     append: Append
     known: dict[ir.Value, list[tuple[ShardedValue, Value]]] = field(default_factory=dict)
-    """By parameter its sums where it is updated first, in order, with their values there."""
+    """Maps each parameter to its sums where it is updated first, in order, with their values there."""
 
     def cut(self, one: Gradient) -> Collection[int]:
         """The dims along which sums are made by others, too: those that are cut, or all where the sums are there already."""
@@ -82,7 +82,7 @@ class ShardSums:
         return reshard(self.comm, first, total, target, made, _cause(one, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:
-        """How a sum lies where the parameter is updated: as that, but for the dims that it has one element of."""
+        """The layout of a sum at the parameter's update: the parameter's, except for dims of which the sum has one element."""
         layout = one.share.layout
         return without_dims(layout, step.ones) if step.ones else Layout(layout.mesh, ((),))
 

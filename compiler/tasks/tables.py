@@ -138,7 +138,7 @@ class _Lookups:
         return [NodeOnGroup(node, group) for node in self.lookups for group in self.program.placement[node].groups]
 
     def _rows(self, sized: Callable[[int | str], int | None]) -> int | None:
-        """How many rows are looked up a step by all ranks, of dims of these sizes; None where one is not known."""
+        """The number of rows that all ranks look up in a step, of dims of these sizes; None where one is not known."""
         total = 0
         for one in self._instances:
             shape = self.local.comm.values.local_shape(input_layout_of(self.program, one, 1))

@@ -251,7 +251,7 @@ class Updates(UpdateWriter):
             yield run
 
     def _shard(self, one: Gradient) -> Value:
-        """What a rank updates of a parameter: all that it has, or with ZeRO the shard that is cut out of it."""
+        """The part of a parameter that a rank updates: all that it has, or with ZeRO the shard that is cut out of it."""
         home = self.at[one.home]
         if one.share == one.home:
             return home
@@ -328,7 +328,7 @@ class Updates(UpdateWriter):
         return tuple(size for size in self.values[parameter].shape or () if isinstance(size, int))
 
     def _home_of_slot(self, one: Gradient, name: str, ones: Sequence[int]) -> ShardedValue:
-        """How a slot lies: as the parameter's share does, but for dims that it has one element of."""
+        """The layout of a slot: that of the parameter's share, except for dims of which the slot has one element."""
         if not ones:
             return one.share
         shape = self._shape(one.parameter)

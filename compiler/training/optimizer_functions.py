@@ -68,7 +68,9 @@ _FORMS = [(kind, form) for kind in OPTIMIZERS.values() if kind.by_rows is not By
 _WHOLE = {form.function: _of(kind, form) for kind, form in _FORMS if form.body}
 _BY_ROWS = {f"{form.function}Rows": _of_rows(kind, form) for kind, form in _FORMS if form.body or kind.rows}
 FAMILIES = {**_WHOLE, **_BY_ROWS, **PARTS}
-"""By name: the function of each optimizer, the parts of those that are several, and the clipping of gradients by their norm."""
+"""Maps names to functions: the function of each optimizer, the parts of those that have several, and the clipping of gradients by their
+norm.
+"""
 
 
 def variant(

@@ -48,7 +48,7 @@ def serve(program: Typed) -> Typed:
 
 
 def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
-    """By parameter, in the model's order, the rule that gives it to servers: of those that match it or its readers the last one."""
+    """Maps each parameter, in the model's order, to the rule that gives it to servers: the last rule that matches it or its readers."""
     rules = [*placed_on_roles(program), *program.plan.placement]
     if not any(rule.serves for rule in rules):
         return {}

@@ -38,7 +38,7 @@ _LAYERS: dict[str, range] = {
     "PRelu": range(1, 2),
     **{op_type: range(1, 8) for op_type in ("RNN", "GRU", "LSTM")},
 }
-"""By op the operands that are weights of a layer."""
+"""Maps each op to its operands that are weights of a layer."""
 _SETTINGS: dict[str, range] = {
     "BatchNormalization": range(3, 5),
     "Clip": range(1, 3),
@@ -51,7 +51,7 @@ _SETTINGS: dict[str, range] = {
     "SoftmaxCrossEntropyLoss": range(1, 3),
     "Upsample": range(1, 2),
 }
-"""By op the operands through which no gradient flows."""
+"""Maps each op to its operands through which no gradient flows."""
 _LARGE, _BEGINNING = 1e4, 4096
 
 

@@ -155,7 +155,7 @@ WHOLE_UPDATES: Mapping[str, Callable[[WholeUpdate], list[Step]]] = {
     "adafactor": adafactor,
     "row_adagrad": row_adagrad,
 }
-"""By the type in a plan."""
+"""Keys are the types in a plan."""
 
 
 def without_terms(steps: Sequence[Step], wanted: Collection[ir.Value]) -> list[Step]:

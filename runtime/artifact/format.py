@@ -380,7 +380,7 @@ class Manifest(ArtifactRecord):
         return self._messages.get(rank, [])
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """By group the list of ranks that holds this rank; groups without it are left out."""
+        """Maps each group to the list of ranks that contains this rank; groups without it are left out."""
         return self._lists.get(rank, {})
 
     _messages = cached_property(lambda self: by_rank(self.messages))

@@ -1,4 +1,5 @@
-"""What an artifact says of making tokens: which inputs and outputs they are, and how many sequences of which length its ranks keep.
+"""The artifact's record of generation: the inputs and outputs that are used, and the number and length of the sequences that its ranks
+keep.
 
 Two programs run over the same caches. `decode`, the main one, makes one token of every slot. `prefill` reads a chunk of a prompt of one
 slot: of one of each of `runs` equal runs, where slots are dealt out to ranks. In its files a cache has `runs` slots in place of all of
@@ -158,7 +159,7 @@ class GenerationRecord(StepPorts):
         return self.runs if kind in (PREFILL, ENCODE) else None
 
     def slots_of(self, group: int) -> list[int]:
-        """By row of a decode its slot in the turn of a group: as many of each run, one behind the other."""
+        """Maps each row of a decode to its slot in the turn of a group: every run has the same number, one after the other."""
         of_run = self.slots // self.runs
         size = of_run // self.groups
         return [begin + at for begin in range(group * size, self.slots, of_run) for at in range(size)]

@@ -1,4 +1,4 @@
-"""How long values are in memory, and how many bytes are there at once: of the ops of a session, the tasks of a row, and a program to come.
+"""Lifetimes of values and the bytes in memory at once: of the ops of a session, the tasks of a row, and a program before it is written.
 
 A program is a list of uses in the order in which they run, one for each op or task: what it reads, and what it makes. A value is in memory
 from the op that makes it to the last that reads it. A view is in the memory of what it is a view of; what an op may write over its operand
@@ -81,7 +81,7 @@ def spans(
 
 
 def alive(found: Sequence[Span[Name, Sum]], zero: Sum) -> Iterator[tuple[int, Sum]]:
-    """By use at which places begin or end, in order, the bytes that are there then; places of unknown size are left out."""
+    """Yields each use at which places begin or end, in order, with the bytes in use then; places of unknown size are left out."""
     changes: dict[int, Sum] = {}
     for span in found:
         if span.bytes is not None:

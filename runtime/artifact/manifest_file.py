@@ -1,4 +1,5 @@
-"""The file `manifest.json`: what is common to all programs of an artifact, and what is of each; `Manifest` is what one of them needs.
+"""The file `manifest.json`: the facts common to all programs of an artifact, and those of each; `Manifest` has those that one program
+needs.
 
     {"format": 3, "partc": "0.1.0", "model": {...}, "plan": {...}, "ranks": 2, "files": {...}, "symbols": {...}, "groups": {...},
      "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},
@@ -148,7 +149,7 @@ class ManifestFile(ArtifactRecord):
 
 
 def _next_by_value(state: Sequence[StateRecord]) -> dict[str, str | list[str]]:
-    """By tensor of the state the output that takes its place, or its names in the order of the tensor's records."""
+    """Maps each tensor of the state to the output that replaces it, or to its names in the order of the tensor's records."""
     found: dict[str, list[str]] = {}
     for record in state:
         found.setdefault(record.value, []).append(record.next)

@@ -57,7 +57,7 @@ class Profile(_Record):
         return max(_of(one.step, step) for one in self.ranks)
 
     def times(self, step: int | None = None) -> dict[str, float]:
-        """By task its seconds in a step, by default the median.
+        """Maps each task to its seconds in a step, by default the median.
 
         Of the ranks of a stage the slowest one counts. Where they wait for each other inside, their time together is that of the rank
         that came last, which waited least.

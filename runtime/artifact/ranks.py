@@ -46,7 +46,7 @@ class SharedRanks(list[int]):
 
 
 def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """By rank and group the list that holds the rank; groups without it are left out."""
+    """Maps each rank and group to the list that contains the rank; groups without it are left out."""
     found: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, lists in groups.items():
         for ranks in map(tuple, lists):
@@ -153,7 +153,7 @@ class Grid(Sequence[Box]):
         return [math.prod(self.mesh[axis] for axis in axes) for axes in self.cuts]
 
     def _numbers(self, index: int) -> list[int]:
-        """By dim which of the shards it is."""
+        """Maps each dim to the index of its shard."""
         at = []
         for size in reversed(self.mesh):
             index, coordinate = divmod(index, size)

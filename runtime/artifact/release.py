@@ -1,4 +1,4 @@
-"""The release of partc, which what it writes is marked with."""
+"""The release of partc, with which its files are marked."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int
 
 
 def _ops_by_action(row: dict[str, Any], begun: float) -> dict[tuple[int, int], list[tuple[str, str, float, float]]]:
-    """By places of a step and of an action the op type, module, begin and end, in microseconds, of each op there."""
+    """Maps the places of a step and of an action to the op type, module, begin and end, in microseconds, of each op there."""
     found: dict[tuple[int, int], list[tuple[str, str, float, float]]] = {}
     if ops := row.get("ops"):
         for step, action, which, start, taken in ops["spans"]:

@@ -38,7 +38,7 @@ class Transfer(BaseModel):
 
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""By name disjoint lists of ranks."""
+"""Maps names to disjoint lists of ranks."""
 
 
 def one_by_one(transfers: Iterable[Transfer], groups: Groups) -> list[Transfer]:
@@ -51,7 +51,7 @@ def one_by_one(transfers: Iterable[Transfer], groups: Groups) -> list[Transfer]:
 
 
 def by_rank(messages: Iterable[Transfer]) -> dict[int, list[Transfer]]:
-    """By rank the messages that it sends or receives, in the order of all."""
+    """Maps each rank to the messages that it sends or receives, in the order of all."""
     found: dict[int, list[Transfer]] = {}
     for one in messages:
         for rank in (one.source, one.target):

@@ -1,1 +1,1 @@
-"""What `partc check` proves of an artifact."""
+"""The proofs of `partc check` about an artifact."""

@@ -1,4 +1,4 @@
-"""Checks an artifact from its files alone: what the compiler promises of them is proved again, without running it.
+"""Checks an artifact from its files alone: proves the compiler's promises again, without running it.
 
 `checks.py` lists the checks. Each program of the artifact is checked by itself and beside the main one.
 """

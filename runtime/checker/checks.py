@@ -1,4 +1,4 @@
-"""Every check of `partc check`, in order: what it proves, where it looks, and what must be proven before.
+"""All checks of `partc check`, in order: what each proves, what it reads, and which checks must come before.
 
     FILES      the folder, before any of its files is read
     GRAPH      each rank file by itself

@@ -1,4 +1,4 @@
-"""What a compile proves of the files that it has just written: each is a sound graph, which onnx and onnxruntime take.
+"""The proofs of a compile about the files that it has just written: each is a sound graph, which onnx and onnxruntime accept.
 
 It is a part of `partc check`, in a small part of a compile's time: ranks whose programs differ in their weights and in whom they speak
 to are looked at once, types are inferred at one size of the symbols, and hashes are believed. onnxruntime makes a session of a

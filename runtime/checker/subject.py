@@ -1,4 +1,4 @@
-"""What a check looks at, and what checks count."""
+"""The subject of a check, and the counts of checks."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ class Subject:
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: SingleFile = field(default_factory=SingleFile)
     rows: dict[int, Row] = field(default_factory=dict)
-    """By rank the row of tasks, of those whose files have tasks."""
+    """Maps each rank whose file has tasks to its row of tasks."""
     counts: StateCounts = field(default_factory=StateCounts)

@@ -1,4 +1,5 @@
-"""Saves a checkpoint while training goes on: a step waits for a copy in memory of what the rank owns, and a thread writes this to files.
+"""Saves a checkpoint while training continues: a step waits for a copy in memory of the rank's own tensors, and a thread writes this to
+files.
 
 Ranks that write in the background cannot call one another, so a rank leaves word in the hidden folder: `rank_0001.written`, the size and
 hash of its file, or why there is none. Rank 0's thread waits for all, and gives the checkpoint its name, as a save in the foreground does.

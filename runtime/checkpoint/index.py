@@ -1,4 +1,4 @@
-"""The index of a checkpoint, `checkpoint.json`: its schema, its text, and what a folder of checkpoints holds.
+"""The index of a checkpoint, `checkpoint.json`: its schema, its text, and the contents of a folder of checkpoints.
 
     checkpoints/
       step_00000120/

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: itself, or the newest whole one of a folder of checkpoints.
+"""Finds the checkpoint that a path means: itself, or the newest complete one of a folder of checkpoints.
 
 A checkpoint is known to be whole only when all of it was read and hashed. So of a folder the newest is tried, and where it turns out
 to be damaged the next: `take_newest_intact`. Of ranks, rank 0 alone looks into the folder, and all try the same one.

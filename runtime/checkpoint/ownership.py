@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint: every element of every tensor once, by the lowest rank that holds it.
+"""The owners of a checkpoint's elements: every element of every tensor is written once, by the lowest rank that has it.
 
 The list of all records says it alone, so that every rank comes to the same answer without a word. A tensor may have several
 records, one for each way in which it lies: a later layout adds what the boxes before leave out. Boxes of one record are

@@ -33,7 +33,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 Listed: TypeAlias = Mapping[str, Sequence[str]]
-"""By the name of a checkpoint's folder the hashes of the indexes that the run has given it."""
+"""Maps the name of a checkpoint's folder to the hashes of the indexes that the run has given it."""
 
 
 def listed_checkpoints(folder: Path) -> Listed:

@@ -1,1 +1,1 @@
-"""What moves bytes between ranks: transports, and collectives on top of them."""
+"""Communication between ranks: transports, and collectives on top of them."""

@@ -1,4 +1,4 @@
-"""A collective of one schedule: what it copies before it begins and after it is finished, and the scratch memory for that.
+"""A collective of one schedule: its copies before it begins and after it is finished, and the scratch memory for them.
 
 A `CollectivePlan` knows the sizes. Bound to memory it is a `BoundCollective`: what packs, what starts, and what unpacks or
 reduces once the transport is done. Where the memory stays, that is made once, else in each step. Scratch lies in the arena as

@@ -119,7 +119,7 @@ class LocalWorld:
             return rendezvous
 
     def collect(self, rank: int, rendezvous: _Rendezvous, what: Callable[[], str]) -> dict[int, object]:
-        """By rank what all have contributed to a collective; returns when they have."""
+        """Maps each rank to its contribution to a collective; returns when all have contributed."""
         with self._changed:
             self._wait(rank, lambda: rendezvous.complete, what)
             return rendezvous.contributed

@@ -1,4 +1,4 @@
-"""Says what a rank has waited for, and for how long: a thread that looks on, also while a call of MPI blocks.
+"""Reports what a rank has waited for, and for how long: a thread that observes it, also while a call of MPI blocks.
 
     watch = Watch(rank, stall=30.0)
     with watch.during(lambda: "the start of MPI"):

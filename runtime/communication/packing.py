@@ -1,4 +1,4 @@
-"""Packing and reducing in memory: what a collective does to bytes before they leave and after they arrive.
+"""Packing and reducing in memory: the work of a collective on bytes before they are sent and after they arrive.
 
 Ranks exchange packed pieces, one contiguous block for each rank. Along the first axis, or where all dims before are 1, a value is
 such blocks already; along another axis it is copied once, with numpy. An element moves as an unsigned integer of its width, so

@@ -1,4 +1,4 @@
-"""The ops of `partc.comm` in numpy, over any transport: a second witness of what a rank file means, for tests.
+"""The ops of `partc.comm` in numpy, over any transport: a second definition of the meaning of a rank file, for tests.
 
 `onnx.reference.ReferenceEvaluator` executes a rank file with them node by node, without onnxruntime. A collective sends every value
 whole to every rank of the list; what a rank then makes of them is the entry's `reference` (`artifact/comm/collectives.py`).

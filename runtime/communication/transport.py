@@ -1,4 +1,4 @@
-"""What moves bytes between ranks: the protocol that the runtime needs of MPI, of threads, or of anything else.
+"""The protocol that the runtime needs of a transport: MPI, threads, or anything else.
 
 Laws: messages of one (source, target, tag) arrive in the order in which they were sent; a buffer given to `isend` or `irecv`
 belongs to the transport until `wait` returns; a wait never lasts for ever, because the failure of any rank ends it with a

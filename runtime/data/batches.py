@@ -1,4 +1,4 @@
-"""What a loader reads one batch after the other from: records in the plan's order, or a stream in its own.
+"""The source from which a loader reads batches in turn: records in the plan's order, or a stream in its own.
 
 for one in batches.read(Position(2, 30), None, None):     a batch, and where the next one is
 """

@@ -20,7 +20,7 @@ from .memory import Memory
 
 
 def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: int) -> dict[str, Array]:
-    """By input the value that a rank reads in every batch; UsageError, the same on all ranks, with all that is wrong."""
+    """Maps each input to the value that a rank reads in every batch; UsageError, the same on all ranks, lists all that is wrong."""
     found: dict[str, Array] = {}
     problems = []
     for port in ports:

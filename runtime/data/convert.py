@@ -74,7 +74,7 @@ class Conversion:
 def conversions(
     ports: Sequence[Port], fields: Mapping[str, Field], batch: int
 ) -> tuple[dict[str, Conversion], list[str]]:
-    """By input the conversion of its field, and a problem for each difference between data and model."""
+    """Maps each input to the conversion of its field; also returns a problem for each difference between data and model."""
     found: dict[str, Conversion] = {}
     sizes: dict[str, list[int | None]] = {}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""All fields of all records: what a spec names, opened, and read by indices into padded arrays.
+"""All fields of all records of a spec: opened, and read by indices into padded arrays.
 
 Every field has the same number of records. Of a ragged field `ids` the true lengths are a field as well, `ids.length`.
 """

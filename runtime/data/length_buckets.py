@@ -25,7 +25,7 @@ QUANTILES = 8
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """By record its bucket, and how many batches a window has."""
+    """The bucket of each record, and the number of batches of a window."""
 
     of_record: Index
     window: int = WINDOW

@@ -207,7 +207,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """By input, this rank's part of the next batch: arrays that are the caller's own."""
+        """Maps each input to this rank's shard of the next batch: arrays that belong to the caller."""
         try:
             if self._epochs is not None and self._position.epoch >= self._epochs:
                 raise StopIteration

@@ -1,4 +1,4 @@
-"""The memory that data may take: what is not mapped is counted, before anything is allocated for it.
+"""The memory that data may take: everything that is not mapped is counted before it is allocated.
 
 A file that is mapped takes none. What is compressed says how large it will be, truly or not; a bomb says little and has much, or says much.
 """

@@ -1,4 +1,4 @@
-"""Arrays in numpy's format, as a file or a member of an .npz: mapped where they lie, or loaded, and never believed.
+"""Arrays in numpy's format, as a file or a member of an .npz: mapped in place or loaded, and always validated.
 
     read_array(Path("x.npy"), memory)        mapped
     Archive(Path("d.npz"), memory)           by name its arrays; those that are stored as they are are mapped

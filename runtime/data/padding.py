@@ -48,7 +48,7 @@ class PaddedLength:
 
     names: tuple[str, ...]
     longest: Index
-    """By record the longest of these fields."""
+    """For each record, the length of its longest field among these."""
     multiple: int
     fixed: int | None
 

@@ -1,4 +1,4 @@
-"""What one rank reads of a batch by the shards of its inputs: a span of the records, and of these its shard of the other dims.
+"""The part of a batch that one rank reads, by the shards of its inputs: a span of the records, and its shard of the other dims.
 
 It does not matter where the batch comes from. Sizes that ranks cannot share are found on every rank alike.
 """
@@ -28,7 +28,7 @@ class RankInputs:
         self.own = [port for port in self.needed if rank in port.ranks]
 
     def spans(self, size: int) -> dict[str, tuple[int, int]]:
-        """By input, which of the records of a batch this rank reads."""
+        """Maps each input to the records of a batch that this rank reads."""
         return {port.name: _span(port, self.rank, size) for port in self.own}
 
     def shard(self, conversion: Conversion, records: Array) -> Array:

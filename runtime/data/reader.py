@@ -1,4 +1,4 @@
-"""What one rank reads of a batch: the records of its shard of dim 0, transformed, then its shard of the other dims.
+"""Reads a batch for one rank: the records of its shard of dim 0, transformed, then its shard of the other dims.
 
 A transform of a batch alone sees the records of the rank's shard: it must treat each record by itself. One that takes a generator
 gets one drawn from (seed, epoch, batch) and always sees the global batch, of which the shard is taken afterwards: so what it makes
@@ -54,7 +54,7 @@ class Reader:
             raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
 
     def read(self, position: Position, indices: Index) -> Batch:
-        """By input, what this rank reads of a batch of these records: contiguous and of the input's type."""
+        """Maps each input to what this rank reads of a batch of these records: contiguous and of the input's type."""
         if not self._inputs.own:
             return {}
         size = len(indices)

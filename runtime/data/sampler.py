@@ -1,4 +1,4 @@
-"""Which records a batch has: computed from numbers that all ranks know, without communication.
+"""Chooses the records of a batch: computed from numbers that all ranks know, without communication.
 
 The order of an epoch is a permutation drawn from (seed, epoch) alone, or the records as they stand. A batch is the next `batch` of
 them; what is left at the end is dropped or makes a last, smaller batch. So a position in training is two numbers, and going to

@@ -1,4 +1,4 @@
-"""DeviceMemory of a target beside the host's, and values that lie there.
+"""DeviceMemory of a target other than the host, and values in it.
 
     memory = memory_of(Device("cuda", 0))
     block = memory.block(1 << 20)             # kept alive by whoever holds it
@@ -220,7 +220,7 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 _views: dict[int, Any] = {}
-"""By address the descriptions of views that onnxruntime still has."""
+"""Maps addresses to the descriptions of views that onnxruntime still has."""
 
 
 def _forget(key: int | None) -> None:

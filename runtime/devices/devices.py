@@ -1,4 +1,4 @@
-"""Which device each target of a rank is: what `--device` says, by default the CPU.
+"""The device of each target of a rank: as `--device` says, by default the CPU.
 
     devices_from({"device": "cuda"}, 1)     nodes of no named target run on cuda, the second one of the machine
     devices_from({"cuda": "cpu"}, 0)        the target cuda is the CPU: the same program, copies included
@@ -19,7 +19,7 @@ from ..artifact.format import CPU, CUDA, DEVICE
 from ..errors import UsageError
 
 Asked: TypeAlias = Mapping[str, str]
-"""By target the device that it is asked to be; of `device` the target for which it stands."""
+"""Maps each target to the device that was requested for it, and `device` to the target that it means."""
 
 _CUDA_PROVIDER, _CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
 _NUMBERED = re.compile(r"cuda:(\d{1,4})")

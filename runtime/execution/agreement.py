@@ -57,7 +57,7 @@ class StepAgreement:
 
     @property
     def sizes(self) -> Bindings:
-        """What the inputs of the last step have bound their symbols to."""
+        """The values to which the inputs of the last step have bound their symbols."""
         return self.binder.sizes
 
     def of(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:

@@ -91,7 +91,7 @@ def connected(program: RankProgram, manifest: Manifest, transport: Transport) ->
 
 
 def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport) -> bool:
-    """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no messages beside.
+    """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no other messages.
 
     Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
     rank computes, and take twice the time of the blocking ones.

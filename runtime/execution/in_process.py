@@ -51,7 +51,7 @@ class LocalProgram:
         """Whether no message or failure of an earlier call is left."""
         self._main = self
         self._others: list[LocalProgram] = []
-        """The other programs of the artifact that were loaded beside this one."""
+        """The other programs of the artifact that were loaded with this one."""
         self._all([partial(self._connect, program) for program in self._ranks])
 
     @property
@@ -81,7 +81,7 @@ class LocalProgram:
 
     @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
-        """By rank what its `Program.step_of_all` gives of these inputs."""
+        """Maps each rank to the result of its `Program.step_of_all` for these inputs."""
         return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
     @one_call(PROGRAM, "loading")
@@ -103,7 +103,7 @@ class LocalProgram:
         return thread in self._threads.identifiers or self.turn.has(thread)
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
+        """The results of all ranks. Where ranks fail, the first cause is raised, and the program can be called again."""
         main = self._main
         if not main._sound:
             self._threads.await_idle()  # of a call that was interrupted, which may have been anywhere

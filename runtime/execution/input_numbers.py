@@ -71,7 +71,7 @@ def _check_labels(port: Port, law: LabelRecord, labels: Any, rank: int) -> None:
 
 
 def _place(port: Port, shape: Sequence[int], first: Sequence[int], rank: int) -> str:
-    """Where an element of a rank's shard is in the batch."""
+    """The position in the batch of an element of a rank's shard."""
     if not first:
         return "it"
     rest = [at + begin for at, begin in zip(first, _begins(port, shape, rank), strict=True)]
@@ -80,7 +80,7 @@ def _place(port: Port, shape: Sequence[int], first: Sequence[int], rank: int) ->
 
 
 def _begins(port: Port, shape: Sequence[int], rank: int) -> list[int]:
-    """Where a rank's shard of an input begins along each dim."""
+    """The begin of a rank's shard of an input along each dim."""
     box = port.box(rank)
     if box is None:
         return [0] * len(shape)

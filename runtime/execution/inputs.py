@@ -1,4 +1,4 @@
-"""Inputs as a caller gives them, made values of the runtime: a rank's shard, or the global value, of which the runtime takes the shard."""
+"""Converts a caller's inputs to values of the runtime: a rank's shard, or the global value, from which the runtime takes the shard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SameArrays(dict[str, object]):
     def __init__(self, inputs: Mapping[str, object]) -> None:
         super().__init__(inputs)
         self.read: dict[int, tuple[dict[str, int], dict[str, Value]]] = {}
-        """By rank what it has read: sizes and values."""
+        """Maps each rank to what it has read: sizes and values."""
 
     def hold(self, values: Mapping[str, Value]) -> bool:
         """Whether the values that a rank has read of them lie in these arrays, so that none is a copy."""
@@ -77,7 +77,7 @@ class InputReader:
         self._checks = port.labels is not None or bool(port.ids)
 
     def read_again(self, given: object, values: dict[str, Value]) -> bool:
-        """What `read` does where the value has the type and the shape of the last one, and so its sizes; False where it has not."""
+        """Reads a value that has the type and the shape of the last one, and so its sizes; False where it has not."""
         if type(given) is not np.ndarray or given.dtype is not self._kept or given.shape != self._last:
             return False
         assert self._dtype is not None

@@ -87,23 +87,25 @@ class Program:
         self._board = open_board(transport.rank)
         self._step = 0
         self._attempted: Bindings | None = None
-        """Where steps can be given up, the sizes for which all ranks have had a plan last; which others they keep may differ."""
+        """The sizes for which all ranks have had a plan last, where steps can be given up; the other sizes that they keep may differ."""
         self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
         self._broken: str | None = None
 
     @property
     def state(self) -> State:
-        """What this rank keeps from step to step."""
+        """The state of this rank."""
         return self._program.state
 
     @property
     def looked_up(self) -> dict[str, Moved]:
-        """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
+        """Maps the op and path of each lookup in tables of several ranks to what this rank has moved so far."""
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_call(PROGRAM, local=True)
     def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
-        """Measure every task of every step from the next one on, which has this number, until it is stopped; `beside` another program."""
+        """Measures every task of every step from the next one on, which has this number, until it is stopped; `beside` measures another
+        program.
+        """
         return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
     @one_call(PROGRAM, local=True)
@@ -249,7 +251,7 @@ class Program:
 
     @one_call(PROGRAM)
     def agreements(self) -> Agreements:
-        """Agreements of all ranks beside those of steps; collective."""
+        """Agreements of all ranks other than those of steps; collective."""
         return self._transport.agreements()
 
     @one_call(PROGRAM)

@@ -51,40 +51,40 @@ from .targets.workers import Workers
 
 @dataclass
 class Replacement:
-    """How a step replaces what the rank keeps: by updates in place, and by copies of values that nodes make."""
+    """The replacement of a rank's state in a step: by updates in place, and by copies of values that nodes make."""
 
     records: Sequence[StateRecord]
-    """What of the state the program reads or replaces: another one over the same state may replace other tensors."""
+    """The part of the state that the program reads or replaces: another program over the same state may replace other tensors."""
     updates: dict[int, list[Updater | RowUpdater]]
     guard: str
     """The output that must be finite for a step to replace what is kept; empty where there is none."""
     copies: list[tuple[str, str]]
-    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
+    """The results that replace tensors of the state: each tensor, and the value that is copied into it."""
     always: list[tuple[str, str]]
     """The same of what a step replaces that changes nothing else."""
     renewed: Mapping[str, str] = field(default_factory=dict)
-    """By shard that is cut out of a parameter in each step what an update makes of it."""
+    """Maps each shard that is cut out of a parameter in each step to its updated value."""
     in_place: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
-    """By step the places of such shards, each with that of the new values."""
+    """Maps each step to the places of such shards, each with the place of the new values."""
 
 
 @dataclass
 class Messages:
-    """What communication knows before a step."""
+    """The facts that communication has before a step."""
 
     promises: dict[int, Shape]
-    """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
+    """Maps each tag to the shape of a message without a header, or of a collective's input; a message whose tag is missing has a header."""
     lookups: dict[int, Lookup] = field(default_factory=dict)
-    """By tag each Pull and Push, and what all of them use one after the other."""
+    """Maps each tag to its Pull or Push, and to the buffers that all of them use one after the other."""
     lookup_memory: Memory = field(default_factory=Memory)
 
 
 @dataclass
 class Targets:
-    """What runs on the kinds of devices within the rank."""
+    """The execution on the kinds of devices within the rank."""
 
     of_steps: dict[int, str] = field(default_factory=dict)
-    """By step that computes or copies its target; empty where the rank has one."""
+    """Maps each step that computes or copies to its target; empty where the rank has one target."""
     counts: TargetCounts = field(default_factory=TargetCounts)
     workers: Workers | None = None
     """The threads of the targets, once the rank has run a step."""
@@ -95,12 +95,12 @@ class Arenas:
     """The memory of step plans: one block on each target for all of them where it is large enough, since one runs at a time."""
 
     memories: dict[str, DeviceMemory] = field(default_factory=dict)
-    """By target beside the host its memory."""
+    """Maps each target except the host to its memory."""
     host: Bytes = field(default_factory=lambda: aligned(0))
     blocks: dict[str, Block] = field(default_factory=dict)
-    """By target beside the host its block."""
+    """Maps each target except the host to its block."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """By output of a collective, or sum of gradients, the value whose place it takes."""
+    """Maps each output of a collective, or sum of gradients, to the value whose memory it reuses."""
 
     def on_host(self, size: int) -> Bytes:
         """The host's block, of at least `size` bytes; beyond the first twice what there was: what no plan touches takes no memory."""
@@ -109,7 +109,7 @@ class Arenas:
         return self.host
 
     def on(self, target: str, size: int) -> Block:
-        """The block of a target beside the host, of at least `size` bytes."""
+        """The block of a target other than the host, of at least `size` bytes."""
         block = self.blocks.get(target)
         if block is None or block.size < size:
             block = self.blocks[target] = self.memories[target].block(size)
@@ -132,7 +132,7 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """Which rows of each cache a step has, where not all."""
+    """The rows of each cache that a step has, where not all."""
 
     @property
     def rank(self) -> int:
@@ -140,7 +140,7 @@ class RankProgram:
         return self.binder.rank
 
     def last_uses(self) -> dict[int, list[str]]:
-        """By step the values with memory of their own that nothing reads after it."""
+        """Maps each step to the values with memory of their own that nothing reads after it."""
         found: dict[int, list[str]] = {}
         for name, span in self.values.live_ranges.items():
             if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT) and name not in self.outputs:
@@ -166,7 +166,7 @@ class RankProgram:
         return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
 
     def explain(self, index: int, error: Exception) -> str:
-        """What failed in a step."""
+        """The failure of a step."""
         return (
             self.runners[index].explain(error) if index in self.runners else f"{describe(self.steps, index)}: {error}"
         )
@@ -298,7 +298,7 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
 
 
 def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
-    """By step its session, and the types of all values."""
+    """Maps each step to its session, and returns the types of all values."""
     builder = Builder(file, folder, types_from_manifest(file), settings)
     runners: dict[int, Runner] = {}
     for index, step in enumerate(file.steps):

@@ -49,7 +49,7 @@ class _Round:
 
 @dataclass(eq=False)
 class _Job:
-    """What one rank does in a round."""
+    """The work of one rank in a round."""
 
     work: Callable[[], Any]
     round: _Round
@@ -117,7 +117,7 @@ class RankThreads:
         patience: float | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> list[Result]:
-        """What each rank's job returns; else the failure that is not another one's consequence.
+        """The results of all ranks' jobs; else the failure that is not another one's consequence.
 
         `patience`: seconds that the others have to end after the first failure; None: as long as they need. `after`: what the last one does
         when all have ended well.

@@ -31,7 +31,7 @@ from .step_plan import StepPlan
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed on this rank; `order` is the number of the last transfer or collective before it."""
+    """The failure on this rank; `order` is the number of the last transfer or collective before it."""
 
     order: int
     text: str
@@ -87,7 +87,7 @@ def failed(transport: Transport, error: Exception) -> Failure:
 
 
 def _failure(schedule: StepPlan, position: int, index: int, error: Exception) -> Failure:
-    """What an action's error means for the step; RankError where it concerns the communication itself."""
+    """The consequence of an action's error for the step; RankError where it concerns the communication itself."""
     rank, program = schedule.transport.rank, schedule.program
     text = str(error)
     if not (isinstance(error, RankError) and text.startswith("rank ")):

@@ -1,4 +1,4 @@
-"""How the sessions of a rank run, from what a caller of `load` asks for."""
+"""The settings of a rank's sessions, from the arguments of `load`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..program.sessions import Settings
 def settings_for(
     transport: Transport, threads: int | None, devices: Asked | None, op_times: Path | None = None
 ) -> Settings:
-    """By default on the cores that are the rank's own, and on the CPU; the times of ops are measured where they have a folder."""
+    """By default sessions run on the rank's own cores, and on the CPU; the times of ops are measured if they have a folder."""
     profile = str(op_times / f"rank{transport.rank}") if op_times is not None else ""
     placed = devices_from(devices, transport.place)
     return Settings(threads or transport.cores, not transport.shares_host, placed, profile=profile)

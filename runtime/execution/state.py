@@ -1,4 +1,4 @@
-"""What a rank keeps from step to step, in memory: parameters, what the optimizer keeps of them, running statistics, a decoder's caches.
+"""The state of a rank, in memory: parameters, their optimizer slots, running statistics, a decoder's caches.
 
 Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state, and
 so do the two programs of a decoder, whose steps have rows of some slots of each cache (`rows`).

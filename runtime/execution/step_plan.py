@@ -84,7 +84,7 @@ class StepPlan:
         self.works = plan_collectives(program.steps, self.values, kept, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Cell] = dict(program.constants)
         self.shown: dict[str, Array] = {}
-        """By output that stays where it is its memory as an array."""
+        """Maps each output that stays in place to its memory as an array."""
         self.sessions = SessionCalls(program, self.cells)
         self.at_large = AtLarge(program, transport, wire, self.promises, self.cells)
         # cells of no use after the step, which hold memory that is not the schedule's
@@ -263,7 +263,7 @@ class StepPlan:
                 return self._update(index)
 
     def _progressing(self, index: int, action: Action) -> Action:
-        """The action of a step, beside which messages are under way or not."""
+        """The action of a step, with or without messages under way."""
         return self.transport.with_progress(action) if index in self.beside else action
 
     def replace(self, index: int, step: Step) -> None:

@@ -55,13 +55,13 @@ class AnnouncedStep:
 
 @dataclass
 class Binder:
-    """What a rank knows of the inputs; `read` are the names of those that it reads."""
+    """The facts of a rank about the inputs; `read` are the names of those that it reads."""
 
     manifest: Manifest
     rank: int
     read: frozenset[str]
     sized: Mapping[str, tuple[Dtype, Sequence[int | str]]] = field(default_factory=dict)
-    """What stands for inputs that are not fed to this rank, since it reads only their sizes: the type, and the shape of its shard."""
+    """The replacement of inputs that are not fed to this rank, since it reads only their sizes: the type, and the shape of its shard."""
 
     def __post_init__(self) -> None:
         self.bound = bound_symbols(self.manifest)
@@ -69,11 +69,11 @@ class Binder:
         self._known = ", ".join(f"'{port.name}'" for port in self.manifest.inputs) or "none"
         self._readers = [InputReader(port, self.rank) for port in self.manifest.inputs if port.name in self.read]
         self._told: Vector | None = None
-        """What the last step has told of its inputs, for as long as they have the same sizes and nothing is wrong with them."""
+        """The announcement of the last step's inputs, for as long as they have the same sizes and are valid."""
         self._last: tuple[Vector, bytes, Bindings] = np.empty(0, np.int64), b"", {}
         """The agreed sizes of the last step that broke no law, the same as bytes, and its bindings."""
         self._last_of_all: tuple[tuple[tuple[int, ...], ...], Bindings] = (), {}
-        """By dim the shape of its input in the last step that all ranks were given alike, and the bindings of that step."""
+        """The shapes of the inputs with dims in the last step whose inputs were the same on all ranks, and its bindings."""
         self._same_of_all = False
         """Whether that step's inputs have all been read here, and since then no other type or shape."""
         self.request = 0
@@ -216,14 +216,14 @@ class Binder:
 
     @cached_property
     def _promises(self) -> dict[int | str, expression.Expression]:
-        """What gives each of these dims, of those that the inputs decide."""
+        """The inputs that decide each of these dims."""
         dims = dict.fromkeys(dim for _, _, dim in self._promised())
         found = {dim: expression.parse(dim, self.manifest.symbols) for dim in dims}
         return {dim: promise for dim, promise in found.items() if promise.names <= self.bound}
 
     @cached_property
     def _laws(self) -> list[tuple[int | str, int, str]]:
-        """By cell its dim, into how many parts that is cut, and where it is."""
+        """For each cell, its dim, the number of its shards, and its place."""
         found = []
         for port, axis in self._cells:
             parts = divisor(port.boxes or [], axis)

@@ -1,4 +1,4 @@
-"""Which computations of a step have messages or collectives under way beside them."""
+"""Finds the computations of a step during which messages or collectives are under way."""
 
 from __future__ import annotations
 

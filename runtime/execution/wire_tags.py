@@ -9,7 +9,7 @@ from ..artifact.format import Manifest
 
 
 def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
-    """By tag of the manifest the transport's: the same, or where those are too large, a count for each pair of ranks.
+    """Maps the manifest's tags to the transport's: the same, or where those are too large, a count for each pair of ranks.
 
     Messages between many pairs have one tag, which is new to each of them.
 

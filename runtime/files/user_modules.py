@@ -1,4 +1,4 @@
-"""The modules beside a user's file, which it imports by their names; files of two folders may have namesakes there."""
+"""The modules next to a user's file, which it imports by their names; files of two folders may import different modules of one name."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class ContinuousBatch:
         self._cancelled: list[int] = []
         self._ends = False
         self._begun: Callable[[], Command] | None = None
-        """What waits for the command that was sent before the step that ran last."""
+        """The function that waits for the command that was sent before the step that ran last."""
 
     def warm_up(self) -> None:
         """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
@@ -153,7 +153,7 @@ class ContinuousBatch:
         return self._turns.next(self._begin_ahead) or []
 
     def _begin_ahead(self) -> None:
-        """Begins the command behind a step, before the step runs."""
+        """Begins the command that follows a step, before the step runs."""
         if self._agreements is not None:
             self._begun = self._begin()
 

@@ -1,4 +1,4 @@
-"""Drawing a token from its likeliest candidates: what is drawn follows from the seed and the number of the token, not from the slot or its
+"""Draws a token from its likeliest candidates: the result follows from the seed and the number of the token, not from the slot or its
 neighbours.
 
 The law. Tokens are ordered by falling logits, of equal ones the lowest number first, and have the weights exp((logit - largest) /
@@ -30,7 +30,7 @@ FIRST, FURTHER = 64, 32
 NO_TOKEN = (1 << 32) - 1
 """What is drawn where no logit is finite."""
 NONE = np.iinfo(np.int64).min
-"""What is below every key: a place without a candidate."""
+"""The value below every key: a place without a candidate."""
 _LOWER = (1 << 32) - 1
 T = TypeVar("T", bound=np.generic)
 

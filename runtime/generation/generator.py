@@ -65,13 +65,13 @@ class Generator:
             for port in one.manifest.outputs
             if port.name == self.record.logits
         }
-        """By program where its logits lie."""
+        """Maps each program to the location of its logits."""
         self._several = isinstance(program, Program) and program.size > 1
         self._huge_pages = huge_pages()
         self._tokens: list[Agreements] = []
-        """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
+        """For each group, the agreement on the tokens of a step, where groups take turns on several ranks."""
         self._decodes: dict[tuple[int, int], tuple[Array, SameArrays]] = {}
-        """By group and number of rows the tokens of a decode, and what that was given."""
+        """Maps each group and number of rows to the tokens of a decode, and to its inputs."""
         least = least_rows(self.record)
         self.least_rows = program.largest(least) if isinstance(program, Program) and self._several else least
         """The fewest rows of a step."""
@@ -95,7 +95,7 @@ class Generator:
         return self._each(requests)
 
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """The tokens behind a prompt, as they are made; the options are those of `Request`."""
+        """The tokens after a prompt, as they are made; the options are those of `Request`."""
         return (one.token for one in self.each([Request(prompt, **options)]))
 
     def _each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
@@ -227,7 +227,7 @@ class Generator:
         return logits
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
-        """What one of the programs makes of a step, by rank of this process."""
+        """The results of a step of one of the programs, by rank of this process."""
         program, given = self._programs[step.program], self._inputs(step)
         if step.slots is not None:
             program.at_slots(step.slots)
@@ -238,7 +238,9 @@ class Generator:
         return dict(enumerate(program.step_of_all(given)))
 
     def _inputs(self, step: Step) -> Mapping[str, object]:
-        """What a step is given, by name; of the decodes of a group the same object, for as long as they lie in the same arrays."""
+        """The inputs of a step, by name; those of the decodes of a group are the same object, for as long as they are in the same
+        arrays.
+        """
         record, encoder = self.record, self.record.encoder
         key = step.group, len(step.tokens)
         tokens, same = self._decodes.get(key, (None, {}))

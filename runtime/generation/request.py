@@ -1,4 +1,4 @@
-"""What is asked of a generator, and what it answers."""
+"""Requests to a generator, and its answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..errors import InputError
 from .schema import SchemaBound, faults_of_schema
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
-"""Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
-goes on."""
+"""The reason why a sequence ended: a token after which it stops, the most tokens that were requested, or logits that are not finite;
+empty where it continues.
+"""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are finite."""
@@ -97,17 +98,17 @@ class Request(LogitOptions):
         return replace(one, max_tokens=one.most(record))
 
     def most(self, record: GenerationRecord) -> int:
-        """The most tokens of the answer behind its prompt: what it asks for, else what fits; at least 1."""
+        """The most tokens of the answer after its prompt: the requested number, else the number that fits; at least 1."""
         return max(1, min(_MOST, record.length - len(self.prompt))) if self.max_tokens is None else self.max_tokens
 
     @property
     def entries(self) -> int:
-        """How many entries its encoder's input has."""
+        """The number of entries of its encoder's input."""
         return 0 if self.encoder is None else len(self.encoder)
 
     @property
     def read(self) -> int:
-        """How many tokens are read of it, those of an encoder included, its features not."""
+        """The number of its tokens that are read, those of an encoder included, its features not."""
         given = self.encoder
         return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
 
@@ -195,7 +196,7 @@ def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
 
 
 def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
-    """What is wrong with a request, a text each."""
+    """The faults of a request, a text for each."""
     yield from _faults_of_encoder(one, record.encoder)
     one = one.begun(record)
     size, most = len(one.prompt), one.most(record)
@@ -262,7 +263,7 @@ def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:
-    """What is wrong with what a request gives an encoder."""
+    """The faults of a request's input of an encoder."""
     given = one.encoder
     if record is None:
         if given is not None:

@@ -1,4 +1,4 @@
-"""The tokens that a step draws: its logits stay where the step made them, and of each shard its first candidates alone are told.
+"""The tokens that a step draws: its logits stay in place, and only the first candidates of each shard are communicated.
 
     round        every shard tells the candidates of each row that is drawn      an agreement, where the vocabulary is cut
                  the rank that has the row's first shard draws                   an agreement on the tokens
@@ -38,8 +38,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class LogitShards:
-    """By row of a program's logits its shards, in the order of their tokens; each row has as many. `size`: of the largest;
-    `vocabulary`: of all of a row together.
+    """For each row of a program's logits, its shards, in the order of their tokens; every row has the same number. `size`: of the
+    largest; `vocabulary`: of all of a row together.
     """
 
     of_row: Sequence[Sequence[Shard]]
@@ -67,12 +67,12 @@ class LogitShards:
 
     @property
     def first(self) -> int:
-        """How many candidates of a shard a draw looks at first."""
+        """The number of candidates of a shard that a draw reads at first."""
         return min(FIRST, self.size)
 
     @property
     def count(self) -> int:
-        """How many shards each row has."""
+        """The number of shards of each row."""
         return len(self.of_row[0])
 
     @property
@@ -148,8 +148,8 @@ class Draws:
         return candidates(logits, shard.begin, count, drawing.request, self._scratch)
 
     def told(self) -> Vector:
-        """What this process tells of its shards: for each row that is drawn, of each of its shards, the sum of weights, and the keys of
-        candidates; `NONE` of other ranks' shards. Its size is one of few, whatever is drawn.
+        """This process's message about its shards: for each row that is drawn, for each of its shards, the sum of weights, and the keys
+        of candidates; `NONE` for other ranks' shards. Its size is one of few, whatever is drawn.
         """
         told = np.full(self._words, NONE, np.int64)
         parts = self._parts(told)
@@ -163,7 +163,7 @@ class Draws:
 
     @property
     def _words(self) -> int:
-        """How many numbers are told: of a power of two of rows, of so many candidates as some request may ask for."""
+        """The count of numbers in a message: for a power of two of rows, and the most candidates that some request may need."""
         most, width = (
             max(candidate_count(one.request, self._further, self.shards.size) for one in self._pending.values()),
             FIRST,
@@ -178,7 +178,7 @@ class Draws:
         return 1 << (len(self._pending) - 1).bit_length()
 
     def _parts(self, told: Vector) -> Vector:
-        """What is told by place of the row, shard, and place of the number."""
+        """The numbers of all messages, by the row's place, shard, and the number's place."""
         return told.reshape(self._rows, self.shards.count, -1)
 
     def _drawn(self, row: int, place: int, given: Vector, drawing: Drawing) -> int | None:

@@ -1,4 +1,4 @@
-"""Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
+"""The sequences in the slots, and the inputs of each step: the same on all ranks, since they follow from requests and tokens alone.
 
 A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each sequence that is made.
 Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts
@@ -81,7 +81,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
+    """The inputs of a step: `tokens` [rows, n], and for each row the number of valid ones, and the number of earlier tokens.
 
     `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
     `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
@@ -148,8 +148,9 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
-        """By group and number of slots the tokens, count, position and lengths of decodes: the same arrays each time, to which sessions
-        stay bound."""
+        """Maps group and number of slots to the tokens, count, position and lengths of decodes: the same arrays each time, to which
+        sessions stay bound.
+        """
 
     @property
     def running(self) -> set[int]:
@@ -158,12 +159,12 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """How many slots have a sequence."""
+        """The number of slots that have a sequence."""
         return len(self._running) - self._running.count(None)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self._waiting)
 
     def admit(self, number: int, request: Request) -> None:
@@ -309,7 +310,7 @@ class Slots:
         return copies
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
-        """What the encoder is given of the earliest sequence of each run of a group's slots."""
+        """The encoder's input for the earliest sequence of each run of a group's slots."""
         encoder = self.record.encoder
         assert encoder is not None
         slots, taking = self._of_each_run(waiting, group)
@@ -378,7 +379,9 @@ class Slots:
         return [self._prefixes.counts[slot] if one is None else one.position for slot, one in there]
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
-        """By slot how many entries its encoder's input has; 1 of a free one, which reads something, too. None without such numbers."""
+        """Maps each slot to the number of entries of its encoder's input; 1 for a free slot, which also reads something. None without
+        such numbers.
+        """
         encoder = self.record.encoder
         if encoder is None or not encoder.count:
             return None

@@ -1,1 +1,1 @@
-"""What a process has of its job besides a transport: the status board, the machine, one outcome on all ranks."""
+"""The facts about a process's job other than the transport: the status board, the machine, one outcome on all ranks."""

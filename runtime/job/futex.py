@@ -12,7 +12,7 @@ import platform
 import sys
 
 _NUMBERS = {"x86_64": 202}
-"""By machine the number of the system call. What `Parking` needs of the order of stores holds on x86 alone."""
+"""Maps each machine to the number of the system call. What `Parking` needs of the order of stores holds on x86 alone."""
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 

@@ -1,4 +1,4 @@
-"""What the system gives this process of its machine."""
+"""The share of its machine that the system gives this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks of a host wait for each other: a short spin, then a sleep in the kernel until another rank wakes this one.
+"""Waiting between ranks of a host: a short spin, then a sleep in the kernel until another rank wakes this one.
 
 Each rank has one word in shared memory: 1 while it sleeps, else 0. What it waits for is any condition over shared memory.
 
@@ -55,7 +55,7 @@ _COUNTS = "/proc/thread-self/schedstat"
 
 
 def new_fence() -> Callable[[], None]:
-    """What makes all that this rank has stored seen by all before it loads anything more: on x86 an atomic exchange does."""
+    """Makes all stores of this rank visible to all before it loads anything more: on x86 an atomic exchange does."""
     held = Lock()
     held.acquire()
     release, acquire = held.release, held.acquire
@@ -154,7 +154,9 @@ class Caution:
 
 
 class SpinTime:
-    """How long the thread that made it spins, of a rank with a core of its own; OSError where Linux does not count times without a core."""
+    """Measures how long the thread that made it spins, for a rank with a core of its own; OSError where Linux does not count times
+    without a core.
+    """
 
     def __init__(self, caution: Caution) -> None:
         self._short = caution

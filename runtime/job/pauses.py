@@ -1,4 +1,4 @@
-"""How a rank waits for what it must ask for again and again: it gives its core up between two looks, always.
+"""Waiting by polling: a rank always yields its core between two polls.
 
     for _ in spins(2e-3):                  # first at once, and then whenever no other process wants the core
         if request.Test():

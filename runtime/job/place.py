@@ -33,14 +33,14 @@ _LAUNCHERS = {
 _PROGRAMS = re.compile(
     r"mpiexec|mpirun|orterun|orted|prte|prun$|hydra|pmi_proxy|mpispawn|srun|slurmstepd|pals|aprun|apinit|jsrun|jsm|flux-|pbs_|poe$"
 )
-"""How the programs of launchers are named that start ranks."""
+"""The prefixes of the names of launchers' programs that start ranks."""
 _FAMILIES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_STEP", "SLURM_PROCID")
-"""How the variables begin that tell a process of its place, or of the launcher's server."""
+"""The prefixes of the variables that give a process its place, or the launcher's server."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a launcher around this process says of it: its rank, and how many there are where it says so."""
+    """The launcher's statement about this process: its rank, and the number of ranks if it is given."""
 
     rank: int
     size: int | None

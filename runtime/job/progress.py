@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self, test: Action, threads: bool) -> None:
         self.tests = 0
-        """How many tests the thread has made."""
+        """The number of tests that the thread has made."""
         self._test = test
         self._threads = threads
         self._tested = 0.0

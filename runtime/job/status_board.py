@@ -34,7 +34,7 @@ Buffer: TypeAlias = "bytearray | mmap.mmap"
 
 @dataclass(frozen=True)
 class Board:
-    """Where one rank writes: `SLOT.pack_into(board.buffer, board.offset, step, action)`."""
+    """The place where one rank writes: `SLOT.pack_into(board.buffer, board.offset, step, action)`."""
 
     buffer: Buffer
     offset: int
@@ -101,7 +101,7 @@ def note_task(text: str) -> None:
 
 
 def read_task(folder: Path, rank: int) -> str:
-    """What code of the user's a rank runs, or ran when it ended; empty where none."""
+    """The user's code that a rank runs, or ran when it ended; empty where none."""
     try:
         content = read_regular(folder / TASKS)[_TASK * rank : _TASK * (rank + 1)]
     except OSError:

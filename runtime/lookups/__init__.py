@@ -1,1 +1,1 @@
-"""Rows of tables that lie on several ranks: fetched from their owners, and what is given to them brought there."""
+"""Rows of tables on several ranks: fetched from their owners, and their gradients sent there."""

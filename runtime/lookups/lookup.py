@@ -288,7 +288,7 @@ class Lookup:
         return Pulled(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
 
     def _landing(self, asked: Pulled, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
-        """By rank where the ids that it asks for come to lie; what the rank itself asks as a giver is there already."""
+        """Maps each rank to the place of the ids that it requests; what the rank itself requests as a giver is there already."""
         found: dict[int, Ids] = {}
         if asked.ids is not None:
             numbers, begin = asked.ids.data.view(np.int64), 0
@@ -303,7 +303,7 @@ class Lookup:
         return {rank: found[rank] for rank in self._turn if counts[rank]}
 
     def _meet(self, header: Array) -> list[list[int]]:
-        """By place in the list what each rank says to this one; StepError on all where one refuses."""
+        """For each place in the list, what each rank sends to this one; StepError on all where one refuses."""
         rows = self._headers_of_all(header)
         lookup = f"Gather '{self.call.path}'"
         for rank, row in zip(self.ranks, rows, strict=True):
@@ -315,7 +315,7 @@ class Lookup:
         return rows
 
     def _headers_of_all(self, header: Array) -> list[list[int]]:
-        """By place in the list what each rank says to this one."""
+        """For each place in the list, what each rank sends to this one."""
         came = np.empty_like(header)
         if len(self.ranks) == 1:
             came[:] = header
@@ -327,7 +327,7 @@ class Lookup:
         return rows
 
     def _bounds(self, asked: Distinct) -> dict[int, slice]:
-        """By owner where its ids lie among those of this rank."""
+        """Maps each owner to the place of its ids among those of this rank."""
         each = self.call.rows_of_owner
         ends = np.searchsorted(asked.ids, np.arange(len(self.owners) + 1) * each).tolist()
         return {owner: slice(*ends[at : at + 2]) for at, owner in enumerate(self.owners)}

@@ -36,7 +36,7 @@ def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
 
 
 def run_ends(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
-    """By step that is a copy the first and the last step of its run."""
+    """Maps each step that is a copy to the first and the last step of its run."""
     return {index: (run[0], run[-1]) for run in copy_runs(steps) for index in run}
 
 

@@ -55,7 +55,7 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
 
 
 def flat_places(file: RankFile, buffers: Sequence[FlatBuffer]) -> dict[str, tuple[str, int]]:
-    """By value that lies in a flat buffer the buffer's name, and the element at which the value begins.
+    """Maps each value in a flat buffer to the buffer's name and the element at which the value begins.
 
     What goes into an AllReduce of several values lies where its result does.
     """

@@ -1,4 +1,4 @@
-"""How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
+"""The lifetimes of the values of a rank's program, in step numbers: by these the arena is shared, and a step drops values.
 
 A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A run of
 copies is one moment: what they make lives from its first step, what they read to its last. A collective reads its input until it is
@@ -66,7 +66,7 @@ def in_place_aliases(
     are_alike: Callable[[str, str], bool] = lambda one, two: False,
     renewed: Mapping[int, Sequence[tuple[str, str]]] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """By value that reuses the memory of what it is made of, the value that first had that memory.
+    """Maps each value that reuses the memory of its operand to the value that first had that memory.
 
     These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks and what updates make of shards (`renewed`,
     by step), of values that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.

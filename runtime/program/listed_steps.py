@@ -63,7 +63,7 @@ class _Reader:
         calls = calls_of(self.nodes, bodies_of(model), where)
         self.calls = {call.cell: call for call in calls.values()}
         self.tasks: dict[str, list[Step]] = {}
-        """By function the steps of a task, by its own names."""
+        """Maps each function to the steps of a task, by the function's own names."""
         self.called: dict[int, CollectiveCall | LookupCall] = {}
         """Calls by the identity of their nodes: where one begins and where it is waited for it is the same."""
 

@@ -1,4 +1,4 @@
-"""Which of a rank's values lie in the memory of a target beside the host's, by the law of targets.
+"""Finds the values of a rank that are in the memory of a target other than the host, by the law of targets.
 
 A value lies on the target of the node that makes it; what a Copy makes, on the target to which it leads. On the host are graph inputs and
 outputs, all that is communicated, and the sizes that Shape and Size give. A tensor that the rank keeps lies on the target of the node that
@@ -20,7 +20,7 @@ _SIZES = ("Shape", "Size")
 
 
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
-    """By value that does not lie on the host its target; ArtifactError where a step reads what lies elsewhere.
+    """Maps each value that is not on the host to its target; ArtifactError where a step reads a value of another target.
 
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
@@ -45,7 +45,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
 
 
 def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
-    """By kept tensor the target of those that read it."""
+    """Maps each tensor of the state to the target of its readers."""
     kept = {record.value for record in file.state}
     homes: dict[str, str] = {}
     for step in file.steps:

@@ -1,4 +1,4 @@
-"""Where values that cross segments lie: one arena, shared by values whose lives do not meet.
+"""The places of values that cross segments: one arena, shared by values whose lifetimes do not overlap.
 
 A value lives from the step that makes it, or posts its receive, to the last step that reads it, and beyond while a send of it is
 in flight. Slots are given in the order of births, each at the lowest place that is free. Where the arena would have to grow, the
@@ -49,7 +49,7 @@ def _last_read(one: _Holder) -> int:
 
 @dataclass
 class _Gaps:
-    """What is free, as begins and ends in rising order, of which no two touch; the last has no end."""
+    """Free intervals, sorted and disjoint; the last one is unbounded."""
 
     begins: list[int] = field(default_factory=lambda: [0])
     ends: list[float] = field(default_factory=lambda: [math.inf])
@@ -87,9 +87,9 @@ class _Plan:
     waited: set[int] = field(default_factory=set)
     gaps: _Gaps = field(default_factory=_Gaps)
     needed: list[_Holder] = field(default_factory=list)
-    """What is read in this step or later, by rising last reads."""
+    """The values that are read in this step or later, by rising last reads."""
     sent: list[_Holder] = field(default_factory=list)
-    """What is read no more, with a send in flight."""
+    """The values that are no longer read, with a send in flight."""
     cleared: int | None = None
     """The step at which those that had ended were last left out."""
 

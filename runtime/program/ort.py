@@ -1,4 +1,4 @@
-"""What the runtime uses of onnxruntime, with types: onnxruntime's own Python layer has none, and is slow to import."""
+"""The part of onnxruntime that the runtime uses, with types: onnxruntime's own Python layer has none, and is slow to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's file, cut into steps, with the manifest's records of what it does: the two must say the same.
+"""One rank's file, divided into steps, with the manifest's records of its communication: the two must agree.
 
 Messages, collectives, inputs and outputs of the file are those that the manifest lists for the rank, else an ArtifactError names
 every one that is not.
@@ -45,11 +45,11 @@ class RankFile:
     transfers: dict[int, Transfer]
     collectives: dict[int, Collective]
     state: list[StateRecord]
-    """What the rank keeps from step to step."""
+    """The state of the rank."""
     listed: bool = False
     """Whether a run list says its steps, which was proven when the artifact was compiled."""
     buffers: Sequence[BufferRow] = ()
-    """What is next to each other in memory."""
+    """The values that are next to each other in memory."""
 
     @cached_property
     def inputs(self) -> list[str]:
@@ -91,18 +91,18 @@ class RankFile:
 
     @cached_property
     def results(self) -> dict[str, AnyCall]:
-        """By value that a collective or a lookup makes its call; of a collective of several values the name of the memory of all."""
+        """Maps each result of a collective or a lookup to its call; a collective of several values has the name of their common memory."""
         calls: list[AnyCall] = [*self.calls, *self.lookups]
         return {call.result: call for call in calls if call.result}
 
     @cached_property
     def received(self) -> dict[str, Transfer]:
-        """By value that arrives as a message its record."""
+        """Maps each received value's name to its `Transfer`."""
         return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, PostRecv)}
 
     @cached_property
     def sent(self) -> dict[str, Transfer]:
-        """By value that leaves as a message its record."""
+        """Maps each sent value's name to its `Transfer`."""
         return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, Send)}
 
     @cached_property
@@ -124,7 +124,7 @@ class RankFile:
 
     @cached_property
     def replaced_by_copy(self) -> list[tuple[str, str]]:
-        """What is replaced when the step ends: the kept value, and the value that is copied into it."""
+        """The replacements at the end of the step: each value of the state, and the value that is copied into it."""
         in_place = {record.next for record in self.updated_in_place}
         return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
 
@@ -159,7 +159,7 @@ class RankFile:
 
     @cached_property
     def declared(self) -> dict[str, ValueInfoProto]:
-        """What the file declares of each value; of a body's value for each call."""
+        """The type that the file declares for each value; for a body's value, for each call."""
         return dict(declared(self.model, self.where))
 
     @cached_property

@@ -29,7 +29,7 @@ def as_feed(cell: Cell) -> Value | OrtValue:
 
 
 def as_tensor(value: Array, dtype: Dtype) -> Tensor:
-    """What a session gave as an array, as a tensor of the type that it must have."""
+    """The array that a session returned, as a tensor of the type that it must have."""
     return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
 
 

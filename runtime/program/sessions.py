@@ -38,9 +38,8 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """How sessions run: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether the rank
-    keeps tensors from step to step: then copies are made bit by bit alike; and the names of a decoder's caches, and of what takes
-    their places: what it reads of these grows with each step.
+    """The settings of sessions: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether
+    the rank keeps tensors from step to step: then copies are made bit by bit alike; and the names of a decoder's caches.
     """
 
     threads: int
@@ -69,7 +68,7 @@ class Runner:
     device: Device = HOST
 
     def explain(self, error: Exception) -> str:
-        """What failed, in the user's words, then onnxruntime's."""
+        """The message of a failure: the user's words, then onnxruntime's."""
         text = _plain(str(error))
         if promise := _OUTPUT.search(text):
             name, wanted, found = promise.groups()

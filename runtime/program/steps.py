@@ -36,7 +36,9 @@ class Segment:
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
-        """By what is added to the sum that may lie in its place: the node that adds reads it alone, and no element once it is written."""
+        """Yields each addend with the sum that may reuse its memory: the node that adds reads it alone, and no element once it is
+        written.
+        """
         names = dict(self.operands)
         for one, made in self.results:
             if (term := self.formal.added.get(one)) is not None:
@@ -44,7 +46,7 @@ class Segment:
 
     @cached_property
     def added(self) -> dict[str, str]:
-        """By output that is a sum the input to which it adds."""
+        """Maps each output that is a sum to the input to which it adds."""
         makers = {name: node for node in self.nodes for name in node.output}
         counts = Counter(name for node in self.nodes for name in reads(node))
         found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The values of a rank's program: types, shapes, where each lies while a step runs, and how long.
+"""The values of a rank's program: types, shapes, the location of each while a step runs, and its lifetime.
 
 Each column of the table follows from the rank's file and the columns before it:
 
@@ -28,7 +28,7 @@ from .steps import LookUp, PostRecv, Send, StartCollective
 
 
 class Storage(Enum):
-    """Where a value lies."""
+    """The kind of a value's memory."""
 
     INPUT = "input"
     """The caller's memory, another in each step."""
@@ -44,18 +44,18 @@ class Storage(Enum):
 
 @dataclass(frozen=True)
 class ValueTable:
-    """What is known of the values of a rank's program before any step, by name."""
+    """The facts about the values of a rank's program before any step, by name."""
 
     types: Mapping[str, str]
     shapes: Mapping[str, Shape]
     """The stated shapes of the values in slots."""
     storage: Mapping[str, Storage]
     flat_places: Mapping[str, tuple[str, int]]
-    """By value in a flat buffer the buffer, and the element at which the value begins."""
+    """Maps each value in a flat buffer to the buffer and the element at which the value begins."""
     live_ranges: Mapping[str, LiveRange]
-    """By value its live range; that of the buffer for a value in a flat buffer."""
+    """Maps each value to its live range; a value in a flat buffer has the buffer's."""
     targets: Mapping[str, str] = field(default_factory=dict)
-    """By value that does not lie on the host its target (`locations.py`)."""
+    """Maps each value that is not on the host to its target (`locations.py`)."""
 
     def dtype(self, name: str) -> Dtype:
         """The element type of a dense value."""
@@ -106,13 +106,13 @@ def value_table(
 
 
 def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
-    """By tag the shape of a message that travels bare, or of a collective's input; `bound` are the symbols that inputs bind."""
+    """Maps each tag to the shape of a message without a header, or of a collective's input; `bound` has the symbols that inputs bind."""
     promised: list[Transfer | Collective] = [*file.transfers.values(), *file.collectives.values()]
     return {one.tag: one.shape for one in promised if dense(one.type) and _known(one.shape, file.manifest, bound)}
 
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
-    """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
+    """Maps each value to the shape that the file states, or for a received value the transfer's, where inputs bind all names in it."""
     stated = {
         **{name: one.shape for name, one in file.sent.items()},
         **file.shapes_of(name for name in file.declared if name in file.named),
@@ -160,7 +160,7 @@ def check_results(file: RankFile, shapes: Collection[str], promises: Collection[
 
 
 def types_from_manifest(file: RankFile) -> dict[str, str]:
-    """By value that arrives, or that the rank keeps, its type."""
+    """Maps each value that is received or that the rank keeps to its type."""
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
         types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
@@ -198,7 +198,7 @@ def storage_of(
     flat: Collection[str],
     constants: Collection[str],
 ) -> dict[str, Storage]:
-    """Where each value lies; `flat` are flat buffers and what lies in them."""
+    """The location of each value; `flat` are flat buffers and the values in them."""
 
     def computed(name: str, known: bool) -> Storage:
         if not dense(types[name]):

@@ -51,7 +51,7 @@ class BestEvaluation:
         return self.waited >= self._patience
 
     def meta(self) -> dict[str, JsonValue]:
-        """What a checkpoint keeps of it."""
+        """The part of it that a checkpoint keeps."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "waited": self.waited}
 
     def resume(self, meta: JsonValue) -> None:
@@ -66,7 +66,7 @@ class BestEvaluation:
 
 
 class Judged:
-    """What the evaluations of a training decide: which checkpoint stays as the best, and when training ends.
+    """The decisions from the evaluations of a training: the checkpoint that stays as the best, and the end of training.
 
     `resumed` is the `meta` of the checkpoint that training goes on from.
     """
@@ -95,5 +95,5 @@ class Judged:
         return self._judges["best"].step if "best" in self._judges else None
 
     def meta(self) -> dict[str, JsonValue]:
-        """What a checkpoint keeps."""
+        """The part of it that a checkpoint keeps."""
         return {key: one.meta() for key, one in self._judges.items()}

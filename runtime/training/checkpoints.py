@@ -1,4 +1,4 @@
-"""The checkpoints of a training: what its ranks keep is written to folders and read from them. Every call is collective.
+"""The checkpoints of a training: the state of its ranks is written to folders and read from them. Every call is collective.
 
 Nothing is taken from a checkpoint before all of it was found to be as it was written. So one that is refused leaves everything as it was.
 """

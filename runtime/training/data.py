@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 def of_batch(manifest: Manifest) -> Manifest:
-    """The manifest without the inputs that a step of training is given beside a batch."""
+    """The manifest without the inputs that a step of training gets in addition to a batch."""
     if manifest.training is None:
         return manifest
     own = {*manifest.training.scalars}
@@ -41,7 +41,7 @@ def with_next(batches: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
 
 
 class Choices(TypedDict, total=False):
-    """What a call may say in place of the plan: keys of `train:`, and `fields` of `data`."""
+    """The settings that a call may give in place of the plan: keys of `train:`, and `fields` of `data`."""
 
     batch: int
     seed: int

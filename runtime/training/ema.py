@@ -1,4 +1,4 @@
-"""The exponential moving average of what is trained: e' = e + (1 - decay) (p - e) after each step, of each parameter p.
+"""The exponential moving average of the trained parameters: e' = e + (1 - decay) (p - e) after each step, of each parameter p.
 
 An average is a tensor of the state, `fc1.weight.ema`: a rank has that of the shard that it has of the parameter, under any plan. Elements
 are averaged each by itself, so it is the shard of the unsharded model's. It begins as the parameter's first value.

@@ -20,7 +20,7 @@ class Evaluation:
 
     @classmethod
     def beside(cls, program: Program) -> Evaluation | None:
-        """The evaluation programs beside the program of a step; None where the artifact has none. Collective."""
+        """The evaluation programs of a step's program; None where the artifact has none. Collective."""
         record, names = program.manifest.training, program.artifact.programs
         if record is None or EVALUATE not in names:
             return None

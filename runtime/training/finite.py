@@ -1,4 +1,4 @@
-"""Whether numbers are finite: what a step gives, what it was given, and what is kept.
+"""Finds non-finite numbers: in a step's outputs, its inputs, and the state.
 
 A loss that is not finite is reported on all ranks alike before anything else is done, with the inputs of each rank that are not finite.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..execution.program import Program
 
 STOP, WARN = "stop", "warn"
-"""What happens when a loss is not finite: training ends, or a warning is printed; else the step changes nothing."""
+"""The reaction to a loss that is not finite: training ends, or a warning is printed; else the step changes nothing."""
 _AT_ONCE = 1 << 16
 """Numbers that are looked at together: what that takes stays in the cache, however large the tensor."""
 
@@ -90,7 +90,7 @@ def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int
 
 
 def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | None:
-    """What a rank has none of that its loss counts: its labels where all are ignored; '' where one is not, None where it reads none."""
+    """The name of the labels of which a rank has none that its loss counts; '' where one is counted, None where it reads none."""
     found: str | None = None
     for port in ports:
         ignored = port.labels.ignored if port.labels is not None else []

@@ -1,4 +1,4 @@
-"""Loading the training of an artifact: its program, the evaluation beside it, and the learning rates of its schedule."""
+"""Loads the training of an artifact: its program, its evaluation, and the learning rates of its schedule."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load_trainer(
 
 
 def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, Rate]:
-    """What a trainer needs of an artifact before its program is loaded."""
+    """The facts about an artifact that a trainer needs before its program is loaded."""
     artifact = open_artifact(place, trust=True)
     manifest = artifact.manifest
     record = manifest.training

@@ -34,7 +34,7 @@ Tested: TypeAlias = Callable[[], Iterable[tuple[Mapping[str, Any], int]]]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training has ended, on every rank.
+    """The end of a training, on every rank.
 
     `metrics`: of the last evaluation, else means over the last steps; on rank 0. `reason`: why before the last step, 0 where it took all.
     """
@@ -150,7 +150,7 @@ class _Steps:
 
 
 class _AfterStep:
-    """What is due after a step, in this order: counting it, a line of progress, an evaluation, a checkpoint.
+    """The work that is due after a step, in this order: counting it, a line of progress, an evaluation, a checkpoint.
 
     `metrics`: of the last evaluation or line of progress; `is_over`: whether the last evaluation ends the training.
     """

@@ -1,4 +1,4 @@
-"""How far a training is: the numbers of a progress line, and who receives them."""
+"""The progress of a training: the numbers of a progress line, and their receivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metrics: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second.
+    """The progress of a training: steps taken and to take, the epoch, means since the last time, and records a second.
 
     `total` and `remaining` are None where epochs of unknown length are counted.
     """

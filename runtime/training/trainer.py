@@ -77,7 +77,7 @@ class Trainer:
         self.step = 0
         """The number of steps taken so far."""
         self.skipped = 0
-        """How many of them changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
+        """The number of steps that changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
         self.last_rate = 0.0
         """The learning rate of the last step."""
         ema = record.settings.ema
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def inputs(self) -> list[Port]:
-        """What this rank reads of a batch."""
+        """The part of a batch that this rank reads."""
         return [port for port in self.ports if self.rank in port.ranks]
 
     def loader(self, data: object, epochs: int | None = None, **choices: Unpack[Choices]) -> Loader:
@@ -336,7 +336,7 @@ class Trainer:
 
     @one_call(TRAINER)
     def load(self, path: str | Path, option: str = "", averaged: bool = False) -> Mapping[str, JsonValue]:
-        """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
+        """Continues from a checkpoint, whatever plan wrote it; returns what was saved in addition to the tensors.
 
         Of a folder of checkpoints the newest intact one is taken; `source` says which. Nothing is taken from one before all of it was found
         to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how

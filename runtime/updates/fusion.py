@@ -40,7 +40,7 @@ class FusedUpdate:
     operands: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
     shared: tuple[bool, ...]
-    """By operand whether it is one number."""
+    """Whether each operand is one number."""
     elements: int
     target: str = ""
 
@@ -62,9 +62,9 @@ class UpdatePlan:
     buffers: list[FlatBuffer] = field(default_factory=list)
     kept: list[FlatBuffer] = field(default_factory=list)
     renewed: dict[str, str] = field(default_factory=dict)
-    """By shard that is cut out of a parameter in each step its new value."""
+    """Maps each shard that is cut out of a parameter in each step to its new value."""
     in_place: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """By step the places of such shards, each with that of the new values, which may be the same."""
+    """Maps each step to the places of such shards, each with the place of the new values, which may be the same."""
 
 
 def planned_updates(

@@ -1,4 +1,4 @@
-"""Runs an update by rows: the optimizer's function on a table where it lies, at the rows that the gradient names.
+"""Runs an update by rows: the optimizer's function on a table in place, at the rows that the gradient names.
 
 onnxruntime writes rows into the memory of an output, after a copy of the table where that is another one than the input's. Both are bound
 to the table's own, so a call takes time for its rows alone.

@@ -1,4 +1,4 @@
-"""How a model's configuration of generation wants its tokens made, where that is not the likeliest token at each step, without end.
+"""The settings of a model's generation configuration that differ from greedy decoding without an end.
 
 `transformers` reads it from `generation_config.json`, else from `config.json`:
 
@@ -30,7 +30,7 @@ _NEUTRAL = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "remove_invalid_values": False,
     "sequence_bias": None, "stop_strings": None, "watermarking_config": None,
 }  # fmt: skip
-"""By setting that changes the tokens which are made the value by which it changes none."""
+"""Maps each setting that changes the generated tokens to the value with which it changes none."""
 
 
 _OPTIONS: dict[str, tuple[str, object, bool]] = {

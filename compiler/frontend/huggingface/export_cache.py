@@ -1,4 +1,4 @@
-"""Keeps exported folders between commands: the graph and what the model declares, without weights, which stay in their files.
+"""Keeps exported folders between commands: the graph and the model's declarations, without weights, which stay in their files.
 
     ~/.cache/partc/exports/<key>.onnx
 

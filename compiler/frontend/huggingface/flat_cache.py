@@ -139,7 +139,9 @@ def _cache(pasts: list[list[Any]]) -> Any:
 
 
 def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, int]]], bool]:
-    """By layer heads and size of its keys, and of its values, as two tokens make them; and whether an encoder's output has others."""
+    """For each layer, the number of heads and size of its keys and of its values, as two tokens make them; and whether an encoder's
+    output has others.
+    """
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet
 

@@ -124,7 +124,7 @@ class _Built:
 
     @property
     def stored(self) -> dict[str, ir.TensorProtocol]:
-        """By name the tensors that the module itself does not have."""
+        """Maps names to the tensors that the module itself does not have."""
         return {
             **self.weights.tensors,
             **{name: ir.Tensor(one.numpy(), name=name) for name, one in self.buffers.items()},

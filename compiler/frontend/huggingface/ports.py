@@ -62,7 +62,9 @@ def image_inputs(module: Any) -> tuple[dict[str, Input], str] | None:
 
 
 def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbol]:
-    """By dim of the inputs its constraint: the model's positions, and two of a decoder whose loss compares each with the next."""
+    """Maps each dim of the inputs to its constraint: the model's positions, and two for a decoder whose loss compares each token with
+    the next.
+    """
     dims = {dim for one in inputs.values() for dim in one.shape}
     found, most = {}, longest(model)
     for dim, keys in _POSITIONS.items():

@@ -22,7 +22,7 @@ HELPS = {
     "experts": 'make the model with experts_implementation="batched_mm"',
     "attention": 'make the model with attn_implementation="eager"',
 }
-"""By setting what a user can write where partc cannot set it."""
+"""Maps each setting that partc cannot set to what a user can write instead."""
 _SYMPTOMS = (
     (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
     (re.compile(r"grouped_mm"), "experts"),

@@ -1,4 +1,4 @@
-"""What torch does when it trains a module and no exported graph has: hooks of gradients, writes to buffers, scaled gradients.
+"""Effects of torch's training that an exported graph lacks: hooks of gradients, writes to buffers, scaled gradients.
 
 The graph of such a module is right for inference, and its training would differ from torch's without a word. So each effect is written
 into the model's metadata as a problem (`UNTRAINABLE`), with which a compile for training ends:

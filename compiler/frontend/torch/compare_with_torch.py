@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from partc.compiler.frontend.inputs import Spec
 
 SHARE = {"float16": 1e-2, "float64": 1e-9, "complex128": 1e-9}
-"""By dtype how far an element may be off, of itself and of the largest; of others 2e-6."""
+"""Maps each dtype to the tolerance of an element, relative to itself and to the largest element; other dtypes have 2e-6."""
 _SHARE = 2e-6
 _KINDS = ("ordinary numbers", "zeros", "tiny numbers", "large numbers")
 _DRAWS = 3
@@ -185,7 +185,7 @@ def _first_module(graph: GraphSessions, torch_model: TorchModel, values: Mapping
 
 
 def _cases(graph: GraphSessions, torch_model: TorchModel) -> Iterator[tuple[str, dict[str, Array], dict[str, Array]]]:
-    """By kind inputs, and what torch makes of them; where torch takes no small sizes, those of the export."""
+    """Maps each kind to inputs and to torch's results for them; where torch takes no small sizes, the inputs are those of the export."""
     small = _small_sizes(torch_model)
     numbers = any(spec.dtype.is_floating_point() for spec in torch_model.inputs)
     rows = {spec.name: graph.rows(spec.name) for spec in torch_model.inputs}

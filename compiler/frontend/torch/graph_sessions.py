@@ -143,7 +143,7 @@ class GraphSessions:
         return self._sessions[seed, more]
 
     def outputs_by_module(self) -> dict[str, list[tuple[str, int]]]:
-        """By path of a module the values that nodes of it make and others read, each with its number of dims."""
+        """Maps the path of each module to the values that its nodes make and others read, each with its number of dims."""
         found: dict[str, list[tuple[str, int]]] = {}
         scopes = {node: module_of(node) or "" for node in self.model.graph}
         outputs = set(self.model.graph.outputs)

@@ -28,7 +28,7 @@ _SELU = 1.7580993408473766
 
 @functools.cache
 def rewritten() -> dict[object, Callable[..., Any]]:
-    """By a function of torch the one that is traced in place of it."""
+    """Maps each function of torch to the function that is traced in place of it."""
     import torch
     from torch.nn import functional
 

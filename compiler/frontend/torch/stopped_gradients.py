@@ -1,4 +1,5 @@
-"""What of a torch module takes no gradient: `x.detach()`, `x.data`, and what a block `with torch.no_grad()` or `inference_mode()` makes.
+"""Finds the values of a torch module that take no gradient: `x.detach()`, `x.data`, and the results of a block `with torch.no_grad()` or
+`inference_mode()`.
 
 An exported graph has `detach` as an Identity, which every clean-up takes out, and of a block nothing at all. So each tensor that a block
 makes is detached while the module is traced, and an Identity that stands for `detach` gets a mark, `STOPS_GRADIENT`:

@@ -1,4 +1,4 @@
-"""A torch module with the inputs by which it was exported, so that it can be run beside its exported graph.
+"""A torch module with the inputs by which it was exported, so that it can be run for comparison with its exported graph.
 
 `export` leaves it in the graph's `meta`, under `TORCH_MODEL`. Runs change nothing of the module: forward gets copies of its buffers.
 Dropout is off, since torch and a graph draw other numbers.
@@ -112,7 +112,7 @@ def called_as(torch_model: TorchModel, model: ir.Model, where: str) -> TorchMode
 
 
 def _matched(ours: Sequence[str], others: Sequence[str]) -> dict[str, str] | None:
-    """By each of our names that of the others: the same where there is one of it, else by order; None where the numbers differ."""
+    """Maps each of our names to the other file's name: the same if there is one, else by order; None where the numbers differ."""
     if set(others) <= set(ours):
         return {name: name for name in others}
     return dict(zip(ours, others, strict=True)) if len(ours) == len(others) else None

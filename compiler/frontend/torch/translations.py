@@ -40,7 +40,7 @@ _LONGEST = 4096
 
 @cache
 def table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """By function of torch its translation, as `torch.onnx.export` takes them in `custom_translation_table`."""
+    """Maps each function of torch to its translation, as `torch.onnx.export` takes them in `custom_translation_table`."""
     import torch
 
     aten = torch.ops.aten

@@ -1,1 +1,3 @@
-"""What the compiler knows of each op: one entry an op, a file a family, a folder a kind. `registry.load` reads every file here."""
+"""The compiler's knowledge of each op: one entry for each op, a file for each family, a folder for each kind. `registry.load` reads
+every file here.
+"""

@@ -1,4 +1,6 @@
-"""What a loss or a metric of the plan is made with: nodes at the end of the model, named below one word (`training/graph_appender.py`)."""
+"""The interface with which a loss or a metric of the plan appends nodes to the end of the model, named below one word
+(`training/graph_appender.py`).
+"""
 
 from __future__ import annotations
 

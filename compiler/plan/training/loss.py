@@ -1,4 +1,4 @@
-"""What a loss of a plan is: its keys, and the nodes that it appends to the model, so that a mean is over the whole batch whatever the cut.
+"""A loss of a plan: its keys, and the nodes that it appends to the model, so that a mean is over the global batch for any sharding.
 
 A loss is a class: a subclass of `ComparedLoss` (`losses.py` has the table). Its fields are the keys of the plan and of the schema; `losses`
 makes the loss of each element, or `add` the scalar.

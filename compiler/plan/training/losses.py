@@ -135,7 +135,7 @@ LOSSES: dict[str, type[UsuallyNamed]] = by_type(
     BinaryCrossEntropy,
     OutputLoss,
 )
-"""By type its class."""
+"""Maps each type to its class."""
 
 
 def _typed(value: object) -> object:

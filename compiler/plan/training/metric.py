@@ -1,4 +1,4 @@
-"""What a metric of a plan is: its keys, and the nodes that it appends to the model, through which no gradient flows.
+"""A metric of a plan: its keys, and the nodes that it appends to the model, through which no gradient flows.
 
 A metric is a class: a subclass of `ComparedMetric`, in the table of `metrics.py`. It gives one float32 number, the mean over the
 whole batch, or sums (`formula`) of which the runtime makes the number, so that it is that of all records of several batches.

@@ -161,7 +161,7 @@ METRICS: dict[str, type[Metric]] = by_type(
     FormulaMetric,
     OutputMetric,
 )
-"""By type its class."""
+"""Maps each type to its class."""
 
 
 def _typed(name: str, value: object) -> object:

@@ -151,12 +151,12 @@ OWN: dict[str, Any] = {
     )
     for name, kind in OPTIMIZERS.items()
 }
-"""By type the optimizer of some parameters."""
+"""Maps each type to the optimizer of some parameters."""
 OF_TRAINING: dict[str, Any] = {
     name: _make(f"Training{own.__name__}", __base__=(_OfTraining, own), __module__=__name__)
     for name, own in OWN.items()
 }
-"""By type the optimizer of a training."""
+"""Maps each type to the optimizer of a training."""
 
 if TYPE_CHECKING:
 

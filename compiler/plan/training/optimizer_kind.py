@@ -1,4 +1,4 @@
-"""What a row of the table of optimizers says: options and their laws, what is kept of a parameter, and forms of a formula.
+"""A row of the table of optimizers: options and their laws, the slots of a parameter, and forms of a formula.
 
 chosen = OPTIMIZERS["rmsprop"].form({"centered": 1.0, "momentum": 0.0, ...})
 chosen.function, chosen.slots                  # "RmsPropCentered", ("square_avg", "grad_avg")

@@ -1,4 +1,4 @@
-"""The optimizers of a plan, one row an optimizer: its options, what it keeps of a parameter, and its formula in ONNX ops.
+"""The optimizers of a plan, a row for each: its options, its slots of a parameter, and its formula in ONNX ops.
 
     "lion": OptimizerKind(
         "w' = w (1 - lr weight_decay) - lr sign(beta1 m + (1-beta1) g); m' = beta2 m + (1-beta2) g",
@@ -303,7 +303,7 @@ OPTIMIZERS = {
         scalars=("lr", "forget", "bound"),
     ),
 }
-"""By the name in a plan."""
+"""Keys are the names in a plan."""
 
 OPTIMIZERS |= {
     f"lazy_{name}": replace(

@@ -1,4 +1,4 @@
-"""The plan's `train:`: what is trained, from which loss, by which optimizer, and the settings of the loop around the steps.
+"""The plan's `train:`: the trained parameters, the loss, the optimizer, and the settings of the loop around the steps.
 
     train:
       loss: {type: softmax_cross_entropy, logits: logits, labels: label}

@@ -1,4 +1,4 @@
-"""Metrics that are made of sums over the records, of which the runtime makes the number for all batches and ranks.
+"""Metrics that are computed from sums over the records, from which the runtime computes the number for all batches and ranks.
 
     perplexity              exp of the mean cross entropy                                sums: losses, labels
     precision, recall, f1   of counts by label and predicted class                       counts: classes x classes

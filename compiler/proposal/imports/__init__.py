@@ -1,1 +1,1 @@
-"""Plans of other systems, read into what a proposal begins with: `partc plan MODEL --from FILE`."""
+"""Reads plans of other systems into the start of a proposal: `partc plan MODEL --from FILE`."""

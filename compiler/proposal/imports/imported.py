@@ -1,4 +1,4 @@
-"""What a file of another system says of a distribution, in partc's words, with what of it has none."""
+"""A distribution that a file of another system describes, in partc's terms, and the statements that have no such term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which system a file is of: by its ending, or by the keys that it has."""
+"""Finds the system of a file by its ending, or by its keys."""
 
 from __future__ import annotations
 

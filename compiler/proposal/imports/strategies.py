@@ -40,7 +40,7 @@ _ONNX = {
     "RmsNorm": ("RMSNormalization",),
     "EmbeddingLookup": ("Gather",),
 }
-"""By MindSpore's operator the ops of ONNX that compute it; others have the same name."""
+"""Maps each operator of MindSpore to the ops of ONNX that compute it; an operator that is not listed has the same name."""
 _WEIGHTS = {"gamma": "weight", "beta": "bias", "embedding_table": "weight", "moving_mean": "running_mean"}
 _INSIDE = {"BiasAdd": ("Gemm", "Conv"), "Add": ("Gemm", "Conv")}
 """Operators that an op of ONNX has within it."""

@@ -18,7 +18,7 @@ from partc.compiler.ir.graph import drop_unread, name_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
 _APPENDING = {("", "Attention"): 4, ("com.microsoft", "GroupQueryAttention"): 3}
-"""By op which operand is its past; that of values is the next."""
+"""Maps each op to the index of its past operand; the past of values is the next operand."""
 _LEFT_OUT = ("smooth_softmax", "k_quant_type", "v_quant_type", "qk_output")
 _TURNED, _SEQUENCE = (0, 2, 1, 3), 2
 

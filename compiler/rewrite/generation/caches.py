@@ -263,7 +263,7 @@ class _Caches:
         return found
 
     def _sizes(self) -> dict[ir.Value, tuple[int | None, ...]]:
-        """By value its dims: slots or tokens of a step where the model has its batch or its tokens, else None."""
+        """Maps each value to its dims: slots or tokens of a step where the model has its batch or its tokens, else None."""
         dims, form = self.ids.shape or (), (self.form.rows, self.form.tokens)
         sizes = {
             dim: size for dim, size in zip(dims, form, strict=True) if isinstance(dim, ir.SymbolicDim) and dim.value
@@ -378,7 +378,7 @@ def _other_growth(entries: int | ir.SymbolicDim) -> str:
 
 
 def _ranks(model: ir.Model) -> dict[ir.Value, int]:
-    """By value its number of dims, as far as it is known."""
+    """Maps each value to its number of dims, as far as it is known."""
     made = [value for node in model.graph for value in node.outputs]
     if any(value.shape is None for value in made):
         infer_shapes(model, {})

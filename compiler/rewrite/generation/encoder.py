@@ -1,4 +1,4 @@
-"""An encoder before a decoder: a program of its own computes it once for a sequence, and writes what the decoder's layers read of it.
+"""An encoder before a decoder: a separate program computes it once for a sequence, and writes the values that the decoder's layers read.
 
     encode             states = encoder(input_ids, mask);  k = states x W  ->  next = TensorScatter(cache, k, 0)
     prefill, decode    y = Attention(q, k, ..)                             ->  y = Attention(q, cache, ..)

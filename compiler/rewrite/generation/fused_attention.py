@@ -28,7 +28,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 def head_counts(model: ir.Model) -> dict[ir.Node, int]:
-    """By Attention over four dims the number of its queries' heads, as far as it can be told."""
+    """Maps each Attention over four dims to the number of heads of its queries, as far as it is known."""
     found = [node for node in model.graph if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
     queries = [node.inputs[0] for node in found]
     if any(value is not None and value.shape is None for value in queries):

@@ -46,7 +46,7 @@ class Positions:
     ) -> None:
         self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
         self.ranks = ranks
-        """By value of the model how many dims it has."""
+        """Maps each value of the model to its number of dims."""
         self.rows: list[ir.Value] = []
         """The positions of tokens."""
         first = build.graph[0]

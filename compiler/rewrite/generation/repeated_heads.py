@@ -37,7 +37,7 @@ from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 
 Size = TypeVar("Size")
 Dims = dict[ir.Value, int]
-"""By value the dim in which heads of keys lie, one after the other."""
+"""Maps each value to the dim that contains the heads of keys, one after the other."""
 _FUSED, _KEYS, _VALUES, _KEY_HEADS = "GroupQueryAttention", (1, 3), (2, 4), "kv_num_heads"
 _REPEATED = "partc.repeated_heads"
 """Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""

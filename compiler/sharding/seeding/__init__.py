@@ -1,1 +1,1 @@
-"""What the plan and the model give: shardings of nodes, regions, parameters and inputs, from which the others are derived."""
+"""The shardings that the plan and the model give: of nodes, regions, parameters and inputs, from which the others are derived."""

@@ -1,4 +1,5 @@
-"""What `in`, `out` and `parameters` of a rule give a region: a node, a function's call, or a module with all that is inside.
+"""The shardings that `in`, `out` and `parameters` of a rule give a region: a node, a function's call, or a module with all that is
+inside.
 
 A region of one node means that node: its cuts are the op's own strategy, and what the op cannot have is an error. Of several nodes the
 cuts are of what enters and leaves, laid out together (`region_layouts.py`); what is inside is derived from them.

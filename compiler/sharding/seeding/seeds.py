@@ -1,4 +1,4 @@
-"""What the plan and the model give: cuts of nodes, of what enters and leaves modules, of parameters and inputs.
+"""The shardings that the plan and the model give: of nodes, of values that enter and leave modules, of parameters and inputs.
 
 A sharding rule speaks of regions: a node, or a module with all that is inside. Its `in` are cuts of the node's operands, or of what the
 module is given; what is inside is derived. Styles cut the parameters of a region's nodes: colwise the factor that the
@@ -184,7 +184,7 @@ class _Seeds:
         return named[TENSOR_PARALLEL]
 
     def dataset(self) -> None:
-        """How inputs arrive on every group that reads them."""
+        """The layouts in which inputs arrive on every group that reads them."""
         plan = self.program.plan
         for value in self.program.model.graph.inputs:
             given = plan.dataset.specs.get(name_of(value))

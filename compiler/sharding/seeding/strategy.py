@@ -132,7 +132,7 @@ def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
 def _by_factor(
     rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
 ) -> tuple[dict[str, Shard], list[Refused]]:
-    """By factor, in the rule's order, the shards or axes that its dims are given; and the violations."""
+    """Maps each factor, in the rule's order, to the shards or axes that its dims are given; and returns the violations."""
     found: dict[str, tuple[Shard, str]] = {}
     violations: list[Refused] = []
     for index, letters, cut in _operands(rule, cuts):
@@ -181,7 +181,7 @@ def _into(shard: int | tuple[str, ...]) -> str:
 
 
 def _dims_of(rule: Rule, factor: str) -> str:
-    """Where a factor first stands: `input 0, dim 1`."""
+    """The first place of a factor: `input 0, dim 1`."""
     for index, letters in enumerate(rule.inputs):
         if letters and factor in letters:
             return f"input {index}, dim {letters.index(factor)}"

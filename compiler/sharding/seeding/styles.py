@@ -1,4 +1,4 @@
-"""Where a style cuts a node: colwise the factor that a parameter shares with the output, rowwise the one that is summed over.
+"""The factor that a style shards in a node: colwise the one that a parameter shares with the output, rowwise the contracted one.
 
 A parameter is what depends on weights alone. Where a product has none, what is looked up among weights stands for one: the matrices of the
 experts that a token chose are rows of one weight.

@@ -16,7 +16,7 @@ from partc.compiler.ir.value_info import bytes_text
 from partc.compiler.sharding.seeding.styles import LOOKUPS, styled
 
 _FURTHEST = 12
-"""So many nodes behind a product the next one still takes what it makes."""
+"""The largest number of nodes between a product and another node that reads its result."""
 
 
 def picked_rows(program: Sharded) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _reduced(program: Sharded, instance: NodeOnGroup) -> list[ir.Value]:
 
 
 def _follows(node: ir.Node | None, products: set[ir.Node]) -> bool:
-    """Whether a node is one of `products`, or at most `_FURTHEST` nodes behind one."""
+    """Whether a node is one of `products`, or at most `_FURTHEST` nodes after one."""
     behind = set() if node is None else {node}
     for _ in range(_FURTHEST + 1):
         if not behind.isdisjoint(products):

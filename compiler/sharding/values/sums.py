@@ -56,7 +56,7 @@ _TYPICAL = 512
 
 @dataclass(frozen=True)
 class Cost:
-    """What is moved to the readers of some values: expressions of bytes with their shares, and collectives and messages."""
+    """The cost of moving some values to their readers: expressions of bytes with their shares, and collectives and messages."""
 
     bytes: tuple[tuple[Fraction, sympy.Expr], ...] = ()
     count: int = 0
@@ -94,9 +94,9 @@ class _Passing:
     makers: list[NodeOnGroup] = field(default_factory=list)
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
-    """By node that could: its inputs that are partial, or masked to one rank."""
+    """Maps each node that could pass sums on to its inputs that are partial, or masked to one rank."""
     gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
-    """By product that could: the cost of reducing the gradients of its other factors, which become partial."""
+    """Maps each product that could pass sums on to the cost of reducing the gradients of its other factors, which become partial."""
     made: dict[ir.Value, Layout] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Which versions of a value there are: as it is defined, and on every other group or in every other layout in which it is read.
+"""The versions of a value: as it is defined, and on every other group or in every other layout in which it is read.
 
 One version per (value, group, layout), however many readers. A version's name on its ranks is the value's own where that is free: first
 for the delivered version of an output, then for the definition, then for the first version that is read; others are named by their
@@ -128,7 +128,7 @@ def _arrivals(
 
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
-    """How a weight is kept on the ranks that read `version` of it: in the layout that a rule gives it there, else as it is read."""
+    """The layout of a weight on the ranks that read `version` of it: the one that a rule gives it there, else as it is read."""
     there = ValueOnGroup(version.value, version.group)
     rule = program.given.stored.get(there) or program.given.arriving.get(there)
     return ShardedValue(version.value, version.group, normal(rule[0])) if rule else version
@@ -251,7 +251,7 @@ def can_share(one: ShardedValue, other: ShardedValue) -> bool:
 
 
 def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]:
-    """By rank of some of a version's which shard of each dim it has."""
+    """Maps each of some ranks of a version to the shard of each dim that it has."""
     places = [version.places[rank] for rank in members(ranks)]
     rows = [shards_along(version.layout.mesh, axes) for axes in version.layout.cuts]
     return [tuple([row[place] for row in rows]) for place in places]

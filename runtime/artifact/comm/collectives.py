@@ -109,7 +109,7 @@ BY = Attribute(REDUCE, "string", "sum, max or min.")
 ALONG = Attribute(AXIS, "int", "The axis along which shards lie.")
 OF_ROOT = Attribute(ROOT, "int", "The place in the list of the rank whose value it is.")
 COLLECTIVES: dict[str, CollectiveOp] = {}
-"""By name every collective; `register` adds one."""
+"""Maps names to all collectives; `register` adds one."""
 
 
 def register(op: CollectiveOp) -> CollectiveOp:

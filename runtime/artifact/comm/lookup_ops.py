@@ -1,4 +1,4 @@
-"""The lookups: ops by which ranks read and write rows of a table that lies on other ranks; who gives what to whom follows from ids.
+"""The lookups: ops by which ranks read and write rows of a table on other ranks; the ids determine the senders and receivers.
 
     Pull       every rank's ids give it rows of a table, of which the owners have a run each
     Push       rows go back to their owners, who know the ids from the Pull
@@ -90,4 +90,4 @@ LOOKUPS = {
     )
 }
 GROUP_OPS: Mapping[str, GroupOp] = ChainMap(*cast(list[MutableMapping[str, GroupOp]], [COLLECTIVES, LOOKUPS]))
-"""By name every op of groups: the collectives, those that are registered later too, and the lookups."""
+"""Maps names to all ops of groups: the collectives, including those that are registered later, and the lookups."""

@@ -1,4 +1,4 @@
-"""Appending to a decoder's cache where it lies: onnxruntime writes the new entries alone where input and output have one memory.
+"""Appending to a decoder's cache in place: onnxruntime writes only the new entries where input and output have one memory.
 
     next = TensorScatter(cache, entries, position)
     y, next_k, next_v = GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
@@ -22,11 +22,11 @@ _APPENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("", "TensorScatter"): {0: 0},
     ("com.microsoft", "GroupQueryAttention"): {3: 1, 4: 2},
 }
-"""By op the output that may lie where an input does."""
+"""Maps each op to its outputs that may share the memory of an input, each with that input."""
 
 
 _AXIS: Mapping[str, int] = {"TensorScatter": -2, "GroupQueryAttention": 2}
-"""By op the dim of a cache along which it appends, where no attribute says another one."""
+"""Maps each op to the dim of a cache along which it appends, where no attribute says another one."""
 
 
 def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRecord]:

@@ -1,4 +1,4 @@
-"""`partc.factors`: how the dims of a node's operands correspond, what it sums over, and what a partial value becomes in it.
+"""`partc.factors`: the correspondence of the dims of a node's operands, its contracted factors, and its effect on partial values.
 
     mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a term of a sum, and the result is one then
     ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of a largest value it makes a largest one

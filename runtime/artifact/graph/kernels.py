@@ -1,4 +1,4 @@
-"""What onnxruntime's kernels can, by op: the one table of these facts, for the compiler and the runtime.
+"""The abilities of onnxruntime's kernels, by op: the one table of these facts, for the compiler and the runtime.
 
 Sources: the kernels of onnxruntime 1.31 on CPUs; for CUDA docs/OperatorKernels.md of onnxruntime, commit 001d12d2623f. An op that is not
 listed has a kernel on CUDA, none of 16 bits on CPUs, makes a new tensor, and reads all inputs on its device.

@@ -1,4 +1,4 @@
-"""What every reader of a rank file asks of its graph: bodies, the values that a node reads, names for people.
+"""Functions on the graph of a rank file for all its readers: bodies, the values that a node reads, names for people.
 
 A body is a graph in an attribute of a node, as `If`, `Loop` and `Scan` have them. It sees the values of the graphs around it, so
 that its node reads whatever the body takes from there.

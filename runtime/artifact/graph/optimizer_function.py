@@ -1,4 +1,4 @@
-"""What the body of an optimizer's function proves about running it over flat memory, in place.
+"""Proves from the body of an optimizer's function that it can run over flat memory, in place.
 
 A function of `partc.optimizer` may run on any slice of its tensors where its body is element-wise (`is_elementwise`). The next
 parameter and slots may lie where the old ones did where nothing reads those after they are overwritten (`is_in_place`).

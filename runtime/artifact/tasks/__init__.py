@@ -1,1 +1,1 @@
-"""Tasks of a rank file: how they are written, their calls in a row, what a row keeps, how many microbatches it runs."""
+"""Tasks of a rank file: how they are written, their calls in a row, the memory that a row saves, the number of its microbatches."""

@@ -52,7 +52,7 @@ class Call:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """By name in the body the name in this microbatch."""
+        """Maps each name in the body to the name in this microbatch."""
         function, node = self.body.function, self.node
         inside = {name: f"{name}.{self.microbatch}" for name in self.body.inside}
         inputs = zip(function.input, node.input, strict=True)
@@ -65,7 +65,7 @@ def is_call(node: NodeProto) -> bool:
 
 
 def bodies_of(model: ModelProto) -> dict[str, Body]:
-    """By name the bodies of a rank file."""
+    """Maps names to the bodies of a rank file."""
     found: dict[str, Body] = {}
     for function in model.functions:
         if function.domain != TASKS:
@@ -99,7 +99,7 @@ def _value(node: NodeProto) -> TensorProto:
 
 
 def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, Body], where: str) -> dict[int, Call]:
-    """By the place of a node in the row the call that it is; ArtifactError where the file `where` has no body for it."""
+    """Maps the place of each node in the row to its call; ArtifactError where the file `where` has no body for it."""
     found: dict[int, Call] = {}
     problems = []
     for at, node in enumerate(nodes):
@@ -124,7 +124,7 @@ def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, 
 
 
 def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInfoProto]]:
-    """By name what a rank file declares of values: in its main graph, and in bodies for the values of every call."""
+    """Maps names to the types that a rank file declares for values: in its main graph, and in bodies for the values of every call."""
     graph = model.graph
     for value in (*graph.value_info, *graph.input, *graph.output):
         yield value.name, value

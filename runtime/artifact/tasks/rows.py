@@ -48,7 +48,7 @@ class Row:
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """By value the place of the task that makes it."""
+        """Maps each value to the place of the task that makes it."""
         return {name: at for at, call in enumerate(self.calls) for name in call.node.output}
 
     @cached_property

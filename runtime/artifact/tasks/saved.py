@@ -1,4 +1,4 @@
-"""What a row keeps for backward passes: values of a microbatch that outlive the task that makes or first reads them.
+"""The memory that a row saves for backward passes: values of a microbatch that outlive the task that makes or first reads them.
 
     0F3 makes h.3, 0B3 reads it                   h.3 is kept from 0F3 to 0B3
     1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3

@@ -48,11 +48,11 @@ CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""By numpy's name of an element type its name in the format."""
+"""Maps numpy's name of an element type to its name in the format."""
 AS_BYTES = "U8"
 """The type in the format of tensors whose own type it lacks: their bytes, one after the other."""
 STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in CODES}
-"""By numpy's name the element types that the format has."""
+"""Maps numpy's names to the element types of the format."""
 _DTYPES = {code: STORED[shown] for shown, code in CODES.items()}
 METADATA = "__metadata__"
 _HEADER_BYTES = 100_000_000

@@ -1,1 +1,1 @@
-"""What the `training` section of a manifest says in texts: data, learning rates, metrics, files and code it names."""
+"""The texts of the `training` section of a manifest: data, learning rates, metrics, files and code that it names."""

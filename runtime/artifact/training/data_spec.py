@@ -1,4 +1,4 @@
-"""What `data:` of a plan or `--data` says: files, what is done to a batch of them, and how lengths are handled.
+"""The contents of `data:` of a plan or `--data`: files, the work on a batch of them, and the handling of lengths.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
     data: shards/train-*.tar              samples in tar files, as WebDataset has them
@@ -130,12 +130,12 @@ class Data(Options):
 
     @property
     def files(self) -> dict[str, str]:
-        """By input its file."""
+        """Maps each input to its file."""
         return {name: one for name, one in (self.model_extra or {}).items() if isinstance(one, str)}
 
     @property
     def values(self) -> dict[str, object]:
-        """By input one value for all records."""
+        """Maps inputs to one value for all records."""
         return {name: one for name, one in (self.model_extra or {}).items() if not isinstance(one, str)}
 
     def seen_from(self, base: Path) -> Data:
@@ -174,7 +174,7 @@ class Spec:
     source: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
-    """By input one value for all records."""
+    """Maps inputs to one value for all records."""
     transform: str = ""
     """`file.py:function`; empty: none."""
     fields: tuple[str, ...] | Mapping[str, str] = ()

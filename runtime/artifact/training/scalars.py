@@ -1,4 +1,4 @@
-"""The numbers that an optimizer's functions are fed each step beside tensors, by the optimizer's own numbers and the rate of the step.
+"""The numbers that an optimizer's functions are fed each step besides tensors, by the optimizer's own numbers and the rate of the step.
 
 scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
 """
@@ -21,7 +21,9 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "forget": lambda step, hyper: (step + 1) ** hyper["beta2_decay"],
     "bound": lambda step, hyper: (step + 1) ** -0.5,
 }
-"""By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
+"""Maps each name of a number that an optimizer's function reads to its computation; `hyper` has the optimizer's numbers and `lr`, the
+rate of the step.
+"""
 NUMBERS = frozenset((*SCALARS, "ratio"))
 """The inputs of an optimizer's functions that are one number."""
 _SHARED = ("lr", "scale")

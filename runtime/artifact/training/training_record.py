@@ -1,4 +1,4 @@
-"""What an artifact says of its training: its outputs that are the loss and the metrics, the optimizer, the settings of the loop."""
+"""The artifact's record of its training: the outputs that are the loss and the metrics, the optimizer, the settings of the loop."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ranks must agree on: collectives, their order, layouts, places of shards."""
+"""Agreement between ranks: collectives, their order, layouts, positions of shards."""

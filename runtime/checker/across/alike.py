@@ -237,7 +237,9 @@ _RULES: Mapping[tuple[str, str], Callable[[NodeProto, Sequence[Origin]], Sequenc
     ("", "Constant"): _literal,
     **{("", op): _moved for op in _RESHARDS},
 }
-"""By op how the origins of its results follow from those of its operands; of other communication each result is its operand."""
+"""Maps each op to a function from the origins of its operands to those of its results; other communication returns its operand as its
+result.
+"""
 
 
 def _numbers(constant: TensorProto | AttributeProto) -> Origin:

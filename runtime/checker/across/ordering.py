@@ -258,7 +258,7 @@ def _check_rendezvous(
 def _members(
     programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest
 ) -> dict[int, list[tuple[int, ...]]]:
-    """By rank and communication node the ranks that must take part; a rank of the list without such a node need not."""
+    """Maps each rank and communication node to the ranks that must take part; a rank of the list without such a node need not."""
     there = {(_tag(node), rank) for rank, nodes in programs.items() for node in nodes}
     groups = {rank: manifest.groups_of(rank) for rank in programs}
     return {

@@ -1,4 +1,5 @@
-"""How a node carries shard places and partial values, by the letters that the artifact says of its operands (`partc.factors`).
+"""The rules by which a node carries shard positions and partial values, by the letters of its operands in the artifact
+(`partc.factors`).
 
 That the letters are right of each op is not proven here: the compiler's tests run every rule of its op table on shards and compare it with
 the whole op. A node without letters is unknown, and never gives a reason for doubt.
@@ -17,7 +18,7 @@ from partc.runtime.artifact.format import MAX, MIN, SUM
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, partial_of
 
 Begins: TypeAlias = tuple[int, ...]
-"""By rank, in the order of the ranks of a file, the element at which a shard begins along a dim."""
+"""For each rank, in the order of a file's ranks, the element at which a shard begins along a dim."""
 Places: TypeAlias = "Sequence[Begins | None] | None"
 Sizes: TypeAlias = "Sequence[int | None]"
 

@@ -1,4 +1,4 @@
-"""Proves where shards lie and that sums become whole: ranks that run one node on shards of values must agree on both.
+"""Proves the positions of shards and that partial sums are reduced: ranks that run one node on shards of values must agree on both.
 
 A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
 collectives make; nodes hand it on, by the letters that the file says of their operands (`partc.factors`). These are relied on: that they
@@ -60,9 +60,9 @@ class _File:
     sizes: dict[str, Sizes]
     places: dict[str, Places] = field(default_factory=dict)
     factors: dict[tuple[str, ...], Factors] = field(default_factory=dict)
-    """By node the letters of its operands."""
+    """Maps each node to the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """By value the reduction that it still needs; of other values nothing is known."""
+    """Maps each value to the reduction that it still needs; nothing is known of other values."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -87,7 +87,7 @@ class _Places:
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
         self.sums: dict[tuple[str, ...], dict[str, set[int]]] = {}
-        """By node and reduction where the shards that it reduces begin."""
+        """Maps each node and reduction to the elements at which the reduced shards begin."""
         self.sent: dict[int, str | None] = {}
         self.found: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()

@@ -1,4 +1,4 @@
-"""Checks the rows of tasks: every microbatch goes once through every task, in an order that can be, and on all ranks alike.
+"""Checks the rows of tasks: every microbatch runs once through every task, in a possible order, and equally on all ranks.
 
 1. A cell is a function and a microbatch, and is named so.
 2. Every function of a file is called once for each microbatch, 0 to m - 1.
@@ -216,7 +216,7 @@ def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Vio
 
 
 def _sums(call: Call) -> dict[str, int]:
-    """By input of a body that is added to an output the place of that output."""
+    """Maps each input of a body that is added to an output to the place of that output."""
     places = {name: k for k, name in enumerate(call.body.function.output)}
     return {
         term: places[node.output[0]]

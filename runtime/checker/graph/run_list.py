@@ -89,7 +89,7 @@ class _Player:
         self.following = {one.next: one.value for one in kept if one.next}
         self.functions = {one.name: one for one in model.functions if one.domain == OPTIMIZER}
         self.next_to: dict[str, str] = {}
-        """By value the one that follows it in memory: in a buffer of the list, or among the values of one collective."""
+        """Maps each value to the one that follows it in memory: in a buffer of the list, or among the values of one collective."""
         for node in self.nodes:
             if node.domain == DOMAIN and node.op_type in COLLECTIVES and len(node.output) > 1:
                 call = read_call(node, file)
@@ -161,7 +161,7 @@ class _Row:
         self.begun: list[int] = []
         """The nodes of messages, collectives, lookups and tasks, as they begin."""
         self.pending: dict[int, tuple[list[str], list[str]]] = {}
-        """By tag that was not waited for what is read, and what is made."""
+        """Maps each tag that was not waited for to its operands and its results."""
         self.leaving: set[str] = set()
         """Values that messages may read to the end of the step."""
         self.done: set[int] = set()

@@ -1,4 +1,4 @@
-"""Checks the targets of a rank file: every op reads what lies on its target, and every copy is read.
+"""Checks the targets of a rank file: every op reads values of its own target, and every copy is read.
 
 A value lies on the target of the node that makes it, what a Copy makes on that to which it leads; on the CPU lie inputs, outputs, all that
 is communicated, sizes, and operands that kernels read on the host. A file without targets has no copies.

@@ -1,4 +1,4 @@
-"""Checks the types inside a rank file: what its nodes make, inferred anew from inputs and weights, is what the file declares.
+"""Checks the types inside a rank file: the types that are inferred again from inputs and weights are those that the file declares.
 
 Inference begins at the graph's inputs, the weights, what arrives from other ranks, and what ops without an ONNX schema make; all
 that lies between is inferred by onnx, at a few legal sizes of the symbols, because equal expressions may be written in many ways.

@@ -1,4 +1,4 @@
-"""Checks a rank file's weights: external tensors lie inside their files, each just where its own tensor lies, and are that one.
+"""Checks a rank file's weights: external tensors are inside their files, each exactly at its own offset, with the right contents.
 
 A weight says which part of which tensor it is (`fc1.weight[0:8, 16:32]`), and so does the file that has its data, for each tensor by
 its name there. What stands in the rank file itself has a hash beside it.

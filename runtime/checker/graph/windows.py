@@ -1,4 +1,4 @@
-"""Windows of convolutions and poolings that are larger than what they slide over, at one size of the symbols.
+"""Windows of convolutions and poolings that are larger than their input, at one size of the symbols.
 
 onnx rounds the number of such windows towards 0, a file's expressions round it down; where windows fit, both are equal. So what such a
 node makes is taken as declared: nothing is said of sizes for which the model itself has no meaning.

@@ -1,1 +1,1 @@
-"""What training promises: state, copies, updates in place, parts of a batch."""
+"""The promises of training: state, copies, updates in place, microbatches."""

@@ -1,5 +1,4 @@
-"""Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of
-decode and prefill.
+"""Checks the manifest's record of generation (`artifact/generation.py`) against the inputs, outputs and caches of decode and prefill.
 
 slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run,
           a narrow decode as many as it says

@@ -208,7 +208,7 @@ class _Rank:
                     yield self._violation(at, fact)
 
     def _runs(self) -> dict[int, int]:
-        """By update the first one of those that it follows directly: they may run as one."""
+        """Maps each update to the first of the updates that it follows directly: they may run as one."""
         runs: dict[int, int] = {}
         first: int | None = None
         for at, node in enumerate(self.nodes):

@@ -1,4 +1,4 @@
-"""Checks what a manifest says of a training: names that are there, numbers that the update nodes have, a schedule that can be followed.
+"""Checks the manifest's record of training: names that exist, numbers that the update nodes have, a schedule that can be followed.
 
 outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
@@ -135,7 +135,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
 
 
 def _scalar_names(training: TrainingRecord) -> dict[str, str]:
-    """By name of each scalar that the runtime can compute its optimizer; scalars that all optimizers share belong to any."""
+    """Maps the name of each scalar that the runtime can compute to its optimizer; scalars that all optimizers share belong to any."""
     names = ("", *training.optimizer.others)
     return {
         scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of

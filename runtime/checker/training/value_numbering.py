@@ -81,7 +81,7 @@ class Numbering:
             rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
         }
         self.sent: dict[tuple[int, int], int] = {}
-        """By tag and target of a message the number of what is sent."""
+        """Maps tag and target of a message to the number of its value."""
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
         self.given: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}

@@ -39,7 +39,7 @@ _NAMED = {
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "collections": {"OrderedDict"},
 }
-"""By module the names that the metadata of a checkpoint may have, beside the types of elements."""
+"""Maps each module to the names that the metadata of a checkpoint may use, besides the types of elements."""
 
 
 class _Metadata(pickle.Unpickler):

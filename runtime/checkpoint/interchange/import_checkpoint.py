@@ -1,4 +1,4 @@
-"""A checkpoint of an artifact from what another library has trained, so that `partc train --resume` goes on with it.
+"""Makes a checkpoint of an artifact from another library's training, so that `partc train --resume` continues it.
 
 Sources are a file of `torch.save` (`torch_file.py`), a folder of torch.distributed.checkpoint, a `.safetensors` file, and a folder of a
 Hugging Face model. Names and shapes are those of the model's modules, in the source as in partc. What the source lacks of the optimizer
@@ -139,7 +139,7 @@ def _of_torch(file: TorchFile, records: list[StateRecord], weights_only: bool) -
 
 
 def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Callable[[], Array]], tuple[str, ...]]:
-    """By tensor of the records the source to read it from, and the unused names. CheckpointError lists all that does not fit."""
+    """Maps each tensor of the records to its source; also returns the unused names. CheckpointError lists all that does not fit."""
     wanted = {one.tensor for one in records}
     unused = [name for name in source.shapes if name not in wanted]
     problems: list[str] = []

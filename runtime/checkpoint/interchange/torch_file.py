@@ -1,4 +1,4 @@
-"""A file of `torch.save` as training scripts write it: the weights, and beside them the optimizer's state and the number of steps.
+"""A file of `torch.save` as training scripts write it: the weights, the optimizer's state and the number of steps.
 
     torch.save(model.state_dict(), "weights.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 300}, "half.pt")
@@ -50,7 +50,7 @@ class TorchFile:
     prefix: str = ""
 
     def tied(self) -> dict[str, str]:
-        """By the name of each weight the first one that shares its memory: of tied weights the one that an optimizer lists."""
+        """Maps each weight to the first weight that shares its storage: of tied weights, the one that an optimizer lists."""
         seen: dict[tuple[object, ...], str] = {}
         found = {}
         for name, one in self.weights.items():

@@ -1,4 +1,4 @@
-"""The state of an optimizer of `torch.optim` and that of a program, which keep the same tensors of a parameter under like names.
+"""The states of an optimizer of `torch.optim` and of a program, which keep the same tensors of a parameter under similar names.
 
     torch     state_dict()["state"][3]["momentum_buffer"]     tensors by the number of a parameter, in the order of the groups
     partc     "fc1.weight.momentum"                           tensors by the name of the parameter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = {"momentum": "momentum_buffer"}
-"""By the name of a slot that of torch's, where it is another."""
+"""Maps the name of a slot to torch's, where they differ."""
 STEP = "step"
 
 
@@ -53,7 +53,7 @@ class StateNames:
 
 
 def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
-    """By the name of a parameter its key in the optimizer's state; CheckpointError where the file does not tell which is which."""
+    """Maps each parameter's name to its key in the optimizer's state; CheckpointError where the file does not determine it."""
     assert file.optimizer is not None
     groups = file.optimizer["param_groups"]
     found: dict[str, Any] = {}

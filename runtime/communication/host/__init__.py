@@ -1,1 +1,1 @@
-"""The data plane of the ranks of one host: what they send and reduce goes through memory that they share."""
+"""The data plane of the ranks of one host: their messages and reductions use memory that they share."""

@@ -1,4 +1,4 @@
-"""Each collective as rounds: which bytes a rank puts into its room, and what it makes of the rooms of all.
+"""Each collective as rounds: the bytes that a rank puts into its part of the shared memory, and their combination.
 
     AllReduce       puts the source; reduces those of all. Of three ranks and more the last one to arrive does, and the others copy it; a
                     large one is reduced in shares: each rank reduces its share of all sources into a second round's room, from which

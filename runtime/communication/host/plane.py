@@ -139,7 +139,7 @@ class DataPlane:
     ) -> None:
         self._segment, self._place, self._watch, self._look, self._own_core = segment, place, watch, look, own_core
         self.places = {rank: at for at, rank in enumerate(ranks) if at != place}
-        """By rank of the host, but this one, its place."""
+        """Maps each other rank of the host to its index."""
         count = len(ranks)
         self._rank = ranks[place]
         lines = segment.map(segment.reserve(LINE * (count + 1)), LINE * (count + 1))
@@ -166,7 +166,7 @@ class DataPlane:
         """The groups with a round that is begun and not put: what is under way is asked many times a step, of few groups or none."""
         self._groups: list[HostGroup] = []
         self._looks: dict[HostGroup, Callable[[], object]] = {}
-        """By group what a rank that waits for it looks at after a sleep."""
+        """Maps each group to the function that a rank waiting for the group calls after a sleep."""
 
     @property
     def under_way(self) -> bool:

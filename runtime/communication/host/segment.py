@@ -28,7 +28,7 @@ class Segment:
         os.truncate(self._file, _SIZE)
         os.write(self._file, token)
         self.address = [f"/proc/{os.getpid()}/fd/{self._file}", token.hex()]
-        """By which another rank adopts it."""
+        """The address by which another rank adopts it."""
         self._next = _PAGE
 
     def adopt(self, path: str, token: str) -> None:

@@ -151,7 +151,7 @@ class ShardSource(IndexedSource):
 
 
 def _named(members: Sequence[str], naming: Naming, where: str) -> dict[str, str]:
-    """By field the ending of its members, `x.npy`; members with an extension that has no decoder are left out."""
+    """Maps each field to the ending of its members, `x.npy`; members with an extension that has no decoder are left out."""
     known = [member for member in members if _extension(member) in DECODERS]
     names = {member.rpartition(".")[0] or member: member for member in known}
     try:

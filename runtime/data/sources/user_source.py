@@ -1,4 +1,4 @@
-"""What the `source` of a user's file is, told by what it can do; torch and datasets are not imported for it.
+"""Finds the kind of the `source` of a user's file by its methods, without an import of torch or datasets.
 
 | `source` | how it is read |
 |---|---|

@@ -1,4 +1,4 @@
-"""Values of the user's as arrays: a tensor's memory is taken as it lies, without a copy, and torch is never imported for it."""
+"""Converts a user's values to arrays: a tensor's memory is used without a copy, and torch is never imported for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank takes of a batch that a stream gives: its records, transformed, in the types and the shards of the model's inputs.
+"""Reads one rank's part of a stream's batch: its records, transformed, in the types and the shards of the model's inputs.
 
 Batches are held against the model whenever they have other types or shapes than the one before. A type never changes; a shape may where
 the model has a symbol for it. A transform sees what it sees of records in files (`data/reader.py`).
@@ -48,7 +48,7 @@ class StreamReader:
         return min(begin for begin, _ in spans), max(end for _, end in spans)
 
     def read(self, given: StreamBatch, position: Position) -> Batch:
-        """By input, what this rank reads of a batch."""
+        """Maps each input to what this rank reads of a batch."""
         place = f"{self.where}: batch {position.batch} of epoch {position.epoch}"
         first, last = self.span(given.size)
         try:

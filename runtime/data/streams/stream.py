@@ -1,4 +1,4 @@
-"""What a stream gives: global batches, each as the user's code made it, or as the records that make one."""
+"""The global batches of a stream, each as the user's code made it, or as the records that make it."""
 
 from __future__ import annotations
 

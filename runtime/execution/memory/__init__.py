@@ -1,1 +1,1 @@
-"""The memory of a step: which actions use which bytes, the proof that no two values meet, and filling what is free."""
+"""The memory of a step: the bytes that actions use, the proof that no two values overlap, and filling of freed memory."""

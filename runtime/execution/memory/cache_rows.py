@@ -1,4 +1,5 @@
-"""Which rows of each of its caches a rank binds in a step: of a prefill that of one slot, of a decode in turns those of one group of slots.
+"""The rows of each of its caches that a rank binds in a step: those of one slot in a prefill, those of one group of slots in a decode in
+turns.
 
 decode     past_k [4, heads, length, size]     all slots of the rank
 decode     past_k [2, heads, length, size]     of two groups the rows of one, where they lie
@@ -50,7 +51,9 @@ class CacheRows:
         return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0], size)
 
     def choose(self, slots: Sequence[int]) -> None:
-        """Lets the next steps compute these slots, as many of each run, one behind the other; UsageError where the rank has others."""
+        """Lets the next steps compute these slots, the same number of each run, one after the other; UsageError where the rank has
+        others.
+        """
         if not self.records:
             return
         mine, begin = slots[self.run * self.size :][: self.size], self.run * self.count
@@ -62,5 +65,5 @@ class CacheRows:
         self.first = first
 
     def places(self) -> dict[str, Placed]:
-        """By name the rows of the chosen slots."""
+        """Maps names to the rows of the chosen slots."""
         return {name: self.state.rows(record, self.first, self.size) for name, record in self.records.items()}

@@ -1,4 +1,4 @@
-"""What each action of a step plan reads and writes, by the values' names: derived from the steps, and from nothing that plans memory.
+"""The values that each action of a step plan reads and writes, by name: derived from the steps, independently of the memory plan.
 
 A value is complete where its writer is done, and `coming` from the posting of its receive, or the begin of its collective, to the wait for
 it. What an action checks must be as it says when it begins; what it sets is so when it ends.
@@ -55,7 +55,7 @@ class Effects:
 
 
 def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollective]) -> Effects:
-    """What an action does; `works` are the collectives that go on beside others."""
+    """The effect of an action; `works` are the collectives that run at the same time."""
     steps = program.steps
     match role.kind:
         case ActionKind.DROPPED:
@@ -143,7 +143,7 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
 
 
 def _in_place(step: Collective) -> dict[str, str]:
-    """By operand of a collective the result that may take its place: of equal size, and without another operand."""
+    """Maps each operand of a collective to the result that may reuse its memory: of equal size, and without another operand."""
     call = step.call
     if call.in_one_buffer:
         return dict(call.parts)

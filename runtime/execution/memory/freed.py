@@ -42,7 +42,7 @@ def pattern(size: int) -> Bytes:
 
 
 class Freed:
-    """Which places are free behind each action of a step plan; `places` by value, and the `arenas` in which they are."""
+    """The places that are free after each action of a step plan; `places` by value, and the `arenas` in which they are."""
 
     def __init__(self, lives: Sequence[Lifetime], places: Mapping[str, Placed], arenas: Sequence[Placed]) -> None:
         self.places, self.arenas = places, arenas

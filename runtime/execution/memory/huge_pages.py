@@ -25,7 +25,7 @@ STEPS = 256
 """After so many steps all memory is in huge pages."""
 _COLLAPSE = 25
 _LEAST = 0.9
-"""How much of a huge page is there before it is one: between weights in malloc's heap a few pages have been given back."""
+"""The share of a huge page that must be in use before it is one: between weights in malloc's heap a few pages have been given back."""
 
 
 def huge_pages() -> Iterator[int]:

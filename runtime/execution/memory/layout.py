@@ -1,4 +1,4 @@
-"""Where the values of a rank's program lie: their table, the memory of its updates, and at given sizes the arena of each target.
+"""The locations of the values of a rank's program: their table, the memory of its updates, and at given sizes the arena of each target.
 
 What runs a program and what tells its memory without running it lay it out by the same functions, here.
 """

@@ -1,4 +1,4 @@
-"""What the proof reads of a step plan: its actions by their roles, where everything lies, and the lanes."""
+"""The view of a step plan that the proof reads: its actions by their roles, the locations of values, and the lanes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Planned(Protocol):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """What each action is, in the order of the actions."""
+        """The role of each action, in the order of the actions."""
         ...
 
     @property
     def works(self) -> Mapping[int, AnyCollective]:
-        """By tag the collectives that go on beside others."""
+        """Maps each tag to the collectives that run at the same time."""
         ...
 
     @property
     def cells(self) -> Mapping[str, Cell]:
-        """By name the values that have a place."""
+        """Maps names to the values that have a place."""
         ...
 
     @property
     def scratch(self) -> Mapping[tuple[int, str], Bytes]:
-        """By tag and side the memory in which a collective packs."""
+        """Maps tag and side to the memory in which a collective packs."""
         ...
 
     @property
     def arenas(self) -> Mapping[str, tuple[int, int]]:
-        """By target the address and the size of its arena."""
+        """Maps each target to the address and the size of its arena."""
         ...

@@ -1,4 +1,4 @@
-"""The proof of a step plan: an action reads what the value's own writer has left there, in every order that lanes allow.
+"""The proof of a step plan: an action reads the bytes that the value's own writer has left there, in every order that lanes allow.
 
 Memory is divided at every end of a place, and each part remembers which value it has. An action must find its operands in all of their
 parts, and what is on its way when the wait for it ends; nothing may be in two places that meet but for what is known to be done in place.
@@ -51,7 +51,7 @@ def refuse_meeting(plan: Planned) -> None:
 
 
 def meetings(plan: Planned) -> Iterator[str]:
-    """What is wrong with the memory of a step plan, a line for each two values that meet."""
+    """The faults of the memory of a step plan, a line for each two values that overlap."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
     memory = _Memory(plan, [*done, *after])
@@ -166,7 +166,7 @@ class _Memory:
         return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
 
     def _bytes(self, place: _Place, parts: Sequence[int]) -> str:
-        """Where parts are, from the begin of the arena or value in which they lie."""
+        """The text of the offsets of parts, from the begin of the arena or value that contains them."""
         if not parts or place.begin >= len(self.addresses):
             return ""
         begin, end = self.addresses[parts[0]], self.addresses[parts[-1] + 1]

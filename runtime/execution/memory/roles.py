@@ -1,4 +1,4 @@
-"""What each action of a step plan is, for whoever must know what it reads and writes.
+"""The role of each action of a step plan, for code that must know what it reads and writes.
 
 STEPS      a step of the program, or a run of copies that is one action
 SENT       the wait for what a step has sent: until then it is read
@@ -25,7 +25,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """An action: the steps that it does, or the step behind which it stands. `name`: the value that ends, `place` its memory."""
+    """An action: the steps that it does, or the step that it follows. `name`: the value that ends, `place` its memory."""
 
     kind: ActionKind
     steps: tuple[int, ...]

@@ -37,7 +37,7 @@ class AtLarge:
         self._promises, self._cells = promises, cells
 
     def look_up(self, step: LookUp) -> Callable[[], object]:
-        """What runs a Pull or a Push."""
+        """The function that runs a Pull or a Push."""
         return partial(self._look_up, step, self._lookup(step))
 
     def collect(self, step: StartCollective) -> None:

@@ -35,7 +35,7 @@ class MessageCalls:
         self._headers = {tag: aligned(HEADER) for tag in self._posts if tag not in promises}
 
     def send(self, index: int, step: Send) -> Action:
-        """What begins to send."""
+        """The function that begins to send."""
         tag, peer, isend, requests = self._wire[step.tag], step.peer, self._transport.isend, self._requests
         promise = self._promises.get(step.tag)
         if promise is None:
@@ -64,7 +64,7 @@ class MessageCalls:
         ]
 
     def post(self, index: int, step: PostRecv) -> Action:
-        """What posts a receive."""
+        """The function that posts a receive."""
         tag, peer, irecv, requests = self._wire[step.tag], step.peer, self._transport.irecv, self._requests
         data = self._tensor(step.value).data if step.tag in self._promises else self._headers[step.tag]
 
@@ -74,7 +74,7 @@ class MessageCalls:
         return post
 
     def receive(self, step: WaitRecv) -> Action:
-        """What waits for a receive."""
+        """The function that waits for a receive."""
         post, wait, what, requests = self._posts[step.tag], self._transport.wait, step.__str__, self._requests
 
         def receive() -> None:

@@ -13,7 +13,9 @@ from ..rank_program import RankProgram
 
 @dataclass(frozen=True)
 class Reach:
-    """What some symbols reach of a program: values, promises by tag, collectives and lookups, and by step the values that it binds."""
+    """The parts of a program that depend on some symbols: values, promises by tag, collectives and lookups, and by step the values that
+    it binds.
+    """
 
     names: Collection[str]
     tags: Collection[int]

@@ -1,4 +1,4 @@
-"""Changes a step plan to other sizes: values that depend on them are placed and bound anew, within each place's memory.
+"""Changes a step plan to other sizes: values that depend on them are placed and bound again, within each place's memory.
 
 A plan's places hold values of the sizes for which it was made, so that smaller ones fit where they are, and what was proven of the
 places holds. What does not fit, or runs on several targets at the same time, is planned anew.

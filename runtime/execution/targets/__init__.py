@@ -1,1 +1,1 @@
-"""What a step does on each of the targets of a rank, and in which order."""
+"""The actions of a step on each of the targets of a rank, and their order."""

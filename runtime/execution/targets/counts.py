@@ -1,4 +1,4 @@
-"""What the targets of a rank have done: copies and their bytes, by the target to which they lead, and switches between targets.
+"""Counts of the targets of a rank: copies and their bytes, by the destination target, and switches between targets.
 
     counts = program.target_counts
     counts.copies["cuda"].bytes / counts.steps       copied to the device in a step
@@ -54,6 +54,6 @@ class TargetCounts:
 
 
 def switches(targets: Mapping[int, str], steps: Sequence[Step]) -> int:
-    """How often the target of what computes changes in a program."""
+    """The number of changes of target between the computations of a program."""
     order = [target for index, target in sorted(targets.items()) if not isinstance(steps[index], Copy)]
     return sum(one != two for one, two in itertools.pairwise(order))

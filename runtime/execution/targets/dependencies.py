@@ -1,4 +1,4 @@
-"""What an action of one target must wait for on another: the law by which targets run at the same time.
+"""The dependencies of an action of one target on those of another: the law by which targets run at the same time.
 
 Each target has a lane of actions, in the order of the file. Two actions of different lanes keep that order if they meet: if one writes
 bytes that the other reads or writes. Bytes are those of a value, so that an action waits for what makes its operands; and those of whatever
@@ -46,12 +46,12 @@ def meet(one: Access, two: Access) -> bool:
 
 
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
-    """What each action waits for. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
+    """The dependencies of each action. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
     cells = _Intervals(accesses)
     written = np.zeros((lanes, cells.count), np.int64)
     touched = np.zeros((lanes, cells.count), np.int64)
     known = np.zeros((lanes, lanes), np.int64)
-    """By lane how much of each is certain to be done when its next action begins."""
+    """For each lane, the number of actions of every lane that are certain to be done when its next action begins."""
     after: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in range(lanes)]
     found: list[Waits] = []
     for access in accesses:

@@ -1,4 +1,4 @@
-"""The lanes of a step: which target's lane each action is in, and what it reads and writes.
+"""The lanes of a step: the lane of each action's target, and the values that the action reads and writes.
 
 The first lane is that of the CPU and of all communication; each other target has one, with the copies from there and to there. A program
 with one target has no lanes, and runs in the order of its file.
@@ -30,7 +30,7 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 
 
 def lanes_of(program: RankProgram) -> dict[str, int]:
-    """By target its lane; empty where one target computes."""
+    """Maps each target to its lane; empty where one target computes."""
     computing = {
         target for index, target in program.targets.of_steps.items() if not isinstance(program.steps[index], Copy)
     }
@@ -39,7 +39,7 @@ def lanes_of(program: RankProgram) -> dict[str, int]:
 
 
 class Accesses:
-    """What the actions of a step plan access; `scratch` are the places in the arena where collectives pack."""
+    """The accesses of the actions of a step plan; `scratch` are the places in the arena where collectives pack."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Accesses:
                 self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
 
     def of(self, role: Role) -> Access:
-        """What an action accesses."""
+        """The accesses of an action."""
         match role.kind:
             case ActionKind.STEPS:
                 accesses = [self._of_step(index) for index in role.steps]
@@ -142,7 +142,7 @@ def _writes(access: Access) -> tuple[Range, ...]:
 
 
 class Lanes:
-    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, which get one more behind them."""
+    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, to which one more is added."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Sessions as actions of a step: bound once where their operands have fixed places, bound anew or called with objects where not."""
+"""Sessions as actions of a step: bound once if their operands have fixed places, otherwise bound again or called with objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SessionCalls:
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
         self.rows: list[tuple[Bind, str, str]] = []
-        """What binds the rows of caches that a step has of some slots, by which name of the session, and their own."""
+        """The function that binds the rows of caches that a step has of some slots, by which name of the session, and their own."""
 
     def bind_rows(self) -> None:
         """Binds the rows of caches anew, since they are other slots'."""
@@ -59,7 +59,7 @@ class SessionCalls:
         self.readers.setdefault(name, []).append((binding, self.values.dtype(name).code, formal))
 
     def segment(self, index: int) -> Callable[[], object]:
-        """What runs the segment that is a step."""
+        """The function that runs the segment that is a step."""
         runner = self.program.runners[index]
         if runner.objects or any(dense(self.values.types[name]) is None for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
@@ -87,7 +87,7 @@ class SessionCalls:
         return partial(runner.session.run_with_iobinding, binding)
 
     def updates(self, updaters: Sequence[Updater | RowUpdater]) -> Callable[[], None]:
-        """What runs the updates of a step, each of many parameters at once."""
+        """The function that runs the updates of a step, each of many parameters at once."""
         calls: list[Callable[[], object]] = []
 
         def shared(name: str, binding: Binding, formal: str, there: Device) -> None:
@@ -164,7 +164,7 @@ class SessionCalls:
         return place
 
     def copies(self, run: Sequence[int]) -> Callable[[], object]:
-        """What runs copies that follow each other to one target, to which they count: neighbours in memory go as one."""
+        """The function that runs consecutive copies to one target, for which they count: neighbors in memory are copied as one."""
         count = self.program.targets.counts.copies_to(self.program.targets.of_steps[run[0]])
         steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
         targets = self.values.targets

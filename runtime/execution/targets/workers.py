@@ -132,7 +132,7 @@ class _Run:
             raise _Stopped
 
     def in_thread(self, lane: int, interrupt: Callable[[int, Exception], None]) -> Callable[[], None]:
-        """What a thread does of the step."""
+        """A thread's share of the step."""
 
         def follow() -> None:
             try:

@@ -1,1 +1,1 @@
-"""The times of steps, for a profile or a trace: which are recorded, how, and what the actions are."""
+"""The times of steps, for a profile or a trace: which steps are recorded, how, and the names of the actions."""

@@ -1,4 +1,4 @@
-"""Which op of which module onnxruntime's own times are of, for a trace: a run of a session belongs to the segment around it.
+"""Assigns onnxruntime's own times to ops and modules, for a trace: a run of a session belongs to the segment around it.
 
 Segments that are equal have one session: of those, a run belongs to the one in whose time its middle lies.
 """
@@ -56,7 +56,7 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
 
 
 def _by_session(steps: Iterable[tuple[StepPlan, list[float], list[float]]]) -> Iterator[list[_Call]]:
-    """By session its calls, in order of time."""
+    """Maps each session to its calls, in order of time."""
     found: dict[int, list[_Call]] = {}
     for at, (plan, starts, seconds) in enumerate(steps):
         for place, (index, _) in enumerate(plan.actions):

@@ -36,7 +36,7 @@ KINDS = (COMPUTE, UPDATE, BEGIN, WAIT)
 
 @dataclass(frozen=True)
 class _Action:
-    """What an action is: its kind, the task to which it counts, and whether it is a wait inside of that task."""
+    """The label of an action: its kind, the task to which it counts, and whether it is a wait inside of that task."""
 
     kind: str
     task: str
@@ -148,7 +148,7 @@ class Profiler:
         return json.dumps(told)
 
     def text(self) -> str:
-        """What was measured as JSON."""
+        """The measurements as JSON."""
         steps = [one for one in self._steps if one.number >= self._first + _WARM] or [*self._steps]
         tasks: dict[str, list[float]] = {}
         waits: dict[str, list[float]] = {}
@@ -168,7 +168,7 @@ class Profiler:
 
 
 def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
-    """The labels of actions: of steps, and of what stands beside them, a wait for a send or the end of a value."""
+    """The labels of actions: of steps, and of the other actions, such as a wait for a send or the end of a value."""
     cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
     found = []
@@ -184,7 +184,7 @@ def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
 
 
 def _busy(plan: StepPlan) -> dict[str, list[int]]:
-    """By target the places of the actions that compute or copy there; empty where one target computes."""
+    """Maps each target to the places of the actions that compute or copy there; empty where one target computes."""
     if plan.lanes is None:
         return {}
     found: dict[str, list[int]] = {}

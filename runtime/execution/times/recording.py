@@ -1,4 +1,4 @@
-"""Which steps of a program are recorded for a profile or a trace, and what goes on between them.
+"""The steps of a program that are recorded for a profile or a trace, and the work between them.
 
     recording = Recording(program, write, range(100, 111))
     for number in steps:

@@ -1,4 +1,4 @@
-"""What onnxruntime itself measured of the nodes of sessions, on the clock of `time.perf_counter`.
+"""onnxruntime's own measurements of the nodes of sessions, on the clock of `time.perf_counter`.
 
     session = new_session(..., profile="folder/rank0.0")      # from here on onnxruntime notes every node of every run
     SessionRuns().of(session)                                 # ends that, and reads the session's file

@@ -1,4 +1,4 @@
-"""What the actions of a step plan are, for a trace: a name, a kind, the task and module, bytes, and the other end of a message."""
+"""The actions of a step plan as a trace shows them: a name, a kind, the task and module, bytes, and the other end of a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", Acti
 
 
 def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
-    """By action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
+    """For each action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
 
     A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
     """

@@ -1,4 +1,4 @@
-"""A bias beside a sharded contraction: every rank makes a term of the product, and one rank alone adds the bias."""
+"""A bias next to a sharded contraction: every rank makes a term of the product, and only one rank adds the bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices of which each is one problem: every other dim is free."""
+"""Ops on matrices, each of which is one problem: every other dim is free."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ SLOPES: dict[str, Slope] = {
     "Tanh": lambda g, x: _one_minus(g, _square(g, g.output(0))),
     "ThresholdedRelu": lambda g, x: g.mask(g.Greater(x, g.constant(g.attribute("alpha", 1.0), x)), x),
 }
-"""By op the derivative of its output by its input, element by element. An op with a slope needs no more than its line here."""
+"""Maps each op to the derivative of its output by its input, element by element. An op with a slope needs no more than its line here."""
 _FOLLOWING = (
     *("Abs", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Selu", "Shrink", "Sigmoid", "Softsign"),
     *("Swish", "Tanh", "ThresholdedRelu"),

@@ -98,7 +98,7 @@ class _Along:
 
 
 _Slices = dict[str, tuple[str, _Along]]
-"""By a body's value, one slice a turn, the tensor of them all."""
+"""Maps each value of a body, a slice for each iteration, to the tensor of all slices."""
 
 
 @dataclass(frozen=True)

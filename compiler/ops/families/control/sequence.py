@@ -1,4 +1,4 @@
-"""Sequences, optionals and strings, of which nothing is sharded, and the reversal of sequences that lie in one tensor."""
+"""Sequences, optionals and strings, which are never sharded, and the reversal of sequences that are in one tensor."""
 
 from __future__ import annotations
 

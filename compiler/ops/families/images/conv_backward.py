@@ -1,4 +1,4 @@
-"""What flows back through the windows of a convolution: the cotangent of its input, and of its weight.
+"""The gradient of a convolution through its windows: the cotangent of its input, and of its weight.
 
 The cotangent of the input is the transposed convolution of the output's. That of the weight is a product a place of the kernel, dY
 times the input as this place saw it; which form computes it fastest depends on the shapes (see `weight`).
@@ -154,7 +154,7 @@ def _by_columns(g: GradientBuilder, x: str, dy: str, size: Sequence[int], window
 
 
 def columns_of(g: GradientBuilder, x: str, windows: Windows) -> str:
-    """By channel the elements that each place of the kernel sees, as further channels (im2col)."""
+    """The elements that each place of the kernel sees in each channel, as further channels (im2col)."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
     single = g.reshape(x, [-1, 1, *[0] * len(windows.kernel)])

@@ -1,4 +1,4 @@
-"""How the windows of a convolution or a pooling lie in an image.
+"""The positions of the windows of a convolution or a pooling in an image.
 
 Along a spatial dim neighbouring windows overlap, and so it stays replicated, but where every window lies in its own stretch of the
 input: a kernel no larger than its stride, no padding, and an input that the stride divides. Then shards have whole windows.

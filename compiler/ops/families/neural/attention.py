@@ -232,7 +232,7 @@ def _by_heads(g: GradientBuilder, x: str, heads: int) -> str:
 
 
 def _scale(g: GradientBuilder, query: str) -> str:
-    """By what the scores are multiplied: as the node says, or 1 / sqrt(depth)."""
+    """The factor of the scores: as the node says, or 1 / sqrt(depth)."""
     given, depth = g.attribute("scale"), _dim(g, query, _DEPTH)
     if given is None and not isinstance(depth, int):
         return str(g.Reciprocal(g.Sqrt(g.size_of(query, [_DEPTH], like=query))))
