@@ -17,7 +17,7 @@ def load(
     `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
     decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` what torch exports is run on small
     inputs, and refused where its numbers are not those of the module. `keep`: whether the export of a folder
-    that was compared is kept for the next command.
+    is kept for the next command.
     """
     if path.is_dir():
         from partc.compiler.frontend.huggingface.folder import load_folder

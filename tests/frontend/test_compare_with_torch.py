@@ -65,7 +65,7 @@ def test_a_difference_of_a_training_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose weights are more than a third of the memory; outputs that are drawn. Dropout is off on both sides."""
+    """A model whose weights are more than a fifth of the memory; outputs that are drawn. Dropout is off on both sides."""
     module = torch.nn.Sequential(torch.nn.Linear(6, 70), torch.nn.BatchNorm1d(70), torch.nn.Dropout(0.5)).train()
 
     class Drawn(torch.nn.Module):
@@ -86,7 +86,7 @@ def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(statistics, module[1].running_mean)
     monkeypatch.setattr(compare_with_torch, "_free_memory", lambda: 1000)
     (note,) = compare_with_torch.compare_with_torch(model)
-    assert note.endswith("of weights are more than a third of 1000 B")
+    assert note.endswith("of weights are more than a fifth of 1000 B")
 
 
 def test_commands_refuse_an_export_that_is_not_torchs(

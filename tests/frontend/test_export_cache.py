@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 from partc.cli.main import invoke
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface import export_cache
 from partc.compiler.frontend.huggingface.safetensors_files import stored_tensors
+from partc.compiler.frontend.torch import compare_with_torch
 from partc.compiler.frontend.torch.torch_model import torch_model_of
 from partc.compiler.pipeline import Report, compile_model
 
@@ -94,6 +96,24 @@ def test_weights_are_those_of_the_folder_now(kept: Path, tmp_path: Path) -> None
     assert (torch_model.tensors()[name].detach().numpy() == tensor.numpy()).all()
     (tmp_path / "plan.yaml").write_text(PLAN)
     assert invoke(["verify", str(tmp_path / "llama"), "--plan", str(tmp_path / "plan.yaml")]) == 0
+
+
+def test_an_export_is_compared_once_whoever_kept_it(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared = list[str]()
+
+    def compare(model: ir.Model) -> list[str]:
+        compared.append(str(model.graph.name))
+        return ["it is too large"]
+
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    monkeypatch.setattr(compare_with_torch, "compare_with_torch", compare)
+    for wanted, count in ((False, 0), (False, 0), (True, 1), (True, 1), (False, 1)):
+        source = load(kept / "llama", cache=True, compare=wanted)
+        assert len(compared) == count
+        assert ("it is too large" in source.declared.warnings) is (count > 0)
+        monkeypatch.setattr(torch.onnx, "export", None)
 
 
 def test_a_key_is_of_all_that_an_export_depends_on(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

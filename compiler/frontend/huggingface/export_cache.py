@@ -52,7 +52,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 class Export:
     """A folder's export without its weights: the source, by weight the name of its tensor in the files, and how torch called the module.
 
-    `inputs`, `outputs`, `sizes`, `arguments` are those of `TorchModel`, `names` those of parameters and buffers.
+    `inputs`, `outputs`, `sizes`, `arguments` are those of `TorchModel`, `names` those of parameters and buffers. `compared`: whether it was
+    compared with the module, or is too large for that.
     """
 
     source: Source
@@ -62,6 +63,7 @@ class Export:
     sizes: Mapping[str, int]
     arguments: Sequence[str]
     names: Sequence[str]
+    compared: bool = False
 
 
 def home() -> Path | None:
@@ -159,7 +161,14 @@ def _export(proto: onnx.ModelProto, facts: dict[str, Any], path: Path, where: st
     inputs = [Spec(name, tuple(dims), ir.DataType(code)) for name, dims, code in facts["inputs"]]
     source = Source(model, declared)
     return Export(
-        source, facts["weights"], inputs, facts["outputs"], facts["sizes"], facts["arguments"], facts["names"]
+        source,
+        facts["weights"],
+        inputs,
+        facts["outputs"],
+        facts["sizes"],
+        facts["arguments"],
+        facts["names"],
+        facts["compared"],
     )
 
 
@@ -185,6 +194,7 @@ def keep(key: str, folder_name: str, export: Export) -> str:
         "sizes": export.sizes,
         "arguments": export.arguments,
         "names": export.names,
+        "compared": export.compared,
     }
     for name in export.weights:
         value = model.graph.initializers.pop(name)

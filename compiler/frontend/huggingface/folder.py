@@ -48,20 +48,24 @@ def load_folder(
 ) -> Source:
     """The model in a folder, `known`, `cache` and `compare` as of `load`. Raises CompileError with all that is wrong with it.
 
-    `keep`: whether a kept export may be used, and one that was compared is kept.
+    `keep`: whether a kept export may be used, and a new one is kept.
     """
     folder = path.resolve()
     config = _settings(folder)
     files = float_weights(config, stored_tensors(folder), folder.name)
     key = export_cache.key_of(folder, files, cache) if keep and export_cache.home() is not None else ""
-    if key and (found := export_cache.read(key, folder.name)) is not None:
-        known(found.names)
-        return _with_weights(found, folder, config, files, cache)
-    source, export = _exported(folder, config, files, known, cache)
+    export = export_cache.read(key, folder.name) if key else None
+    if export is not None:
+        known(export.names)
+        source = _with_weights(export, folder, config, files, cache)
+        if export.compared or not compare:
+            return source
+    else:
+        source, export = _exported(folder, config, files, known, cache)
     if compare:
         source = compared(source)
-    if key and compare and export is not None:
-        warning = export_cache.keep(key, folder.name, replace(export, source=source))
+    if key and export is not None:
+        warning = export_cache.keep(key, folder.name, replace(export, source=source, compared=compare))
         if warning:
             declared = replace(source.declared, warnings=(*source.declared.warnings, warning))
             source = replace(source, declared=declared)
