@@ -259,6 +259,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
     from partc.cli.output.training_stats import evaluation_lines
     from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 
+    if artifact.manifest.lacks_weights:
+        yield "the artifact has no weights: its figures are those of the types and shapes"
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.value_info import Array
 
 Box: TypeAlias = "tuple[slice, ...]"
@@ -26,6 +27,22 @@ class ComputedTensor(ir.LazyTensor):
 
         self.compute = compute
         super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
+
+
+class AbsentError(CompileError):
+    """A pass needs the numbers of a weight of a model that is compiled without weights."""
+
+
+class AbsentTensor(ComputedTensor):
+    """A weight of which only name, type and shape are known; AbsentError where its numbers are read."""
+
+    def __init__(self, dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
+        def compute(box: Box) -> Array:
+            fact, law = "the graph depends on its numbers", "the model is compiled without weights"
+            help_ = "compile with weights: leave out --no-weights, or name their folder with --weights"
+            raise AbsentError(Problem(f"weight '{name}'", fact, law, help_))
+
+        super().__init__(compute, dtype, shape, name)
 
 
 def full_box(shape: Sequence[int]) -> Box:
