@@ -155,7 +155,7 @@ def command(
 
 def document(report: Report, spent: float) -> dict[str, object]:
     """The JSON document of a compile; byte counts of dynamic shapes are expressions in the symbols."""
-    from partc.cli.output.stats import rank_stats
+    from partc.cli.output.stats import all_rank_stats
     from partc.compiler.sharding.values.budget import largest_first
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
@@ -163,10 +163,9 @@ def document(report: Report, spent: float) -> dict[str, object]:
     artifact = open_artifact(report.out, trust=True)
     sizes = typical_sizes(artifact.manifest)
     ranks = []
-    for rank in range(artifact.manifest.ranks):
-        one = rank_stats(artifact, rank, sizes)
+    for one in all_rank_stats(artifact, sizes):
         figures = {"nodes": one.nodes, "weights": one.weights, "received": one.received.text, "sent": one.sent.text}
-        ranks.append({"rank": rank, **figures})
+        ranks.append({"rank": one.rank, **figures})
     return {
         "folder": str(report.out),
         "ranks": ranks,
@@ -239,13 +238,13 @@ def _elements(value: ir.Value) -> int:
 
 def ranks_table(folder: Path) -> Table:
     """A row per rank: nodes, weights, bytes in and out as expressions, where one is too long at the sizes that the title names."""
-    from partc.cli.output.stats import Moved, rank_stats
+    from partc.cli.output.stats import Moved, all_rank_stats
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(folder, trust=True)
     sizes = typical_sizes(artifact.manifest)
-    stats = [rank_stats(artifact, rank, sizes) for rank in range(artifact.manifest.ranks)]
+    stats = all_rank_stats(artifact, sizes)
     readable = all(len(some.text) <= _READABLE for one in stats for some in (one.received, one.sent))
 
     def text(some: Moved) -> str:
