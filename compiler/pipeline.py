@@ -22,7 +22,7 @@ from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
-from partc.compiler.frontend.source import Known, Source
+from partc.compiler.frontend.source import Known, Source, Weights
 from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Complete, Loaded, Lowered, Scheduled
 from partc.compiler.ir.training import ProgramKind
@@ -312,6 +312,7 @@ def compile_model(
     verify_passes: bool = False,
     compare: bool = True,
     keep: bool = True,
+    weights: Weights = True,
     loaded: Callable[[Source], None] = lambda source: None,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
@@ -319,7 +320,8 @@ def compile_model(
     `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
     standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
     told what begins. `verify_passes`: whether the program is verified after each pass. `compare`: whether what torch exports is compared
-    with its module. `keep`: whether the export of a folder is kept for the next command. `loaded` gets the model before passes edit it.
+    with its module. `keep`: whether the export of a folder is kept for the next command. `weights`: where those
+    of a folder are; with False the artifact has none. `loaded` gets the model before passes edit it.
     The plan is read first: what is wrong in it by itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
@@ -330,7 +332,7 @@ def compile_model(
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
         cache = chosen is not None and chosen.generate is not None
-        source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep)
+        source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep, weights=weights)
         loaded(source)
         return _compiled(source, model, chosen, plan, out, options, watch)
 
@@ -408,7 +410,7 @@ def _write(
         warnings.extend(prove(folder, source.model, program.name) if check else ())
 
     watch("emit")
-    manifest = emit(program, out, sources, texts, inner, checked)
+    manifest = emit(program, out, sources, texts, inner, checked, source.absent)
     return Report(replace(program, warnings=(*program.warnings, *warnings)), manifest, out)
 
 

@@ -59,6 +59,8 @@ def command(folder: Path, memory: bool) -> int:
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
     console.echo(f"{folder}: ok, {', '.join(parts)}")
+    if checked.lacks_weights:
+        console.echo("without weights: none of their files is there, and the artifact cannot be run")
     if memory:
         console.echo("memory: no two values of a step overlap while both are needed, at typical sizes")
     for name in checked.named:

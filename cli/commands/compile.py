@@ -46,6 +46,12 @@ _NAMED = 4
 @click.option("--configuration", metavar="NAME", help="The model's device configuration to use; 'none' ignores all.")
 @click.option("--no-check", is_flag=True, help="Skip the check of the written files by the checker and onnxruntime.")
 @click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of the weights of a MODEL that is a folder with its configuration.",
+)
+@click.option("--no-weights", is_flag=True, help="Read no weights of a folder; the artifact can be looked at, not run.")
 @no_cache
 @click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_normalize.ir and on.")
 @click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
@@ -58,16 +64,22 @@ def command(
     configuration: str | None,
     no_check: bool,
     no_compare: bool,
+    weights: Path | None,
+    no_weights: bool,
     no_cache: bool,
     dump_ir: bool,
     verify_passes: bool,
 ) -> int:
     """Compile MODEL (.onnx, .py or a folder of transformers) by a plan into one ONNX program per rank.
 
+    With --no-weights `config.json` is all that a folder needs: its weights are names, types and shapes, and `partc check`, `inspect`,
+    `report` and `simulate` take the artifact as any other. --weights compiles the same with the weights of another folder.
+
     An existing output folder is replaced when the new artifact is complete, and only if it is empty or holds nothing but an artifact.
 
     \b
     partc compile model.py --plan plan.yaml -o build/
+    partc compile llama/ --plan plan.yaml --no-weights
     """
     import time
 
@@ -78,7 +90,10 @@ def command(
         from partc.cli.output.slots import slot_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
+        from partc.runtime.errors import UsageError
 
+    if weights is not None and no_weights:
+        raise UsageError("--weights and --no-weights exclude each other\n  help: leave out one of the two")
     begin = time.perf_counter()
     with CompileWatch() as watch:
         report = compile_model(
@@ -94,6 +109,7 @@ def command(
             verify_passes,
             not no_compare,
             keep=not no_cache,
+            weights=False if no_weights else weights or True,
         )
     spent = time.perf_counter() - begin
     if console.as_json():
@@ -127,15 +143,19 @@ def command(
         once = shlex.join(["partc", "export", str(model), *cache, "-o", f"{model.absolute().stem}.onnx"])
         later = "the next command takes this export (partc cache)" if report.kept else f"to export it once: {once}"
         console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; {later}")
+    if report.manifest.lacks_weights:
+        console.echo(
+            "without weights: the artifact can be checked, inspected, reported and simulated, and cannot be run"
+        )
     console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
-    if report.program.training is not None and plan is not None:
+    if report.program.training is not None and plan is not None and not report.manifest.lacks_weights:
         console.echo(f"train it with: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
     return 0
 
 
 def document(report: Report, spent: float) -> dict[str, object]:
     """The JSON document of a compile; byte counts of dynamic shapes are expressions in the symbols."""
-    from partc.cli.output.stats import rank_stats
+    from partc.cli.output.stats import all_rank_stats
     from partc.compiler.sharding.values.budget import largest_first
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
@@ -143,10 +163,9 @@ def document(report: Report, spent: float) -> dict[str, object]:
     artifact = open_artifact(report.out, trust=True)
     sizes = typical_sizes(artifact.manifest)
     ranks = []
-    for rank in range(artifact.manifest.ranks):
-        one = rank_stats(artifact, rank, sizes)
+    for one in all_rank_stats(artifact, sizes):
         figures = {"nodes": one.nodes, "weights": one.weights, "received": one.received.text, "sent": one.sent.text}
-        ranks.append({"rank": rank, **figures})
+        ranks.append({"rank": one.rank, **figures})
     return {
         "folder": str(report.out),
         "ranks": ranks,
@@ -219,13 +238,13 @@ def _elements(value: ir.Value) -> int:
 
 def ranks_table(folder: Path) -> Table:
     """A row per rank: nodes, weights, bytes in and out as expressions, where one is too long at the sizes that the title names."""
-    from partc.cli.output.stats import Moved, rank_stats
+    from partc.cli.output.stats import Moved, all_rank_stats
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(folder, trust=True)
     sizes = typical_sizes(artifact.manifest)
-    stats = [rank_stats(artifact, rank, sizes) for rank in range(artifact.manifest.ranks)]
+    stats = all_rank_stats(artifact, sizes)
     readable = all(len(some.text) <= _READABLE for one in stats for some in (one.received, one.sent))
 
     def text(some: Moved) -> str:

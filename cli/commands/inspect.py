@@ -71,13 +71,12 @@ def command(
     from partc.cli.job.inputs import choose_sizes
     from partc.cli.output.memory import memory_table
     from partc.cli.output.pipeline import pipeline_of, rows_text
-    from partc.cli.output.stats import rank_stats
+    from partc.cli.output.stats import all_rank_stats, by_rank
     from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
     from partc.compiler.cost.memory import memory_of_ranks
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.errors import UsageError
 
     artifact = open_artifact(folder, trust=True, program=program)
@@ -100,13 +99,11 @@ def command(
     if problems:
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
-    stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
-    targets = [one for k in range(manifest.ranks) for one in target_stats(unrolled(artifact.model(k)), k, sizes)]
+    stats = all_rank_stats(artifact, sizes)
+    targets = [one for some in by_rank(artifact, lambda model, k: target_stats(model, k, sizes)) for one in some]
     memory = memory_of_ranks(artifact, sizes)
     trains = manifest.training is not None and any(record.next for record in manifest.state)
-    trained = [
-        training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
-    ]
+    trained = by_rank(artifact, lambda model, k: training_stats(manifest, model, k, sizes)) if trains else []
     if as_json:
         parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "training": trained}
         found = {**_as_json(artifact, sizes, parts), "memory": [one.as_json() for one in memory]}
@@ -259,6 +256,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
     from partc.cli.output.training_stats import evaluation_lines
     from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 
+    if artifact.manifest.lacks_weights:
+        yield "the artifact has no weights: its figures are those of the types and shapes"
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())

@@ -202,6 +202,7 @@ def command(
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
     from partc.compiler.frontend import load
+    from partc.compiler.frontend.huggingface.safetensors_files import has_weights
     from partc.runtime.errors import UsageError
 
     options = {
@@ -224,7 +225,7 @@ def command(
         raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
     if out is not None and out.exists():
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
-    name = model.absolute().name
+    name, weights = model.absolute().name, has_weights(model) if model.is_dir() else True
     if ranks is not None:
         from partc.cli.machine.trials import run_fastest
         from partc.cli.simulation.search import Options, searched
@@ -233,7 +234,9 @@ def command(
         fixed = Fixed(tp, dp, stages)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
         with kept():
-            found = searched(load(model, compare=not no_compare, keep=not no_cache), name, request, run_fastest)
+            found = searched(
+                load(model, compare=not no_compare, keep=not no_cache, weights=weights), name, request, run_fastest
+            )
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)
@@ -262,7 +265,7 @@ def command(
             )
     generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
-    source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache)
+    source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache, weights=weights)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
     rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml") if section else None
     if section or not reordered(source):  # what is in another order is proposed as the float model

@@ -318,7 +318,9 @@ def prepare(job: Job) -> tuple[Job, Manifest]:
     """The job with what was read of its prompts, and the manifest, after every check that needs no rank; PartcError for what is wrong."""
     from partc.runtime.artifact.manifest import open_artifact
 
-    manifest = open_artifact(job.folder, trust=True).manifest
+    artifact = open_artifact(job.folder, trust=True)
+    artifact.refuse_without_weights()
+    manifest = artifact.manifest
     steps = job.inference.repeat if job.training is None else None
     refuse_profile(job.reporting, steps)
     if job.training is not None:

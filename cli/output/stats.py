@@ -6,8 +6,9 @@ Bytes moved are those of messages and of collectives, of which a rank gets as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from partc.cli.output.training_stats import state_bytes
 from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_tensor, of_text
@@ -15,6 +16,11 @@ from partc.runtime.artifact.format import BYTES, DOMAIN, TAG
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+T = TypeVar("T")
 
 _UNKNOWN = "unknown"
 
@@ -39,9 +45,23 @@ class RankStats:
     received: Moved
 
 
-def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
-    """The numbers of a rank, with the symbols at these sizes."""
-    model, manifest = unrolled(artifact.model(rank)), artifact.manifest
+def by_rank(artifact: Artifact, figures: Callable[[ModelProto, int], T]) -> list[T]:
+    """By rank the `figures` of its program, which is read and unrolled once for all ranks of a file: their ops and sizes are the same."""
+    found: dict[int, T] = {}
+    for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
+        model = unrolled(artifact.model(ranks[0]))
+        found |= {rank: figures(model, rank) for rank in ranks}
+    return [found[rank] for rank in sorted(found)]
+
+
+def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankStats]:
+    """The numbers of all ranks."""
+    return by_rank(artifact, lambda model, rank: rank_stats(artifact, rank, sizes, model))
+
+
+def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: ModelProto | None = None) -> RankStats:
+    """The numbers of a rank, with the symbols at these sizes; `model`: its program, unrolled, where it is read already."""
+    model, manifest = model or unrolled(artifact.model(rank)), artifact.manifest
     stated, messages = {one.tag: one.bytes for one in manifest.collectives}, manifest.messages_of(rank)
     collectives = [  # as the rank's own nodes state them
         metadata_of(node, BYTES, stated[tag])

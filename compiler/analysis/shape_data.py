@@ -22,6 +22,7 @@ from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, is_integral, normal
 from partc.compiler.dims.reading import read
+from partc.compiler.ir.computed import is_absent
 
 LARGEST = 256
 FINEST = 1024
@@ -46,7 +47,7 @@ def entries_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entries | 
         return None
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is not None:
-        if tensor.size > LARGEST or tensor.dtype not in _INTEGERS | _FLOATS | {ir.DataType.BOOL}:
+        if is_absent(tensor) or tensor.size > LARGEST or tensor.dtype not in _INTEGERS | _FLOATS | {ir.DataType.BOOL}:
             return None
         return _array([_number(one) for one in tensor.numpy().ravel().tolist()], tuple(tensor.shape.numpy()))
     held = ctx.get_symbolic_value(value) if SYM_DATA_KEY in value.metadata_props else None

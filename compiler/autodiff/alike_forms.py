@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.ir.computed import is_absent
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.value_info import Array
 
@@ -109,7 +110,7 @@ def _kind(value: ir.Value, constant: ir.TensorProtocol | None) -> tuple[Hashable
     if constant is None:
         return kind
     dims: Sequence[Any] = constant.shape.dims
-    few = math.prod(dims) <= _FEW and constant.dtype != ir.DataType.STRING
+    few = math.prod(dims) <= _FEW and constant.dtype != ir.DataType.STRING and not is_absent(constant)
     return *kind, constant.dtype, dims, constant.tobytes() if few else constant
 
 

@@ -38,15 +38,17 @@ def emit(
     texts: Mapping[str, str] | None = None,
     inner: Sequence[Complete] = (),
     prove: Callable[[Path], None] = lambda folder: None,
+    absent: bool = False,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
+    `absent`: whether the weights' files are left out.
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
     """
     try:
         with replacing_folder(out) as folder:
-            manifest = _write_all([program, *inner], folder, sources, texts or {})
+            manifest = _write_all([program, *inner], folder, sources, texts or {}, absent)
             prove(folder)
             return manifest
     except ObstacleError as error:
@@ -68,6 +70,7 @@ def _write_all(
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
+    absent: bool,
 ) -> fmt.Manifest:
     """Writes the programs of an artifact, the main one first; its manifest."""
     files: dict[str, fmt.FileRecord] = {}
@@ -79,7 +82,7 @@ def _write_all(
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
         weights = owners({part.rank: part.weights for part, _ in program.alike}, shards, locations)
-        written, found = write_weights(folder, weights, shards, own, name)
+        written, found = write_weights(folder, weights, shards, own, name, absent)
         files |= written
         locations |= found
         rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations))

@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
+from partc.compiler.ir.computed import is_absent
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.checker.structures import Structure, check_model, check_structures, refusal, structures
 from partc.runtime.errors import Violation
@@ -71,7 +72,7 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes <= _INLINE_BYTES:
             value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
-        elif tensor is not None and tensor.nbytes > _INLINE_BYTES:
+        elif tensor is not None and (tensor.nbytes > _INLINE_BYTES or is_absent(tensor)):
             value.const_value = None
             light.graph.initializers.pop(name)
             if value not in light.graph.inputs:

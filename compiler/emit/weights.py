@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.names import Names
-from partc.compiler.ir.computed import Box, ComputedTensor, WidenedTensor, runs_of, shard_of
+from partc.compiler.ir.computed import AbsentError, Box, ComputedTensor, WidenedTensor, runs_of, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.compiler.ir.sharded import ShardedValue
@@ -86,11 +86,16 @@ class Location:
 
 
 def is_inline(tensor: ir.TensorProtocol) -> bool:
-    """Whether a weight stays inside the rank file: tiny ones, strings, and integers that shape arithmetic reads."""
+    """Whether a weight stays inside the rank file: tiny ones, strings, integers that shape arithmetic reads; none without numbers."""
     if tensor.dtype == ir.DataType.STRING:
         return True
     limit = 8 * INLINE_BYTES if tensor.dtype.is_integer() else INLINE_BYTES
-    return tensor.nbytes <= limit
+    if tensor.nbytes > limit:
+        return False
+    try:
+        return not isinstance(tensor, ir.LazyTensor) or tensor.numpy() is not None
+    except AbsentError:
+        return False
 
 
 def write_weights(
@@ -99,10 +104,12 @@ def write_weights(
     shards: WeightShards,
     names: Names,
     program: str = "",
+    absent: bool = False,
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
-    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact.
+    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact. `absent`: no file is
+    written; its record has the size that it would have, and no hash.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
@@ -111,7 +118,7 @@ def write_weights(
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
-        written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
+        written = {file: writers.submit(_write_file, folder, file, weights, absent) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
         shards.of(one).stored: results[weights_file(rank, program)][1][names[one.value]]
@@ -122,12 +129,19 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]]
+    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]], absent: bool
 ) -> tuple[FileRecord, dict[str, Location]]:
     shards = sorted(weights, key=lambda item: (-item[1].data.dtype.bitwidth, item[0]))
     ordered = [(name, shard.data, shard.data.nbytes) for name, shard in shards]
     rows = [(name, *_in_format(tensor), size) for name, tensor, size in ordered]
     prefix = header_bytes(rows, {name: shard.text for name, shard in shards}, _PAGE)
+    locations: dict[str, Location] = {}
+    end = len(prefix)
+    for name, _, size in ordered:
+        locations[name] = Location(file, end, size)
+        end += size
+    if absent:
+        return FileRecord(bytes=end, sha256=""), locations
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     running = RunningSums(prefix)
@@ -143,11 +157,6 @@ def _write_file(
                 hashed = hasher.submit(running.update, data)
                 _write_all(out, data)
                 hashed.result()
-    locations: dict[str, Location] = {}
-    end = len(prefix)
-    for name, _, size in ordered:
-        locations[name] = Location(file, end, size)
-        end += size
     sums = running.sums()
     return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.source import Known, Source, compared, nothing
+from partc.compiler.frontend.source import Known, Source, Weights, compared, nothing
 from partc.runtime.garbage_collection import uncollected
 
 
 def load(
-    path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False, keep: bool = True
+    path: Path,
+    known: Known = nothing,
+    *,
+    cache: bool = False,
+    compare: bool = False,
+    keep: bool = True,
+    weights: Weights = True,
 ) -> Source:
     """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
 
     `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
     decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` what torch exports is run on small
     inputs, and refused where its numbers are not those of the module. `keep`: whether the export of a folder
-    is kept for the next command.
+    is kept for the next command. `weights`: where those of a folder are.
     """
+    if weights is not True and not path.is_dir():
+        fact = "--weights and --no-weights are for the folder of a model of transformers"
+        raise CompileError(Problem(str(path), fact, help="leave it out"))
     if path.is_dir():
         from partc.compiler.frontend.huggingface.folder import load_folder
 
-        return load_folder(path, known, cache=cache, compare=compare, keep=keep)
+        return load_folder(path, known, cache=cache, compare=compare, keep=keep, weights=weights)
     source = _loaded(path, known, cache)
     return compared(source) if compare and source.exported else source
 

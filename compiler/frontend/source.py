@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from partc.compiler.ir.declared import Declared
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnx_ir as ir
 
 
 Known: TypeAlias = "Callable[[Sequence[str]], None]"
 """A callback that checks the names of a module's tensors as soon as they are known; it raises CompileError."""
+
+
+Weights: TypeAlias = "bool | Path"
+"""Where the weights of a folder's model are: in itself, nowhere, or in another folder."""
 
 
 def nothing(names: Sequence[str]) -> None:
@@ -25,7 +31,7 @@ class Source:
     """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
 
     `exported`: whether torch exported it, which takes seconds to minutes. `kept`: whether that
-    is kept for the next command. `quantized`: whether the plan's `quantize` is done.
+    is kept for the next command. `quantized`: whether the plan's `quantize` is done. `absent`: whether weights are names, types and shapes.
     """
 
     model: ir.Model
@@ -33,6 +39,7 @@ class Source:
     exported: bool = False
     kept: bool = False
     quantized: bool = False
+    absent: bool = False
 
 
 def compared(source: Source) -> Source:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.ir.computed import is_absent
 
 _FEW = 64
 _NUMBERS_AND_TEXTS = frozenset(
@@ -22,8 +23,8 @@ def key_of(node: ir.Node) -> Hashable | None:
     """The facts about a node that rules may read; None where they are too much to compare.
 
     It is the op with its opset and attributes, per operand its dims, type and numbers if it is a constant, and per output its dims
-    and whether it has a name. Of a constant of more than 64 elements a rule reads the dims alone, unless these are integers: then, as
-    for texts and for a node with bodies or tensors as attributes, there is no key.
+    and whether it has a name. Of a constant of more than 64 elements, or without numbers, a rule reads the dims alone, unless these
+    are integers: then, as for texts and for a node with bodies or tensors as attributes, there is no key.
     """
     domain, graph = node.domain, node.graph
     opsets = {} if graph is None else graph.opset_imports
@@ -43,7 +44,7 @@ def key_of(node: ir.Node) -> Hashable | None:
             if tensor.dtype == ir.DataType.STRING:
                 return None
             dims: Sequence[Any] = tensor.shape.dims
-            if math.prod(dims) <= _FEW:
+            if math.prod(dims) <= _FEW and not is_absent(tensor):
                 key.append(tensor.tobytes())
             elif not tensor.dtype.is_floating_point():
                 return None

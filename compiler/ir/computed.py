@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.value_info import Array
 from partc.runtime.files.regular import open_regular
 
@@ -40,6 +41,27 @@ class WidenedTensor(ComputedTensor):
 def widens(source: ir.DataType, dtype: ir.DataType) -> bool:
     """Whether the artifact keeps the elements of a tensor in `source` where they are computed in `dtype`."""
     return dtype == ir.DataType.FLOAT and source in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+class AbsentError(CompileError):
+    """A pass needs the numbers of a weight of a model that is compiled without weights."""
+
+
+class AbsentTensor(ComputedTensor):
+    """A weight of which only name, type and shape are known; AbsentError where its numbers are read."""
+
+    def __init__(self, dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
+        def compute(box: Box) -> Array:
+            fact, law = "the graph depends on its numbers", "the model is compiled without weights"
+            help_ = "compile with weights: leave out --no-weights, or name their folder with --weights"
+            raise AbsentError(Problem(f"weight '{name}'", fact, law, help_))
+
+        super().__init__(compute, dtype, shape, name)
+
+
+def is_absent(tensor: object) -> bool:
+    """Whether a tensor is a weight whose numbers are not known, in whichever type it is stored."""
+    return isinstance(tensor.source if isinstance(tensor, WidenedTensor) else tensor, AbsentTensor)
 
 
 def full_box(shape: Sequence[int]) -> Box:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import node_paths
+from partc.compiler.ir.computed import is_absent
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, is_parameter, trainable_names
@@ -145,7 +146,11 @@ def parted(model: ir.Model, names: Iterable[str]) -> list[str]:
 
 def _matrix(value: ir.Value | None) -> Numbers | None:
     """The numbers of a weight of two dims, whose diagonal has several."""
-    if value is None or value.const_value is None or isinstance(value.const_value, DrawnTensor):
+    if (
+        value is None
+        or value.const_value is None
+        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
+    ):
         return None
     if len(value.const_value.shape) != 2 or not value.const_value.size or min(value.const_value.shape.numpy()) < 2:
         return None
@@ -169,7 +174,11 @@ def _readers(
 
 
 def _repeats(value: ir.Value) -> bool:
-    if value.const_value is None or not value.const_value.size or isinstance(value.const_value, DrawnTensor):
+    if (
+        value.const_value is None
+        or not value.const_value.size
+        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
+    ):
         return False
     flat = value.const_value.numpy().reshape(-1)
     return bool(

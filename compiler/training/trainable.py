@@ -20,6 +20,7 @@ import sys
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.computed import is_absent
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.registry import stops_gradient
@@ -116,7 +117,11 @@ def _is_of_layer(node: ir.Node, k: int) -> bool:
 
 def _is_mask(value: ir.Value, shape: tuple[int, ...]) -> bool:
     """Whether the numbers are those of a mask; of a large tensor the beginning tells mostly."""
-    if value.const_value is None or not math.prod(shape) or isinstance(value.const_value, DrawnTensor):
+    if (
+        value.const_value is None
+        or not math.prod(shape)
+        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
+    ):
         return False
     flat = value.const_value.numpy().reshape(-1)
     begin = flat[:_BEGINNING].astype(np.float64)

@@ -291,11 +291,19 @@ class StateRecord(TensorRecord):
 
 
 class FileRecord(Record):
-    """What a file of the artifact must be; files of weights have a CRC-32 as well, which a load compares in a third of the time."""
+    """What a file of the artifact must be; files of weights have a CRC-32 as well, which a load compares in a third of the time.
+
+    A file of weights without a hash is absent: the artifact was compiled without weights.
+    """
 
     bytes: int
     sha256: str
     crc32: str = ""
+
+    @property
+    def absent(self) -> bool:
+        """Whether the artifact does not have the file."""
+        return not self.sha256
 
 
 class SourceRecord(Record):
@@ -342,6 +350,11 @@ class Manifest(ArtifactRecord):
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
     generation: GenerationRecord | None = None
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the artifact was compiled without weights: it can be looked at, and not run."""
+        return any(record.absent for record in self.files.values())
 
     def state_bytes_of(self, record: StateRecord, rank: int) -> int:
         """The bytes that a rank keeps of a tensor from step to step; of a cache the rows of all groups of slots."""

@@ -94,6 +94,13 @@ class Artifact:
         if stamp(self.folder) != self._stamp:
             raise ArtifactError(f"{self.folder}: was replaced while it was read\n  help: try again")
 
+    def refuse_without_weights(self) -> None:
+        """Raises ArtifactError where the artifact was compiled without weights."""
+        if self.manifest.lacks_weights:
+            name = self.manifest.model.name
+            again = f"compile it with weights: `partc compile {name} --weights FOLDER`, or without --no-weights"
+            raise ArtifactError(f"{self.folder}: the artifact has no weights, and cannot be run\n  help: {again}")
+
     def model(self, rank: int) -> ModelProto:
         """The program of a rank, its weights left in their files, its constants among its initializers.
 
@@ -161,6 +168,8 @@ class Artifact:
             yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
         elif record is None:
             yield f"{file}: is needed, but the manifest does not list it"
+        elif record.absent:
+            return
         elif not os.path.lexists(file):
             yield f"{file}: is missing"
         elif why := fault(file):

@@ -45,6 +45,7 @@ class Checked:
     kept: Sequence[RowsMemory] = ()
     microbatches: int = 0
     trains: bool = False
+    lacks_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _checked(run: _Run) -> Checked:
     return Checked(
         run.found,
         manifest.ranks,
-        len(manifest.files) + 1,
+        1 + sum(not record.absent for record in manifest.files.values()),
         sum(len(model.graph.node) for model in subject.models.values()),
         len(manifest.messages),
         len(manifest.collectives),
@@ -175,6 +176,7 @@ def _checked(run: _Run) -> Checked:
         [] if run.found else _rows_memory(subject),
         max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),
         manifest.training is not None,
+        manifest.lacks_weights,
     )
 
 

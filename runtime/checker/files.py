@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:
     path = folder / name
+    if record.absent:
+        if os.path.lexists(path):
+            yield Violation(
+                name, "it is there, and the manifest says that the artifact has no weights", help=_COMPILE_AGAIN
+            )
+        return
     if not path.exists():
         yield Violation(name, "the manifest lists it, and it is not there", help=_COMPILE_AGAIN)
         return

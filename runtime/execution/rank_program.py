@@ -189,6 +189,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
 
     `state` is that of another program of the same model, whose tensors are then this one's too.
     """
+    artifact.refuse_without_weights()
     file = read_rank_file(artifact, rank)
     _refuse_unsound(file, artifact.folder)
     check_ports(file)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from partc.cli.main import invoke
+from partc.compiler.emit.weights import INLINE_BYTES
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface import export_cache
 from partc.compiler.frontend.huggingface.safetensors_files import stored_tensors
 from partc.compiler.frontend.torch import compare_with_torch
 from partc.compiler.frontend.torch.torch_model import torch_model_of
 from partc.compiler.pipeline import Report, compile_model
+from partc.runtime import load_local
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.errors import ArtifactError
+from safetensors.numpy import save_file
 
 torch = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip(
@@ -207,3 +216,83 @@ def test_what_was_not_used_for_longest_makes_room(kept: Path, monkeypatch: pytes
     assert export_cache.model_of(export_cache.entries()[0][0]) == "llama"
     assert invoke(["cache", "clear"]) == 0
     assert export_cache.entries() == []
+
+
+@pytest.fixture(scope="module")
+def alone(kept: Path) -> Path:
+    """A folder with the configuration alone, which is called as the folder is."""
+    folder = kept / "alone/llama"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(kept / "llama" / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def absent(kept: Path, alone: Path) -> Path:
+    """The artifact of the configuration alone."""
+    report = compile_model(alone, kept / "plan.yaml", kept / "absent", weights=False)
+    assert any("not compared with torch: it has no weights" in warning for warning in report.warnings)
+    return kept / "absent"
+
+
+def test_without_weights_programs_are_the_same(kept: Path, absent: Path) -> None:
+    """A weight of a few bytes, which would stand in a program with its numbers, is in the file of weights."""
+    whole, found = _files(kept / "first"), _files(absent)
+    assert {name for name in whole if name.startswith("weights")} == whole.keys() - found.keys()
+    for rank in range(2):
+        ours, theirs = (onnx.load_model_from_string(files[f"rank_{rank:04d}.onnx"]) for files in (found, whole))
+        assert ours.graph.node == theirs.graph.node
+        assert list(ours.graph.value_info) == list(theirs.graph.value_info)
+        inside = [{one.name for one in model.graph.initializer if one.data_location == 0} for model in (ours, theirs)]
+        assert inside[1] - inside[0] <= {
+            one.name for one in theirs.graph.initializer if len(one.raw_data) <= INLINE_BYTES
+        }
+    assert check_artifact(absent) == []
+
+
+@pytest.mark.parametrize("command", ["inspect", "report", "check"])
+def test_an_artifact_without_weights_can_be_looked_at(absent: Path, command: str, tmp_path: Path) -> None:
+    out = ["-o", str(tmp_path / "page.html")] if command == "report" else []
+    assert invoke([command, str(absent), *out]) == 0
+
+
+@pytest.mark.parametrize("command", ["run", "generate", "serve", "train", "eval"])
+def test_an_artifact_without_weights_is_not_run(absent: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ids", "1"] if command == "generate" else []
+    assert invoke([command, str(absent), *asked]) != 0
+    said = capsys.readouterr().err
+    assert "the artifact has no weights, and cannot be run" in said
+    assert "partc compile llama --weights FOLDER" in said
+    with pytest.raises(ArtifactError, match="has no weights"):
+        load_local(absent)
+
+
+@pytest.mark.usefixtures("without_exporter")
+def test_weights_of_another_folder_give_the_bytes_of_a_whole_one(kept: Path, absent: Path, tmp_path: Path) -> None:
+    shutil.copytree(absent, tmp_path / "build")
+    compile_model(kept / "alone/llama", kept / "plan.yaml", tmp_path / "build", weights=kept / "llama")
+    assert _files(tmp_path / "build") == _files(kept / "first")
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_written(
+    kept: Path, alone: Path, absent: Path, tmp_path: Path
+) -> None:
+    before = _files(absent)
+    wide = {name: np.zeros((3, 5), np.float32) for name in stored_tensors(kept / "llama")}
+    save_file(wide, str(tmp_path / "model.safetensors"))
+    with pytest.raises(CompileError, match=r"'model.norm.weight' is \[3, 5\]; the model's is \[8\]"):
+        compile_model(alone, kept / "plan.yaml", absent, weights=tmp_path)
+    assert _files(absent) == before
+
+
+def test_what_depends_on_numbers_is_refused_by_the_weight(kept: Path, alone: Path, tmp_path: Path) -> None:
+    """Of names that are tied only numbers tell whether the folder's are one weight."""
+    both = {name: one.stored.shape for name, one in stored_tensors(kept / "llama").items()}
+    both["lm_head.weight"] = both["model.embed_tokens.weight"]
+    folder = tmp_path / "llama"
+    shutil.copytree(alone, folder)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in both.items()}, str(folder / "model.safetensors"))
+    with pytest.raises(CompileError, match=r"weight '.*' *: the graph depends on its numbers"):
+        compile_model(folder, kept / "plan.yaml", kept / "tied", weights=False)
+    assert not (kept / "tied").exists()

@@ -78,11 +78,12 @@ def home() -> Path | None:
     return Path(base) / "partc" / "exports"
 
 
-def key_of(folder: Path, files: Mapping[str, InFile], decoder: bool) -> str:
-    """The name of an entry; `decoder`: whether the model is exported with past and present."""
+def key_of(folder: Path, files: Mapping[str, InFile] | None, decoder: bool, absent: bool = False) -> str:
+    """The name of an entry; `decoder`: whether the model is exported with past and present, `absent`: without numbers of its weights."""
     said = {
         "format": _FORMAT,
         "decoder": decoder,
+        "absent": absent,
         "folder": folder.name,
         "versions": _versions(),
         "code": _code(),
@@ -91,7 +92,7 @@ def key_of(folder: Path, files: Mapping[str, InFile], decoder: bool) -> str:
             for name in _READ
             if (folder / name).exists()
         },
-        "weights": sorted((name, one.stored.dtype.name, *one.stored.shape) for name, one in files.items()),
+        "weights": sorted((name, one.stored.dtype.name, *one.stored.shape) for name, one in (files or {}).items()),
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:40]
 

@@ -2,7 +2,7 @@
 
 The model is built and exported without its weights, on torch's meta device, and each weight is taken from its file by name. Buffers that
 no file has, such as a rotary embedding's frequencies, are computed while the model is built. Nothing is fetched, and no code of the
-folder's own runs.
+folder's own runs. Without weights, `config.json` is all that is read: they are names, types and shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from partc.compiler.frontend.huggingface.export_cache import Export
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.quantized_files import float_weights
-from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, InFile, read_object, stored_tensors
+from partc.compiler.frontend.huggingface.safetensors_files import (
+    CONFIG,
+    InFile,
+    has_weights,
+    read_object,
+    stored_tensors,
+)
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
-from partc.compiler.frontend.huggingface.weights import FolderWeights, stored_as, taken
+from partc.compiler.frontend.huggingface.weights import FolderWeights, absent_as, stored_as, taken, unread
 from partc.compiler.frontend.inputs import DimNames
-from partc.compiler.frontend.source import Known, Source, compared, nothing
+from partc.compiler.frontend.source import Known, Source, Weights, compared, nothing
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.pattern import nearest
@@ -44,28 +50,38 @@ _ADAPTER = "adapter_config.json"
 
 
 def load_folder(
-    path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False, keep: bool = True
+    path: Path,
+    known: Known = nothing,
+    *,
+    cache: bool = False,
+    compare: bool = False,
+    keep: bool = True,
+    weights: Weights = True,
 ) -> Source:
-    """The model in a folder, `known`, `cache` and `compare` as of `load`. Raises CompileError with all that is wrong with it.
+    """The model in a folder, `known`, `cache`, `compare` and `weights` as of `load`. Raises CompileError with all that is wrong with it.
 
     `keep`: whether a kept export may be used, and a new one is kept.
     """
     folder = path.resolve()
     config = _settings(folder)
-    files = float_weights(config, stored_tensors(folder), folder.name)
-    key = export_cache.key_of(folder, files, cache) if keep and export_cache.home() is not None else ""
+    absent, stored = weights is False, weights.resolve() if isinstance(weights, Path) else folder
+    files = None if absent and not has_weights(folder) else float_weights(config, stored_tensors(stored), folder.name)
+    key = export_cache.key_of(folder, files, cache, absent) if keep and export_cache.home() is not None else ""
     export = export_cache.read(key, folder.name) if key else None
     if export is not None:
         known(export.names)
-        source = _with_weights(export, folder, config, files, cache)
+        source = _with_weights(export, folder, config, files, cache, absent)
         if export.compared or not compare:
             return source
     else:
-        source, export = _exported(folder, config, files, known, cache)
-    if compare:
+        source, export = _exported(folder, config, files, known, cache, absent)
+    if absent:
+        told = f"{folder.name}: the exported graph is not compared with torch: it has no weights"
+        source = replace(source, declared=replace(source.declared, warnings=(*source.declared.warnings, told)))
+    elif compare:
         source = compared(source)
     if key and export is not None:
-        warning = export_cache.keep(key, folder.name, replace(export, source=source, compared=compare))
+        warning = export_cache.keep(key, folder.name, replace(export, source=source, compared=compare or absent))
         if warning:
             declared = replace(source.declared, warnings=(*source.declared.warnings, warning))
             source = replace(source, declared=declared)
@@ -74,23 +90,35 @@ def load_folder(
 
 
 def _with_weights(
-    export: Export, folder: Path, config: dict[str, object], files: Mapping[str, InFile], cache: bool
+    export: Export,
+    folder: Path,
+    config: dict[str, object],
+    files: Mapping[str, InFile] | None,
+    cache: bool,
+    absent: bool,
 ) -> Source:
     """A kept export with the weights of its folder; the torch module is built where it is asked for."""
     initializers = export.source.model.graph.initializers
     tensors: dict[tuple[str, ir.DataType], ir.TensorProtocol] = {}
+    said = config.get("dtype") or config.get("torch_dtype")
+    of_config = ir.DataType.BFLOAT16 if said == "bfloat16" else None
     for name, own in export.weights.items():
         value = initializers[name]
         assert value.dtype is not None
         of_file = own, value.dtype
         if of_file not in tensors:
-            tensors[of_file] = stored_as(files[own], value.dtype, name)
+            if files is None or absent:
+                assert value.shape is not None
+                kept = of_config if files is None else ir.DataType(files[own].stored.dtype.code)
+                tensors[of_file] = absent_as(value.dtype, value.shape.numpy(), name, kept)
+            else:
+                tensors[of_file] = stored_as(files[own], value.dtype, name)
         value.const_value = tensors[of_file]
 
     def torch_model() -> TorchModel:
         from partc.compiler.frontend.torch.torch_model import TorchModel
 
-        built = _Built.of(folder, config, files, cache)
+        built = _Built.of(folder, config, files, cache, absent)
         settings.prepare(built.module)
         symbols = export.source.declared.symbols
         where = f"{folder.name}/{CONFIG}"
@@ -98,7 +126,7 @@ def _with_weights(
         return TorchModel(*own, stored=built.stored)
 
     export.source.model.meta[TORCH_MODEL] = torch_model
-    return export.source
+    return replace(export.source, absent=absent)
 
 
 @dataclass(frozen=True)
@@ -113,10 +141,12 @@ class _Built:
     outputs: Sequence[str]
 
     @staticmethod
-    def of(folder: Path, config: dict[str, object], files: Mapping[str, InFile], cache: bool) -> _Built:
+    def of(
+        folder: Path, config: dict[str, object], files: Mapping[str, InFile] | None, cache: bool, absent: bool
+    ) -> _Built:
         """The module of a folder; with `cache` its forward takes past and gives present."""
         module, buffers, widened = _built(_architecture(config, folder), folder)
-        weights = taken(module, files, folder.name)
+        weights = taken(module, files, folder.name, absent) if files is not None else unread(module, widened)
         where = f"{folder.name}/{CONFIG}"
         inputs, outputs = flatten_cache(module, where) if cache else (usual_inputs(module, None, where), [])
         return _Built(module, buffers, widened, weights, inputs, outputs)
@@ -136,14 +166,19 @@ class _Built:
 
 
 def _exported(
-    folder: Path, config: dict[str, object], files: Mapping[str, InFile], known: Known, cache: bool
+    folder: Path,
+    config: dict[str, object],
+    files: Mapping[str, InFile] | None,
+    known: Known,
+    cache: bool,
+    absent: bool,
 ) -> tuple[Source, Export | None]:
     """The model of a folder as torch exports it, and what is kept of that; None where the folder must be exported each time."""
     where = f"{folder.name}/{CONFIG}"
     with recording(folder) as recorder:
         from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
-        built = _Built.of(folder, config, files, cache)
+        built = _Built.of(folder, config, files, cache, absent)
         module, weights, buffers = built.module, built.weights, built.buffers
         known(built.names)
         names = DimNames({}, set(), position_symbols(module, built.inputs))
@@ -168,8 +203,8 @@ def _exported(
         )
         raise CompileError(Problem(where, fact, help=help_))
     told = []
-    if unread := weights.unread:
-        told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
+    if weights.unread:
+        told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(weights.unread)}")
     if built.widened == "bfloat16":
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
         told.append(
@@ -186,7 +221,7 @@ def _exported(
         start=start_tokens(module),
         decoding=decoding(module, folder),
     )
-    source = Source(model, declared, exported=True)
+    source = Source(model, declared, exported=True, absent=absent)
     if weights.origins is None:
         return source, None
     read = {name: weights.origins[name] for name in model.graph.initializers if name in weights.origins}

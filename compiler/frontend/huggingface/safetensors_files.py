@@ -56,6 +56,11 @@ def read_object(path: Path, where: str) -> dict[str, object]:
     return found
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, or their index."""
+    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+
+
 def stored_tensors(folder: Path) -> dict[str, InFile]:
     """The tensors by name. Raises CompileError with all that is wrong with the files and their index."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
@@ -98,7 +103,8 @@ def _of_one_file(folder: Path) -> dict[str, InFile]:
         return _tensors_of(folder / WEIGHTS, f"{folder.name}/{WEIGHTS}")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
     fact = f"the folder has neither {WEIGHTS} nor {INDEX}" + (f"; it has {', '.join(others[:4])}" if others else "")
-    raise CompileError(Problem(folder.name, fact, help="save the model with save_pretrained, which writes safetensors"))
+    help_ = "save the model with save_pretrained, which writes safetensors; `partc compile` takes --no-weights, and --weights FOLDER"
+    raise CompileError(Problem(folder.name, fact, help=help_))
 
 
 def _tensors_of(path: Path, where: str) -> dict[str, InFile]:

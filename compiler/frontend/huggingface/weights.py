@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.safetensors_files import InFile, InFiles
-from partc.compiler.ir.computed import ComputedTensor, WidenedTensor, shard_of, widens
+from partc.compiler.ir.computed import AbsentTensor, ComputedTensor, WidenedTensor, shard_of, widens
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.files.regular import open_regular
@@ -51,13 +51,39 @@ class FolderWeights:
     origins: Mapping[str, str] | None = None
 
 
-def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
+def unread(model: Any, widened: str) -> FolderWeights:
+    """The weights of a model of which nothing is read; a tied one has one tensor for all of its names.
+
+    `widened`: the type of the folder's weights, where it is another than the model's; else empty.
+    """
+    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    origins = {name: first.setdefault(id(value), name) for name, value in wanted.items()}
+    kept = ir.DataType[widened.upper()] if widened else None
+    tensors = {name: _absent(wanted[name], name, kept) for name in first.values()}
+    return FolderWeights({name: tensors[own] for name, own in origins.items()}, [], origins)
+
+
+def _absent(wanted: torch.Tensor, name: str, kept: ir.DataType | None) -> ir.TensorProtocol:
+    return absent_as(ir.tensor_adapters.from_torch_dtype(wanted.dtype), wanted.shape, name, kept)
+
+
+def absent_as(dtype: ir.DataType, shape: Sequence[int], name: str, kept: ir.DataType | None) -> ir.TensorProtocol:
+    """A weight that is not read; `kept`: its type in the folder, where that is known."""
+    if kept is not None and widens(kept, dtype):
+        return WidenedTensor(AbsentTensor(kept, shape, name), dtype, name)
+    return AbsentTensor(dtype, shape, name)
+
+
+def taken(model: Any, files: Mapping[str, InFile], where: str, absent: bool = False) -> FolderWeights:
     """The tensors of all weights. A tied weight has one for all of its names; the model's are untied where the folder's differ.
+
+    `absent`: none is read, and each is held against the model by name and shape alone.
 
     Raises CompileError with all weights that the folder lacks or has in another shape.
     """
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    origins, unread = _origins(model, files, wanted)
+    origins, unused = _origins(model, files, wanted)
     problems: list[Problem] = []
     tensors: dict[str, ir.TensorProtocol] = {}
     for name, origin in origins.items():
@@ -76,28 +102,29 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
                 continue
         for made, (shape, dtype) in stored.items():
             if made not in wanted:
-                unread.append(made)
+                unused.append(made)
             elif shape != tuple(wanted[made].shape):
                 fact = f"'{made}' is {list(shape)}; the model's is {list(wanted[made].shape)}"
                 problems.append(Problem(where, fact, help=_HELP))
             else:
-                tensors[made] = _tensor(model, made, name, origin, files, wanted[made], dtype)
+                of_file = made, name, origin, files, wanted[made], dtype
+                tensors[made] = _absent(wanted[made], made, dtype) if absent else _tensor(model, *of_file)
     own = {id(tensors[name]): origin.names[0] for name, origin in origins.items() if name in tensors}
     decided = _share(model, wanted, tensors)
     simple = all(origin.conversion is None for origin in origins.values()) and not decided
-    unread = _without(
-        unread, model._keys_to_ignore_on_load_unexpected, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+    unused = _without(
+        unused, model._keys_to_ignore_on_load_unexpected, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
     )
     told = {problem.fact.split("'")[1] for problem in problems}
     missing = [name for name in wanted if name not in tensors and name not in told]
     for name in _without(missing, model._keys_to_ignore_on_load_missing):
-        like = nearest(name, unread) or nearest(name, files)
+        like = nearest(name, unused) or nearest(name, files)
         help_ = f"the nearest names are {', '.join(map(repr, like))}" if like else _HELP
         problems.append(Problem(where, f"'{name}' {list(wanted[name].shape)} of the model is in no file", help=help_))
     if problems:
         raise CompileError(problems)
     return FolderWeights(
-        tensors, unread, {name: own[id(tensor)] for name, tensor in tensors.items()} if simple else None
+        tensors, unused, {name: own[id(tensor)] for name, tensor in tensors.items()} if simple else None
     )
 
 
@@ -111,18 +138,18 @@ def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) 
     conversions = [one for one in known if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in conversions for pattern in one.source_patterns}
     found: dict[str, _Origin] = {}
-    unread: list[str] = []
+    unused: list[str] = []
     for own in sorted(files, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(own, renamings, conversions, model.base_model_prefix, wanted)
         if name not in wanted and own in wanted:
             name, pattern = loading.rename_source_key(own, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
-            unread.append(own)
+            unused.append(own)
             continue
         origin = found.setdefault(name, _Origin(by_pattern[pattern] if pattern is not None else None))
         origin.names.append(own)
         origin.patterns.append(pattern or own)
-    return found, unread
+    return found, unused
 
 
 def _converted(

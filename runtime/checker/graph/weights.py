@@ -77,7 +77,8 @@ def check_weights(
         if location in wrong:
             continue
         if location not in opened:
-            opened[location] = _open(folder / location)
+            record = manifest.files[location]
+            opened[location] = _Weights(0, record.bytes, None) if record.absent else _open(folder / location)
         weights = opened[location]
         if weights is not None:
             offset = _number(entries, "offset")

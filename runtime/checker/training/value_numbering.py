@@ -290,7 +290,7 @@ class Numbering:
         return self._texts[id(node)]
 
     def content(self, tensor: TensorProto) -> Hashable:
-        """Type, shape and a hash of the bytes of a weight."""
+        """Type, shape and a hash of the bytes of a weight; of one whose file is absent the place of these bytes."""
         copy = TensorProto()
         copy.CopyFrom(tensor)
         copy.name, copy.doc_string = "", ""
@@ -298,6 +298,8 @@ class Numbering:
             return hashlib.sha256(copy.SerializeToString(deterministic=True)).digest()
         entries = {entry.key: entry.value for entry in tensor.external_data}
         key = tuple(sorted(entries.items()))
+        if (record := self.manifest.files.get(entries["location"])) is not None and record.absent:
+            return tensor.data_type, tuple(tensor.dims), key
         if key not in self._bytes:
             with open_regular(self.folder / entries["location"]) as file:
                 file.seek(int(entries.get("offset", 0)))

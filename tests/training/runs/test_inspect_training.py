@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import click.testing
 import pytest
 from partc.cli.commands.inspect import command
-from partc.cli.output.stats import rank_stats
+from partc.cli.output.stats import all_rank_stats, rank_stats
 from partc.cli.output.training_stats import training_stats
 from partc.compiler.cost.memory import rank_memory
-from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.manifest import Artifact, open_artifact
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
 FLOATS = 6 * 5 + 5 + 5 * 3
@@ -39,6 +40,19 @@ def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
         # of three gradients the squares, their sum, counted on one rank, that of all ranks in two nodes, the scale; then the optimizer's
         assert one.update == 3 + 2 + 2 + 1 + (3 if folder == build else 12)
         assert one.optimizer == 4 * FLOATS * (1 if folder == build else 2)
+
+
+def test_a_file_is_read_once_for_all_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = compiled(tmp_path / "build", PERCEPTRON, DATA_PARALLEL.replace("2", "4"))
+    artifact, read = open_artifact(build), Counter[str]()
+    each = [rank_stats(artifact, rank, {"batch": 4}) for rank in range(artifact.manifest.ranks)]
+    model = Artifact.model
+    monkeypatch.setattr(
+        Artifact, "model", lambda self, rank: (read.update([self.manifest.program(rank)]), model(self, rank))[1]
+    )
+    assert all_rank_stats(artifact, {"batch": 4}) == each
+    assert {*read.values()} == {1}
+    assert len(read) < len(each)
 
 
 def test_memory_is_that_of_the_state_and_of_what_lives_beside_it(build: Path) -> None:
