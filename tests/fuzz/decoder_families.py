@@ -1,20 +1,25 @@
-"""Decoders of `transformers`, one of each family, tiny and random: their tokens against `model.generate`.
+"""Causal models of `transformers`, one of each family, tiny and random: their tokens against `model.generate`.
 
-    python tests/fuzz/decoder_families.py [--only Glm,Cohere2] [--layouts "1 slot,tp 2"]
+    python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl]
 
-Each is saved, exported once with its cache, planned and compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24.
-A row says of each layout `equal`, `refused` with the text, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
+The families are the classes of `AutoModelForCausalLM` of the installed version. Each is saved, exported once with its cache, planned and
+compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. A row says of each layout `equal`,
+`refused` with the text, `no small model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ["TQDM_DISABLE"] = "1"
@@ -42,74 +47,122 @@ LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
 }
 ABSENT = object()
 """Of a setting that a family has no field for."""
-COMMON = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.15,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+_WIDTH, _INNER, _LAYERS, _HEADS, _EXPERTS = 64, 96, 2, 4, 4
+SIZES: Mapping[str, Any] = {
+    "is_decoder": True, "vocab_size": 96, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.15, "init_std": 0.15,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "lru_width"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "dff", "dim_ff",
+        "shared_intermediate_size", "ffn_hidden_size", "mlp_dim", "intermediate_size_mlp"), _INNER),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+        "num_encoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads", "encoder_attention_heads",
+        "num_decoder_attention_heads", "num_encoder_attention_heads", "num_heads", "linear_num_value_heads"), _HEADS),
+    "num_key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "head_dim": 16, "kv_channels": 16, "attention_head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 8,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16,
+    "max_position_embeddings": 128, "n_positions": 128, "max_seq_len": 128, "max_sequence_length": 128, "max_target_positions": 128,
+    "sliding_window": 8, "window_size": 8, "local_attention": 8, "attention_window": 8, "attention_chunk_size": 8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_num_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk"), 2),
+    "moe_intermediate_size": 32, "moe_ffn_hidden_size": 32, "expert_ffn_hidden_size": 32, "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_n_groups": 1,
+    "mamba_dt_rank": 4, "mamba_chunk_size": 8, "n_groups": 1, "state_size": 8, "time_step_rank": 4, "attention_hidden_size": 64,
 }  # fmt: skip
-GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "Apertus": ("ForCausalLM", {}),
-    "Arcee": ("ForCausalLM", {}),
-    "Bloom": ("ForCausalLM", {"n_head": 4, "n_layer": 2}),
-    "CodeGen": ("ForCausalLM", {**GPT, "rotary_dim": 8}),
-    "Cohere": ("ForCausalLM", {}),
-    "Cohere2": ("ForCausalLM", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-    "Cohere2Moe": ("ForCausalLM", {**EXPERTS, "sliding_window": 8}),
-    "Ernie4_5": ("ForCausalLM", {}),
-    "Ernie4_5_Moe": ("ForCausalLM", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
-    "Falcon": ("ForCausalLM", {"head_dim": ABSENT, "multi_query": True, "new_decoder_architecture": False, "alibi": False}),
-    "Gemma": ("ForCausalLM", {}),
-    "Gemma2": ("ForCausalLM", {"sliding_window": 8}),
-    "Gemma3": ("ForCausalLM", {"sliding_window": 8}),
-    "Glm": ("ForCausalLM", {}),
-    "Glm4": ("ForCausalLM", {}),
-    "GPT2": ("LMHeadModel", GPT),
-    "GPTBigCode": ("ForCausalLM", {**GPT, "multi_query": True}),
-    "GPTJ": ("ForCausalLM", {**GPT, "rotary_dim": 8}),
-    "GPTNeo": ("ForCausalLM", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 8}),
-    "GPTNeoX": ("ForCausalLM", {}),
-    "Granite": ("ForCausalLM", {}),
-    "Helium": ("ForCausalLM", {}),
-    "Llama": ("ForCausalLM", {}),
-    "Mistral": ("ForCausalLM", {"sliding_window": 8}),
-    "Mixtral": ("ForCausalLM", EXPERTS),
-    "ModernBertDecoder": ("ForCausalLM", {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}),
-    "Mpt": ("ForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 128}),
-    "Nemotron": ("ForCausalLM", {}),
-    "Olmo2": ("ForCausalLM", {}),
-    "OPT": ("ForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "Persimmon": ("ForCausalLM", {}),
-    "Phi": ("ForCausalLM", {}),
-    "Phi3": ("ForCausalLM", {}),
-    "Qwen2": ("ForCausalLM", {}),
-    "Qwen3": ("ForCausalLM", {}),
-    "Qwen3Moe": ("ForCausalLM", EXPERTS),
-    "StableLm": ("ForCausalLM", {}),
-    "Starcoder2": ("ForCausalLM", {}),
-    "XGLM": ("ForCausalLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
-}  # fmt: skip
-VARIANTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
-    "Falcon, grouped": ("Falcon", "ForCausalLM", {"head_dim": ABSENT, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
-    "Falcon, alibi": ("Falcon", "ForCausalLM", {"head_dim": ABSENT, "multi_query": False, "alibi": True}),
-    "Llama, dynamic": ("Llama", "ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-    "Llama, yarn": ("Llama", "ForCausalLM", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
-    "Phi3, longrope": ("Phi3", "ForCausalLM", {"original_max_position_embeddings": 64, "rope_parameters": {
+"""The sizes of a family's configuration, as far as it has fields of these names."""
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Bamba": {"attn_layer_indices": [1]},
+    "CohereCompass": {"layer_types": ["full_attention", "full_attention"]},
+    "Falcon": {
+        "head_dim": ABSENT,
+        "num_kv_heads": ABSENT,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "alibi": False,
+    },
+    "FalconH1": {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8},
+    "Gemma4Assistant": {"hidden_size_per_layer_input": 0},
+    "GPTNeo": {"attention_types": [[["global", "local"], 1]]},
+    "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"]},
+    "Inkling2": {"vocab_size": 96, "unpadded_vocab_size": 96},
+    "Inkling2Loop": {"vocab_size": 96, "unpadded_vocab_size": 96},
+    "Jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 8},
+    "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+    "Mpt": {"expansion_ratio": 2},
+    "NemotronH": {"layers_block_type": ["mamba", "attention"]},
+    "ProphetNet": {"num_hidden_layers": ABSENT},
+    "RecurrentGemma": {"block_types": ["recurrent", "attention"]},
+    "Reformer": {"is_decoder": True},
+    "XLNet": {"max_position_embeddings": ABSENT},
+    "xLSTM": {"qk_head_dim": ABSENT, "v_head_dim": ABSENT},
+    "Xmod": {"default_language": "en_XX"},
+    "Zaya": {"num_experts_per_tok": 1},
+}
+"""By family what differs from that table."""
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Falcon, grouped": ("Falcon", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "Falcon, alibi": ("Falcon", {"multi_query": False, "alibi": True}),
+    "Llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "Llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+    "Phi3, longrope": ("Phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
         "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}),
 }  # fmt: skip
+"""Other configurations of a family."""
+
+
+def families() -> dict[str, tuple[type, type]]:
+    """By family its configuration and its model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: dict[str, tuple[type, type]] = {}
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        title, model = (
+            re.sub("For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$", "", name),
+            getattr(transformers, name),
+        )
+        config = CONFIG_MAPPING[kind]
+        if title not in found or config is model.config_class:  # Llama's classes are those of other names, too
+            found[title] = config, model
+    return found
+
+
+def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The settings of a small model: sizes of the table, and two entries of a list by layer: the first and the last kind."""
+    usual = config()
+    chosen = {name: size for name, size in SIZES.items() if hasattr(usual, name)}
+    layers = getattr(usual, "num_hidden_layers", None) or getattr(usual, "num_layers", None)
+    for name, entries in vars(usual).items():
+        if isinstance(entries, list | tuple) and len(entries) == layers and layers > _LAYERS:
+            kinds = sorted(entries, key=lambda one: entries.index(one))
+            chosen[name] = [kinds[0], kinds[-1]]
+    if "kv_lora_rank" in chosen:  # each head has its own keys
+        chosen["num_key_value_heads"] = _HEADS
+    nested = getattr(usual, "text_config", None)
+    if nested is not None and not isinstance(nested, dict):
+        chosen["text_config"] = settings(type(nested))
+    return {name: value for name, value in {**chosen, **special}.items() if value is not ABSENT}
 
 
 def build(title: str) -> Any:
     """The model of a family with its random weights."""
-    family, head, special = VARIANTS[title] if title in VARIANTS else (title, *FAMILIES[title])
+    family, special = VARIANTS.get(title, (title, {}))
+    config, kind = families()[family]
     torch.manual_seed(0)
     with quiet():
-        settings = {name: value for name, value in {**COMMON, **special}.items() if value is not ABSENT}
-        config = getattr(transformers, f"{family}Config")(**settings)
-        model = getattr(transformers, f"{family}{head}")(config).eval()
-    model.generation_config.eos_token_id = None
+        special = {**FAMILIES.get(family, {}), **special}
+        model = kind(config(**settings(config, special))).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
 
@@ -126,8 +179,12 @@ def tokens_of_transformers(model: Any) -> list[list[int]]:
 
 def rows(title: str, layouts: list[str], folder: Path) -> Iterator[tuple[str, str]]:
     """By layout the result."""
-    model = build(title)
-    wanted = tokens_of_transformers(model)
+    try:
+        model = build(title)
+        wanted = tokens_of_transformers(model)
+    except Exception as error:
+        yield "", f"no small model: {type(error).__name__}: {' '.join(str(error).split())}"
+        return
     model.save_pretrained(folder / "model")
     try:
         source = load(folder / "model", cache=True)
@@ -168,23 +225,55 @@ def _write(source: Source, file: Path) -> None:
 
 def main() -> int:
     """Prints the table; the exit code."""
-    options = argparse.ArgumentParser(description=__doc__)
-    titles = [*FAMILIES, *VARIANTS]
-    options.add_argument("--only", default=";".join(titles), help="families, separated by semicolons")
-    options.add_argument("--layouts", default=",".join(LAYOUTS))
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="families, separated by semicolons")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument(
+        "--results", type=Path, help="a file of JSON lines, one a family; those in it are not run again"
+    )
+    parser.add_argument("--seconds", type=int, default=300, help="the most that a family may take")
+    parser.add_argument("--one", action="store_true", help="run the family in this process, and print its line")
+    options = parser.parse_args()
+    titles = options.only.split(";") if options.only else [*families(), *VARIANTS]
+    if options.one:
+        print("\n" + json.dumps(_line(titles[0], options.layouts.split(","))), flush=True)
+        return 0
+    known = {}
+    if options.results and options.results.exists():
+        known = {line["family"]: line for line in map(json.loads, options.results.read_text().splitlines())}
     counts = Counter[str]()
-    for title in given.only.split(";"):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                for layout, result in rows(title, given.layouts.split(","), Path(folder)):
-                    counts[result.split()[0].strip(":")] += 1
-                    print(f"{title:20} {layout:10} {result[:240]}", flush=True)
-            except Exception as error:
-                counts["FAILS"] += 1
-                print(f"{title:20} {'':10} FAILS {type(error).__name__}: {str(error)[:200]}", flush=True)
+    for title in titles:
+        line = known.get(title) or _in_process(title, options.layouts, options.seconds)
+        if options.results and title not in known:
+            with options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        for layout, result in line["results"]:
+            counts[result.split()[0].strip(":")] += 1
+            print(f"{title:20} {layout:10} {result[:240]}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
     return int(bool(counts["DIFFERS"] or counts["FAILS"]))
+
+
+def _line(title: str, layouts: list[str]) -> dict[str, Any]:
+    """A family's results: pairs of a layout and text, the text of all where the model itself does not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return {"family": title, "results": [*rows(title, layouts, Path(folder))]}
+        except Exception as error:
+            return {"family": title, "results": [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]}
+
+
+def _in_process(title: str, layouts: str, seconds: int) -> dict[str, Any]:
+    """A family's results by a process of its own, which may end in any way."""
+    command = [sys.executable, __file__, "--one", "--only", title, "--layouts", layouts]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        reason = f"FAILS after {seconds} s"
+    except (IndexError, ValueError):
+        reason = f"FAILS with exit code {done.returncode}: {done.stderr[-200:]}"
+    return {"family": title, "results": [("", reason)]}
 
 
 if __name__ == "__main__":

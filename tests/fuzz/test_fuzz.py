@@ -179,12 +179,12 @@ def test_functions_of_torch_at_extremes_are_as_in_the_guide(capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_family_whose_heads_share_keys_makes_the_tokens_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Falcon attends with one head of keys, and indexes heads by literals, of which torch makes tensors without numbers."""
+@pytest.mark.parametrize("family", ["Falcon", "CTRL", "Marian", "Llama4"])
+def test_a_family_makes_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    """Falcon: one head of keys, and heads that literals index, made tensors without numbers. CTRL: a Range from the past on.
+    Marian: rows of positions without a batch. Llama 4: complex rotary positions, and a temperature by position.
+    """
     pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
-    from decoder_families import COMMON, rows
+    from decoder_families import rows
 
-    monkeypatch.setitem(COMMON, "num_hidden_layers", 1)
-    assert [*rows("Falcon", ["2 slots"], tmp_path)] == [("2 slots", "equal")]
+    assert [*rows(family, ["2 slots"], tmp_path)] == [("2 slots", "equal")]

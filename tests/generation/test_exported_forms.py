@@ -230,6 +230,7 @@ ALIBI = (
 FORMS = {
     "interleaved positions": decoder(INTERLEAVED.format(shape="interleaved_to")),
     "appended by Concat": decoder(ATTENTION),
+    "positions by Reshape": decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", "Reshape (numbers, as_column)")),
     "alibi in bfloat16": decoder(ALIBI),
     "attention of single ops": decoder(DECOMPOSED, opset=18),
     "Attention with a past": decoder(MASK + PAST.format(attributes="", mask="mask")),
@@ -336,7 +337,6 @@ OTHER = """
 """
 LATER = "a token sees later ones"
 UNMASKED, OWN = ATTENTION.replace(", mask)", ")"), ATTENTION.replace("mixed =", "own =")
-BY_ONE = "Reshape (numbers, as_column)"
 
 
 def of_single_ops(seen: str) -> onnx.ModelProto:
@@ -379,7 +379,6 @@ REFUSED = {
         3,
         "export the model with an input 'position_ids'",
     ),
-    "one length": (decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", BY_ONE)), 3, "takes one length for all"),
     "scores": (
         decoder(
             PAST.format(attributes="", mask="").replace(

@@ -80,17 +80,12 @@ def test_positions_come_from_the_past_or_as_inputs(
         assert [answer.tokens for answer in generator.run(requests())] == wanted
 
 
-def test_one_length_for_all_sequences_fits_one_slot_alone(
-    compiled: Compiled, wanted: list[list[int]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("slots", [1, 2])
+def test_positions_that_a_model_counts_are_those_of_each_slot(
+    compiled: Compiled, wanted: list[list[int]], slots: int
 ) -> None:
-    with load_local_generator(compiled(keys="length: 64", rows=False)) as generator:
+    with load_local_generator(compiled(keys=f"slots: {slots}, length: 64", rows=False)) as generator:
         assert [answer.tokens for answer in generator.run(requests())] == wanted
-    onnx.save(decoder(rows=False), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 64}\n")
-    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
-    told = capsys.readouterr().err
-    assert "takes one length for all sequences, and 'slots' is 2" in told
-    assert "position_ids" in told
 
 
 @pytest.mark.parametrize(("layout", "slots"), [("one rank", 1), ("one rank", 3), *((one, 4) for one in [*LAYOUTS][1:])])

@@ -42,7 +42,10 @@ _LONGEST = 4096
 def table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Maps each function of torch to its translation, as `torch.onnx.export` takes them in `custom_translation_table`."""
     import torch
+    from onnxscript.function_libs.torch_lib.registration import torch_op
 
+    # torch takes no translation of complex numbers from a table
+    torch_op("aten::unsqueeze", trace_only=True, complex=True)(unsqueeze_complex)
     aten = torch.ops.aten
     return {
         aten._cdist_forward.default: cdist,
@@ -392,6 +395,11 @@ def vector_norm(x: Any, ord: float = 2.0, dim: Any = None, keepdim: bool = False
     none = op.Or(op.Equal(total, zero), op.IsInf(total)) if ord < 0 else op.Equal(total, zero)
     root = op.Pow(op.Where(none, one, total), _like(x, 1 / ord))
     return op.Where(none, zero, root)
+
+
+def unsqueeze_complex(self: Any, dim: int) -> Any:
+    """Complex numbers with one more dim of 1; the exporter has real and imaginary parts as a last dim of 2."""
+    return op.Unsqueeze(self, [dim if dim >= 0 else dim - 1])
 
 
 def cdist(a: Any, b: Any, p: float, compute_mode: int | None = None) -> Any:

@@ -203,10 +203,14 @@ class _Caches:
 
     def rewrite(self, shards: int) -> NextToken:
         """Edits the model, whose vocabulary has so many shards at most; what it gives then."""
+        assert self.ids.shape is not None
+        batch = self.ids.shape[0]
+        named = isinstance(batch, ir.SymbolicDim) and batch.value is not None
+        batched = {value for value in self.ranks if named and value.shape and value.shape[0] == batch}
         for value in (value for node in self.graph for value in node.outputs if value is not self.scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
         position, count = (self._fed(name) for name in (POSITION, COUNT))
-        positions = Positions(self.build, position, count, self.ids, self.form, self.ranks)
+        positions = Positions(self.build, position, count, self.ids, self.form, self.ranks, batched)
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()

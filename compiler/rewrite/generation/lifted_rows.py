@@ -3,13 +3,15 @@
     bias [1, heads, tokens, entries] = Unsqueeze(Transpose(Gather(table, bucket(Range(0, entries) - steps)), (2, 0, 1)), [0])
  ->  bias [slots, heads, tokens, entries] of steps [slots, tokens, 1] in place of [tokens, 1]: Transpose by (0, 3, 1, 2), and no Unsqueeze
 
-A dim is added from the steps on, through ops that compute element by element, look rows up, or move dims, up to the Unsqueeze that would
-have added a first dim of 1: there the batch is.
+A dim is added from the steps on, through ops that compute element by element, look rows up, or move dims, up to the Unsqueeze or the
+Reshape that would have added a first dim of 1: there the batch is. It is there, too, where an operand has the batch:
+
+    [tokens, size] + [batch, tokens, size]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -31,11 +33,13 @@ def constant_of(value: ir.Value | None) -> list[int] | None:
 class Lifting:
     """How one value becomes another one with the batch as its first dim: `edits` are made once all are known to be possible.
 
-    `lifted`: by value its number of dims before. `sizes`: shapes of lifted values, which have a number more.
+    `batched`: the values whose first dim is the batch. `lifted`: by value its number of dims before. `sizes`: shapes of lifted values,
+    which have a number more.
     """
 
     build: NodeBuilder
     ranks: Mapping[ir.Value, int]
+    batched: Container[ir.Value]
     lifted: dict[ir.Value, int] = field(default_factory=dict)
     sizes: set[ir.Value] = field(default_factory=set)
     edits: list[Callable[[], None]] = field(default_factory=list)
@@ -63,8 +67,11 @@ class Lifting:
         if (entry := entry_of(node)) is not None and entry.is_elementwise:
             operands = [value for value in node.inputs if value is not None]
             rank = max(self.lifted.get(value, self.ranks.get(value, 99)) for value in operands)
-            if any(value in self.lifted and self.lifted[value] < rank for value in operands):
-                return None
+            lower = [value for value in operands if value in self.lifted and self.lifted[value] < rank]
+            if lower:  # [tokens, size] next to [batch, tokens, size]
+                others = [value for value in operands if value not in lower and self.ranks.get(value, 99) == rank]
+                meets = all(self.lifted[value] == rank - 1 for value in lower)
+                return [] if meets and all(value in self.batched for value in others) else None
             self.lifted[made] = rank
         elif node.op_type == "Shape" and not node.attributes.get_int("start", 0) and "end" not in node.attributes:
             self.sizes.add(made)
@@ -86,9 +93,25 @@ class Lifting:
                 return []
             self.lifted[made] = rank
             self.edits.append(lambda: self._axes(node, [axis + 1 for axis in axes]))
+        elif node.op_type == "Reshape" and data in self.lifted and _first_is_one(node.inputs[1]):
+            self.edits.append(lambda: self._reshape(node))
+            return []
         else:
             return None
         return [made]
+
+    def _reshape(self, node: ir.Node) -> None:
+        """Lets a Reshape copy the batch, which its operand has as the first dim, where it made a dim of 1: a 0 copies."""
+        if (sizes := constant_of(node.inputs[1])) is not None:
+            shape = self.build.constant(f"shape_{'_'.join(map(str, [0, *sizes[1:]]))}", [0, *sizes[1:]])
+        else:
+            maker = node.inputs[1].producer()  # type: ignore[union-attr]
+            rest = maker.inputs[1:]  # type: ignore[union-attr]
+            shape = self.build.op("shape_of_each", "Concat", [self.build.constant("same", [0]), *rest], axis=0)
+        self.build.put(before=node)
+        node.replace_input_with(1, shape)
+        node.attributes.pop("allowzero", None)
+        once(node.outputs[0], self.build)
 
     def _axes(self, node: ir.Node, axes: list[int]) -> None:
         word = f"lifted_{'_'.join(map(str, axes))}"
@@ -103,6 +126,14 @@ class Lifting:
         else:
             ir.convenience.replace_all_uses_with(node.outputs[0], data)
         once(data if not left else node.outputs[0], self.build)
+
+
+def _first_is_one(shape: ir.Value | None) -> bool:
+    """Whether the first number of a shape is 1; of a constant shape that has no 0."""
+    if (sizes := constant_of(shape)) is not None:
+        return sizes[:1] == [1] and 0 not in sizes
+    maker = None if shape is None else shape.producer()
+    return maker is not None and maker.op_type == "Concat" and constant_of(maker.inputs[0]) == [1]
 
 
 def once(value: ir.Value, build: NodeBuilder) -> None:

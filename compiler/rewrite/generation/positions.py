@@ -1,6 +1,7 @@
 """The positions of a decoder's sequences, each its own: what a model takes of the shape of its past, or is given as an input.
 
 Shape(past)[axis]                            ->  max(position)
+Range(past, past + tokens)                   ->  Range(0, tokens) + past
 Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(rows, [..]), rows = position + min(Range(0, tokens), count - 1)
 Slice(table [batch, past + tokens], past, ..)  ->  GatherElements(table, rows), where a model counts its mask, as OPT
 what else is made of these, a bias       ->  made of rows, with the batch as its first dim (`lifted_rows.py`)
@@ -13,7 +14,7 @@ Tokens that are not meant have the position of the last one that is, so that non
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
@@ -43,10 +44,11 @@ class Positions:
         ids: ir.Value,
         form: StepForm,
         ranks: Mapping[ir.Value, int],
+        batched: Container[ir.Value],
     ) -> None:
         self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
-        self.ranks = ranks
-        """Maps each value of the model to its number of dims."""
+        self.ranks, self.batched = ranks, batched
+        """The number of dims of each value of the model, and the values whose first dim is the batch."""
         self.rows: list[ir.Value] = []
         """The positions of tokens."""
         first = build.graph[0]
@@ -86,6 +88,8 @@ class Positions:
 
     def give_rows(self) -> None:
         """Gives every sequence the numbers of its own tokens, where an export counts from one length for all."""
+        for node in [*self._from_past()]:
+            self._count_apart(node)
         for node in [node for node, axis in self._behind() if axis == 1 and self.ranks.get(node.outputs[0]) == 2]:
             build = self.build
             slots = build.op("slots", "Shape", [self.ids], start=0, end=1)
@@ -97,7 +101,7 @@ class Positions:
             build.graph.remove(node, safe=True)
         for node, steps, axes in [*self._rows()]:
             counted = node.outputs[0]
-            lifting = Lifting(self.build, self.ranks)
+            lifting = Lifting(self.build, self.ranks, self.batched)
             if 0 not in axes and not lifting.of(counted, 1 + len(axes)):
                 continue
             rows = self._rows_of(steps)
@@ -143,6 +147,23 @@ class Positions:
         """The nodes that count from one length on."""
         lengths = copies_of(self.past)
         yield from (node for node in self.build.graph if node.op_type == "Range" and node.inputs[0] in lengths)
+
+    def _count_apart(self, node: ir.Node) -> None:
+        """Writes Range(past, past + tokens, 1) as Range(0, tokens, 1) + past; any other Range stays."""
+        first, end, delta = node.inputs
+        adder, lengths = _maker(end), copies_of(self.past)
+        if adder is None or adder.op_type != "Add" or constant_of(delta) != [1]:
+            return
+        makers = [_maker(value) for value in adder.inputs if value not in lengths]
+        if len(makers) != 1 or makers[0] is None or makers[0].op_type != "Shape" or makers[0].inputs[0] is not self.ids:
+            return
+        if (makers[0].attributes.get_int("start", 0), makers[0].attributes.get_int("end", 2)) != (1, 2):
+            return
+        counted = self.build.op("counted", "Add", [self._steps(), first])
+        counted.type = node.outputs[0].type
+        self.build.put(before=node)
+        ir.convenience.replace_all_uses_with(node.outputs[0], counted)
+        self.build.graph.remove(node, safe=True)
 
     def _steps(self) -> ir.Value:
         """The numbers of a step's tokens."""
@@ -195,6 +216,14 @@ def _steps(value: ir.Value) -> tuple[ir.Value, list[int]] | None:
     if axes is None or steps is None or (maker := steps.producer()) is None or maker.op_type != "Range":
         return None
     return steps, sorted(axis % (1 + len(axes)) for axis in axes)
+
+
+def _maker(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes a value, before the ops that copy its one element."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in _COPIES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node
 
 
 def copies_of(value: ir.Value) -> set[ir.Value]:
