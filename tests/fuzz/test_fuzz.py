@@ -179,10 +179,10 @@ def test_functions_of_torch_at_extremes_are_as_in_the_guide(capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["Falcon", "CTRL", "Marian", "Llama4"])
+@pytest.mark.parametrize("family", ["Falcon", "Marian", "Llama4"])
 def test_a_family_makes_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    """Falcon: one head of keys, and heads that literals index, made tensors without numbers. CTRL: a Range from the past on.
-    Marian: rows of positions without a batch. Llama 4: complex rotary positions, and a temperature by position.
+    """Falcon: one head of keys, and heads that literals index, made tensors without numbers. Marian: rows of positions without a batch.
+    Llama 4: complex rotary positions, and a temperature by position.
     """
     pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
     from decoder_families import rows
