@@ -79,9 +79,9 @@ def run(command: Callable[[list[str]], int]) -> None:
         ignore()
         code = _print(of_interrupt(error))
     if "partc.runtime.execution.rank_threads" in sys.modules:
-        from partc.runtime.execution.rank_threads import left_behind
+        from partc.runtime.execution.rank_threads import is_rank_running
 
-        if left_behind():
+        if is_rank_running():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

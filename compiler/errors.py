@@ -60,5 +60,5 @@ class DifferentError(CompileError):
     exit_code = 1
 
 
-class OwnFaultError(CompileError):
+class InternalError(CompileError):
     """What partc itself has done wrong, as far as it can tell; where the model is not sound, it is the model's."""

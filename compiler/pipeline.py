@@ -46,10 +46,10 @@ from partc.compiler.start import start
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.localize import localize
-from partc.compiler.training.in_parts import in_parts, only_totals
-from partc.compiler.training.serve import serve
+from partc.compiler.training.microbatch_model import in_parts, only_totals
+from partc.compiler.training.parameter_server import serve
 from partc.compiler.training_passes import add_training, differentiate, pipeline, update
-from partc.compiler.unsound import blamed
+from partc.compiler.unsound import as_user_error
 from partc.compiler.verify import is_requested, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
@@ -92,7 +92,7 @@ PASSES: tuple[Pass, ...] = (
 )
 """From a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. What comes before is `load`
 and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_write`)."""
-LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
+COMPILE_ORDER: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, lower),
     (ProgramKind.TOTALS, lower),
     (ProgramKind.STEP, PASSES[-1]),
@@ -121,7 +121,7 @@ class Report:
     out: Path
     exported: bool = False
     """Whether torch exported the model."""
-    kept: bool = False
+    is_export_cached: bool = False
     """Whether the export is kept for the next command."""
 
     @property
@@ -134,22 +134,22 @@ class Report:
 def run_passes(
     program: Loaded,
     through: Callable[[Any], P],
-    after: After | None = None,
-    watch: Watch = lambda name: None,
+    on_end: After | None = None,
+    on_start: Watch = lambda name: None,
     *,
     verify_passes: bool = False,
-    behind: Pass | None = None,
+    start_after: Pass | None = None,
 ) -> P:
-    """Runs the passes up to and including `through`, from the first one, or from the one after `behind`; calls `watch` and `after` for
-    each.
+    """Runs the passes up to and including `through`, from the first one, or from the one after `start_after`; calls `on_start` and `on_end`
+    for each.
 
     With `verify_passes`, or where the environment requests it (`verify.py`), each pass's program is verified: InvalidProgram where it
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
-    valid = program if behind else None
-    for step in PASSES[PASSES.index(behind) + 1 if behind else 0 : PASSES.index(through) + 1]:
+    valid = program if start_after else None
+    for step in PASSES[PASSES.index(start_after) + 1 if start_after else 0 : PASSES.index(through) + 1]:
         name = step.__name__
-        watch(name)
+        on_start(name)
         try:
             program = step(program)
         except Exception as error:
@@ -158,8 +158,8 @@ def run_passes(
         if verify_passes or is_requested(last=step is through):
             verify(program, name, valid if step is not PASSES[-1] else None)
             valid = program
-        if after:
-            after(name, program)
+        if on_end:
+            on_end(name, program)
     return cast(P, program)
 
 
@@ -168,22 +168,23 @@ def programs_of(
     plan: Plan | None,
     name: str,
     configuration: str | None = None,
-    after: After | None = None,
-    watch: Watch = lambda name: None,
+    on_end: After | None = None,
+    on_start: Watch = lambda name: None,
     *,
     strict: bool = False,
     verify_passes: bool = False,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
 ) -> dict[Key, Complete]:
-    """Returns the written programs of a plan by kind, compiled in the order of `LEGS`; the arguments are those of `start` and `run_passes`.
+    """Returns the written programs of a plan by kind, compiled in the order of `COMPILE_ORDER`; the arguments are those of `start` and
+    `run_passes`.
 
     A narrow program of a plan that generates has its size in its key.
 
-    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, the prefill, or the encoder, as a whole.
+    `on_end` and `on_start` are told of the passes of the step; `on_start` also of the evaluation, the prefill, or the encoder, as a whole.
     """
     source = quantized(source, plan, name)
     done: dict[ProgramKind, Lowered] = {}
-    for kind, through in LEGS:
+    for kind, through in COMPILE_ORDER:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
         if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
             continue
@@ -194,16 +195,16 @@ def programs_of(
                 continue
         first: Loaded
         if kind in done:
-            first = replace(done[kind], beside=beside)
+            first = replace(done[kind], other_programs=beside)
         else:
             strictly = strict and kind in (ProgramKind.STEP, ProgramKind.PREFILL, ProgramKind.ENCODE)
             first = start(source, plan, name, configuration, kind=kind, strict=strictly, beside=beside)
         if kind in (ProgramKind.EVALUATION, ProgramKind.PREFILL, ProgramKind.ENCODE):
-            watch(kind.name.lower())
-        told = (after, watch) if is_step else ()
+            on_start(kind.name.lower())
+        told = (on_end, on_start) if is_step else ()
         behind = lower if kind in done else None
         try:
-            made = run_passes(first, through, *told, verify_passes=verify_passes, behind=behind)
+            made = run_passes(first, through, *told, verify_passes=verify_passes, start_after=behind)
         except CompileError as error:
             if kind is not ProgramKind.STREAMED_EVALUATION:
                 raise
@@ -218,7 +219,7 @@ def programs_of(
         sizes = [(ProgramKind.PREFILL, size) for size in record.narrow_chunks]
         sizes += [(ProgramKind.DECODE_ROWS, size) for size in record.narrow_rows]
         for kind, size in sizes:
-            watch(f"{kind.value} of {size}")
+            on_start(f"{kind.value} of {size}")
             first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)
             found[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
         if rules is not None and rules.memory is not None:
@@ -268,9 +269,9 @@ def analyse(
 ) -> Complete:
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
-    with blamed(model):
+    with as_user_error(model):
         source = load(model, _named_by(chosen), cache=chosen is not None and chosen.generate is not None)
-        return step_program(source, chosen, model.absolute().name, configuration=configuration, after=after)
+        return step_program(source, chosen, model.absolute().name, configuration=configuration, on_end=after)
 
 
 def _named_by(plan: Plan | None) -> Known:
@@ -330,7 +331,7 @@ def compile_model(
     refuse_to_replace(out)
     watch("load")
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
-    with blamed(model):
+    with as_user_error(model):
         cache = chosen is not None and chosen.generate is not None
         source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep, weights=weights)
         loaded(source)
@@ -369,7 +370,7 @@ def _compiled(
         program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     report = _write(program, [*programs.values()], source, out, sources, texts, options.check, watch)
-    report = replace(report, exported=source.exported, kept=source.kept)
+    report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
     if annotated is not None:
         write_annotated(report.program, annotated)
     return report

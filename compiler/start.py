@@ -64,7 +64,7 @@ def start(
         trainable=weights,
         strict=strict,
         size=size,
-        beside=beside or {},
+        other_programs=beside or {},
         warnings=declared.warnings,
     )
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from partc.compiler.emit.prove import without_weights
-from partc.compiler.errors import CompileError, OwnFaultError, Problem
+from partc.compiler.errors import CompileError, InternalError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
@@ -22,12 +22,12 @@ from partc.runtime.program.ort import can_load, version
 
 
 @contextmanager
-def blamed(path: Path) -> Iterator[None]:
+def as_user_error(path: Path) -> Iterator[None]:
     """Turns an internal error into a CompileError if the model at `path` proves invalid."""
     try:
         yield
     except Exception as error:
-        expected = isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, OwnFaultError)
+        expected = isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, InternalError)
         if expected or out_of_memory(error):
             raise
         if reason := unsound(path):

@@ -49,54 +49,56 @@ from partc.runtime.artifact.graph.kernels import host_inputs
 
 def target_faults(program: Complete) -> Iterator[str]:
     """What breaks the laws of targets; nothing where the plan names none."""
-    for part, ranks in program.alike if program.targets else ():
+    for part, ranks in program.distinct_programs if program.targets else ():
         yield from (f"rank {ranks[0]}: {fault}" for fault in _part_faults(part))
 
 
 def _part_faults(part: RankProgram) -> Iterator[str]:
     lying = dict.fromkeys((*(held.value for held in part.inputs), *part.scalars), CPU)
-    lying |= {one.value: one.target for one in part.kept}
+    lying |= {one.value: one.target for one in part.state}
     given: dict[Body, dict[Value, str]] = {}
     yield from _faults(part.steps, lying, given)
     for held in part.outputs:
         if lying.get(held.value, CPU) != CPU:
             yield f"the output '{held.value}' lies on {lying[held.value]}"
-    for one in part.kept:
+    for one in part.state:
         if one.next is not None and lying.get(one.next, one.target) != one.target:
             yield f"'{one.value}' lies on {one.target}, and its next value on {lying[one.next]}"
-    yield from _unread(part.steps, part.results)
+    yield from _unread(part.steps, part.live_out)
     for body in part.bodies:
         yield from (f"{body.name}: {fault}" for fault in _unread(body.steps, body.outputs))
 
 
-def _faults(steps: Iterable[Op], lying: dict[Value, str], given: dict[Body, dict[Value, str]]) -> Iterator[str]:
-    """The faults of ops in order; `lying` gets where lies what they make, `given` by body where its ends lie."""
+def _faults(
+    steps: Iterable[Op], locations: dict[Value, str], output_locations: dict[Body, dict[Value, str]]
+) -> Iterator[str]:
+    """The faults of ops in order; `locations` gets where lies what they make, `output_locations` by body where its ends lie."""
     for step in steps:
         match step:
             case Compute():
-                yield from _op_faults(step, lying)
-                lying |= dict.fromkeys(step.makes, CPU if is_of_shape(step) else step.target)
+                yield from _op_faults(step, locations)
+                locations |= dict.fromkeys(step.makes, CPU if is_of_shape(step) else step.target)
             case Comm():
-                wrong = [value for value in step.reads if lying.get(value, CPU) != CPU]
-                yield from (f"{step.op_type} takes '{value}', which lies on {lying[value]}" for value in wrong)
-                lying |= dict.fromkeys(step.makes, CPU)
+                wrong = [value for value in step.reads if locations.get(value, CPU) != CPU]
+                yield from (f"{step.op_type} takes '{value}', which lies on {locations[value]}" for value in wrong)
+                locations |= dict.fromkeys(step.makes, CPU)
             case Copy():
-                if lying.get(step.source, "") in ("", step.target):
+                if locations.get(step.source, "") in ("", step.target):
                     yield f"a Copy of '{step.source}' to {step.target}, where it lies"
-                lying[step.made] = step.target
+                locations[step.output] = step.target
             case Call(body=body):
                 ends = zip(body.inputs, step.inputs, strict=True)
-                inner = {own: lying[value] for own, value in ends if value in lying}
-                if body not in given:
-                    yield from (f"{body.name}: {fault}" for fault in _faults(body.steps, inner, given))
-                    given[body] = inner
+                inner = {own: locations[value] for own, value in ends if value in locations}
+                if body not in output_locations:
+                    yield from (f"{body.name}: {fault}" for fault in _faults(body.steps, inner, output_locations))
+                    output_locations[body] = inner
                 else:
-                    moved = [own for own, at in inner.items() if given[body].get(own, at) != at]
+                    moved = [own for own, at in inner.items() if output_locations[body].get(own, at) != at]
                     yield from (f"{step.cell} is given '{own}' on {inner[own]}" for own in moved)
-                lying |= {
-                    value: given[body][own]
+                locations |= {
+                    value: output_locations[body][own]
                     for own, value in zip(body.outputs, step.outputs, strict=True)
-                    if own in given[body]
+                    if own in output_locations[body]
                 }
 
 
@@ -119,7 +121,7 @@ def _unread(steps: Iterable[Op], kept: Iterable[Value]) -> Iterator[str]:
         read.update(step.reads)
         if isinstance(step, Copy):
             copies.append(step)
-    yield from (f"nothing reads the Copy '{one.made}'" for one in copies if one.made not in read)
+    yield from (f"nothing reads the Copy '{one.output}'" for one in copies if one.output not in read)
 
 
 VARIABLE = "PARTC_VERIFY_PASSES"
@@ -282,7 +284,7 @@ def _sums(program: Sharded) -> Iterator[str]:
                 yield f"{where}: it reads '{value.name if value else ''}' partial, which is not produced so: {made}, not {wanted}"
         there = {k for k, value in enumerate(instance.node.inputs) if value is not None}
         if choice.passing and not any(
-            there & {*row} <= choice.partial | choice.kept for row in choice.rule.partial_inputs
+            there & {*row} <= choice.partial | choice.masked for row in choice.rule.partial_inputs
         ):
             yield f"{where}: it passes a sum on, and is not linear in what it is given"
 
@@ -316,7 +318,7 @@ def _local(program: Localized) -> Iterator[str]:
     local = program.local
     job = local.comm.job
     made: dict[Value, Ranks] = {}
-    for some in (job.inputs, job.weights, job.kept, job.constants, job.scalars):
+    for some in (job.inputs, job.weights, job.state, job.constants, job.scalars):
         for value, _, ranks in some:
             made[value] = made.get(value, 0) | ranks
     for one in local.accumulated:
@@ -358,14 +360,18 @@ def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
 def _parts(program: Lowered) -> Iterator[str]:
     if [part.rank for part in program.parts] != list(range(program.plan.ranks)):
         yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
-    for part, ranks in program.alike:
+    for part, ranks in program.distinct_programs:
         in_order = not program.targets and not (isinstance(program, Scheduled) and program.tasks is not None)
         yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part, in_order))
     yield from _events(
         program.events,
-        {rank: list(dict.fromkeys(_each_tag(part.steps))) for part, ranks in program.alike for rank in ranks},
+        {
+            rank: list(dict.fromkeys(_each_tag(part.steps)))
+            for part, ranks in program.distinct_programs
+            for rank in ranks
+        },
     )
-    yield from _messages([part for part, _ in program.alike])
+    yield from _messages([part for part, _ in program.distinct_programs])
 
 
 def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
@@ -376,7 +382,7 @@ def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
     sent, received = dict[int, Sequence[Value]](), dict[int, Value]()
     for part in parts:
         steps = [*part.steps, *(step for body in part.bodies for step in body.steps)]
-        copied = {step.made: step.source for step in steps if isinstance(step, Copy)}
+        copied = {step.output: step.source for step in steps if isinstance(step, Copy)}
         ends = [step for step in steps if isinstance(step, Comm)]
         sent |= {step.tag: (one, copied.get(one, one)) for step in ends if step.op_type == SEND for one in step.reads}
         received |= {step.tag: one for step in ends if step.op_type == RECV for one in step.makes}
@@ -388,11 +394,11 @@ def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
 
 def _part(part: RankProgram, in_order: bool) -> Iterator[str]:
     """The faults of a rank's program; `in_order`: whether its forward ops stand before all others, where no schedule says otherwise."""
-    made = Counter(part.given)
+    made = Counter(part.live_in)
     yield from _steps(part.steps, made, in_order)
     for body in part.bodies:
         yield from (f"{body.name}: {fault}" for fault in _body(body, part))
-    missing = (value for value in part.results if value not in made and value.constant is None)
+    missing = (value for value in part.live_out if value not in made and value.constant is None)
     yield from (f"'{value}' is given back, and nothing makes it" for value in missing)
 
 

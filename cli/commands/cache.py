@@ -30,7 +30,7 @@ def command(action: str) -> int:
     """
     from partc.compiler.frontend.huggingface import export_cache
 
-    home = export_cache.home()
+    home = export_cache.cache_folder()
     if home is None:
         console.echo("PARTC_CACHE is empty: no export is kept")
         return 0

@@ -41,7 +41,7 @@ def command(folder: Path, memory: bool) -> int:
     named = [str(one) for one in checked.named]
     document = {"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named}
     if checked.microbatches:
-        document |= {"microbatches": checked.microbatches, "kept": [dataclasses.asdict(one) for one in checked.kept]}
+        document |= {"microbatches": checked.microbatches, "kept": [dataclasses.asdict(one) for one in checked.memory]}
     console.result(document)
     for text in found[:_SHOWN]:
         console.echo(text, err=True)
@@ -76,7 +76,7 @@ def command(folder: Path, memory: bool) -> int:
         console.echo(f"{'training' if checked.trains else 'kept'}: {safe}{copied}{equal}")
     if checked.microbatches:
         console.echo(f"pipeline: {checked.microbatches} microbatches, each once in every task")
-    for one in checked.kept if any(one.microbatches for one in checked.kept) else ():
+    for one in checked.memory if any(one.microbatches for one in checked.memory) else ():
         unknown = f" and {count(one.unknown, 'value')} of unknown size" if one.unknown else ""
         ranks = f"rank {one.ranks}" if one.ranks.isdecimal() else f"ranks {one.ranks}"
         kept = f"{one.microbatches:.6g} {'microbatch' if one.microbatches == 1 else 'microbatches'}"

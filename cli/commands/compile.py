@@ -86,7 +86,7 @@ def command(
     from partc.runtime.garbage_collection import importing
 
     with importing():
-        from partc.cli.output.compile_progress import CompileWatch
+        from partc.cli.output.compile_progress import CompileProgress
         from partc.cli.output.slots import slot_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
@@ -95,7 +95,7 @@ def command(
     if weights is not None and no_weights:
         raise UsageError("--weights and --no-weights exclude each other\n  help: leave out one of the two")
     begin = time.perf_counter()
-    with CompileWatch() as watch:
+    with CompileProgress() as watch:
         report = compile_model(
             model,
             plan,
@@ -141,7 +141,11 @@ def command(
     if report.exported:
         cache = ["--cache"] if report.manifest.generation is not None else []
         once = shlex.join(["partc", "export", str(model), *cache, "-o", f"{model.absolute().stem}.onnx"])
-        later = "the next command takes this export (partc cache)" if report.kept else f"to export it once: {once}"
+        later = (
+            "the next command takes this export (partc cache)"
+            if report.is_export_cached
+            else f"to export it once: {once}"
+        )
         console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; {later}")
     if report.manifest.lacks_weights:
         console.echo(

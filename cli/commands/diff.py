@@ -129,7 +129,7 @@ def command(
 
 def _tables(found: Difference, most: int | None) -> Iterator[Table]:
     """The measures, and a table of changes for each kind that has any."""
-    from partc.cli.difference.compare import alike
+    from partc.cli.difference.compare import grouped_changes
     from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES, TIME
 
     table = Table(["measure", ">before", ">after", ">change"])
@@ -139,7 +139,7 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
         table.add(MEASURES[one.name], shown(one.before), shown(one.after), change)
     yield table
     for kind in KINDS:
-        rows = alike(found.of(kind))
+        rows = grouped_changes(found.of(kind))
         if not rows:
             continue
         left = 0 if most is None else max(len(rows) - most, 0)

@@ -51,7 +51,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     if given["ema"] and given["checkpoint"] is None:
         raise UsageError("--ema: the moving averages are those of a checkpoint\n  help: give --checkpoint, too")
     training = TrainingJob(
-        said=settings_of({"test": given["data"], "batch": given["batch"]}),
+        options=settings_of({"test": given["data"], "batch": given["batch"]}),
         resume=absolute("checkpoint"),
         init=absolute("init"),
         only=given["only"],

@@ -34,7 +34,7 @@ def command(model: Path, out: Path, cache: bool, no_compare: bool) -> int:
     """
     import time
 
-    from partc.cli.output.compile_progress import CompileWatch
+    from partc.cli.output.compile_progress import CompileProgress
     from partc.compiler.emit.whole import write_exported
     from partc.compiler.frontend import load
     from partc.runtime.errors import UsageError
@@ -42,7 +42,7 @@ def command(model: Path, out: Path, cache: bool, no_compare: bool) -> int:
     if out.suffix != ".onnx":
         raise UsageError(f"{out}: its name must end in .onnx\n  help: write -o {out.with_suffix('.onnx')}")
     begin = time.perf_counter()
-    with CompileWatch() as watch:
+    with CompileProgress() as watch:
         watch("load")
         source = load(model, cache=cache, compare=not no_compare)
         tensors = [value.const_value for value in source.model.graph.initializers.values() if value.const_value]

@@ -155,7 +155,7 @@ def _ranks(stats: Sequence[RankStats], memory: Sequence[RankMemory]) -> Table:
 
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:
     """The rows of tasks, and what each keeps for backward passes."""
-    from partc.cli.output.pipeline import pipeline_of, saved_by_home
+    from partc.cli.output.pipeline import pipeline_of, saved_by_group
     from partc.runtime.artifact.byte_count import largest_text
 
     pipeline = pipeline_of(artifact)
@@ -163,7 +163,7 @@ def _pipeline_json(artifact: Artifact) -> dict[str, object]:
         return {}
     rows = [
         {"ranks": ranks, "row": str(row), "microbatches": one.microbatches, "kept": largest_text(one.bytes)}
-        for ranks, row, one in zip(pipeline.homes, pipeline.rows, saved_by_home(pipeline), strict=True)
+        for ranks, row, one in zip(pipeline.stage_ranks, pipeline.rows, saved_by_group(pipeline), strict=True)
     ]
     schedule = pipeline.schedule
     return {"pipeline": {"schedule": schedule.name, "microbatches": schedule.microbatches, "rows": rows}}
@@ -173,7 +173,7 @@ def _pipeline(pipeline: Pipeline | None, memory: Sequence[RankMemory], sizes: Ma
     """By home its stages, sessions, and the most that its row keeps for backward passes."""
     if pipeline is None:
         return
-    from partc.cli.output.pipeline import saved_by_home
+    from partc.cli.output.pipeline import saved_by_group
     from partc.runtime.artifact.byte_count import largest_text
 
     schedule = pipeline.schedule
@@ -182,11 +182,11 @@ def _pipeline(pipeline: Pipeline | None, memory: Sequence[RankMemory], sizes: Ma
         ["ranks", "stages", ">tasks", ">sessions", ">keeps at most", "bytes kept for backward passes", ">at this size"],
         title=title,
     )
-    for home, (row, one) in enumerate(zip(pipeline.rows, saved_by_home(pipeline), strict=True)):
+    for home, (row, one) in enumerate(zip(pipeline.rows, saved_by_group(pipeline), strict=True)):
         stages = ",".join(map(str, sorted(row.stages)))
         ranks = schedule.stages.label(home).partition(" ")[2]
         most = f"{one.microbatches:.4g}"
-        sessions = memory[pipeline.homes[home][0]].sessions
+        sessions = memory[pipeline.stage_ranks[home][0]].sessions
         at = size_text(one.at(sizes)) + ("+?" if one.unknown else "")
         table.add(ranks, stages, len(row.cells), sessions, most, largest_text(one.bytes), at)
     yield table

@@ -46,7 +46,7 @@ def command(trace: Path, top: int) -> int:
     console.result(
         {
             "trace": str(trace),
-            "whole": found.whole,
+            "whole": found.is_complete,
             "steps": steps,
             "ranks": ranks,
             "modules": modules,
@@ -54,7 +54,7 @@ def command(trace: Path, top: int) -> int:
             **({"ops": ops, "profiled": "onnxruntime"} if found.has_ops else {}),
         }
     )
-    cut = "" if found.whole else "; the file is cut short"
+    cut = "" if found.is_complete else "; the file is cut short"
     clocks = f"; clocks of hosts agree within {seconds(found.error)}" if found.error else ""
     measured = len({one.about["step"] for one in chosen if one.category == OP})
     missing = f"; ops of {measured} of them" if measured < steps else ""

@@ -17,7 +17,7 @@ import click
 from partc.cli.job.job import InferenceJob, Job, Reporting
 from partc.cli.launch.launcher import Hosts
 from partc.cli.output import console
-from partc.runtime.job.place import Place, is_launched, left_over, refuse_left, surrounding_job
+from partc.runtime.job.place import Place, inherited_variables, is_launched, refuse_inherited, surrounding_job
 from partc.runtime.units import parse_bytes
 
 _LAUNCHER_OPTIONS = "launcher_options"
@@ -278,12 +278,14 @@ def _as_rank(job: Job, place: Place) -> int:
     from partc.runtime.errors import PartcError
 
     try:
-        refuse_left(os.environ)
+        refuse_inherited(os.environ)
         job, manifest = prepare(job)
         if place.size not in (None, manifest.ranks):
             launched = is_launched()
             text = (
-                wrong_ranks(job.folder, manifest.ranks, place.size or 0) if launched else left_over(os.environ, place)
+                wrong_ranks(job.folder, manifest.ranks, place.size or 0)
+                if launched
+                else inherited_variables(os.environ, place)
             )
             return _refused(text, 2, place)
     except PartcError as error:

@@ -317,7 +317,7 @@ def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
     timing, stages = simulate(schedule, costs), schedule.stages
     return {
         "schedule": schedule.name,
-        "homes": [list(homes) for homes in stages.homes],
+        "homes": [list(homes) for homes in stages.stage_ranks],
         "microbatches": schedule.microbatches,
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
         "total": timing.total,

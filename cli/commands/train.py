@@ -74,7 +74,7 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
     mpiexec -n 5 partc train build/                     # under your own launcher
     """
     training = TrainingJob(
-        said=settings_of(given),
+        options=settings_of(given),
         resume=resume if resume in (None, "", "auto") else str(Path(resume).absolute()),
         init=_absolute(given["init"]),
         only=given["only"],

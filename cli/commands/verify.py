@@ -92,7 +92,7 @@ def command(
     from partc.cli.comparison import verify_generation, verify_inference, verify_training
     from partc.cli.comparison.verdict import Case
     from partc.cli.job.inputs import open_inputs
-    from partc.cli.output.compile_progress import CompileWatch
+    from partc.cli.output.compile_progress import CompileProgress
     from partc.compiler.frontend.torch.compare_with_torch import compare_graph
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
@@ -112,7 +112,7 @@ def command(
     reference = _torch_model(against, plan) if against is not None else None
     torch_models: list[TorchModel | None] = []
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
-        with CompileWatch() as watch:
+        with CompileProgress() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)
         source = quantized(sources[0], report.program.plan, model.name)
         torch_model = None if source.quantized else torch_models[0]

@@ -32,7 +32,9 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
     for inside in sorted(path.parent for path in out.rglob(MANIFEST)):
         artifact = open_artifact(inside, trust=True)
         files = dict(artifact.manifest.files)
-        changed = [_changed(inside, artifact.beside(name).manifest, change, apart, files) for name in artifact.programs]
+        changed = [
+            _changed(inside, artifact.program_named(name).manifest, change, apart, files) for name in artifact.programs
+        ]
         remove_file(inside / MANIFEST)
         index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
         write_new(inside / MANIFEST, index.model_dump_json().encode())

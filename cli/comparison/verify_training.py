@@ -264,7 +264,7 @@ def _trained(
     out.mkdir()
     told = out / "metrics.jsonl"
     training = TrainingJob(
-        said={
+        options={
             "data": data,
             "batch": batch,
             "steps": steps,

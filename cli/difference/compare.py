@@ -70,7 +70,7 @@ def difference(program: str, first: Facts, second: Facts) -> Difference:
     return Difference(program, tuple(changes), tuple(measures))
 
 
-def alike(changes: Iterable[Change]) -> list[tuple[Change, int]]:
+def grouped_changes(changes: Iterable[Change]) -> list[tuple[Change, int]]:
     """The changes, those whose names and reasons differ in numbers alone as one with `*` for these, and how many each row stands for."""
     rows: dict[tuple[str, str, str], list[Change]] = {}
     for one in changes:

@@ -32,7 +32,9 @@ def differences(
     """What differs between the programs of each name, and of how many values the size is not known."""
     found, unknown = [], 0
     for name in dict.fromkeys([*old.programs, *new.programs]):
-        facts = [facts_of(one.beside(name), sizes, machine) if name in one.programs else Facts() for one in (old, new)]
+        facts = [
+            facts_of(one.program_named(name), sizes, machine) if name in one.programs else Facts() for one in (old, new)
+        ]
         found.append(difference(name, *facts))
         unknown += max(one.unknown for one in facts)
     return found, unknown

@@ -14,7 +14,7 @@ from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding, output_of
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
 from partc.runtime.errors import UsageError
-from partc.runtime.job.place import is_launched, left_over, surrounding_job
+from partc.runtime.job.place import inherited_variables, is_launched, surrounding_job
 
 _LIBRARY = """
 import mpi4py
@@ -99,7 +99,7 @@ def _surrounding(library: _Named) -> Iterator[Finding]:
     """The launcher that started this process, where it is of another MPI than the library."""
     place = surrounding_job(os.environ)
     if place is not None and not is_launched():
-        fact, _, help = left_over(os.environ, place).partition("\n  help: ")
+        fact, _, help = inherited_variables(os.environ, place).partition("\n  help: ")
         yield Finding("launcher", FAULT, fact, help)
         return
     if place is None or "SLURM_PROCID" in os.environ or place.variable not in _VARIABLES:

@@ -71,43 +71,43 @@ class _Shown:
     """What the user sees: one prompt's answer as it is made, of several prompts each answer when it ends; or a file of all answers."""
 
     job: Job
-    asked: GenerationJob
+    settings: GenerationJob
     requests: Sequence[Request]
     tokens: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokenizer = open_tokenizer(self.asked.tokenizer)
+        self.tokenizer = open_tokenizer(self.settings.tokenizer)
         self.stream = self.tokenizer and TextStream(self.tokenizer)
 
-    def add(self, made: NewToken) -> None:
+    def add(self, token: NewToken) -> None:
         """Takes a token, and shows it."""
-        tokens = self.tokens.setdefault(made.request, [])
-        tokens.append(made.token)
-        if made.score is not None:
-            self.scores.setdefault(made.request, []).append(made.score)
-        if made.finish:
-            self.finished[made.request] = made.finish
-        if self.job.reporting.json or self.asked.output is not None:
+        tokens = self.tokens.setdefault(token.request, [])
+        tokens.append(token.token)
+        if token.score is not None:
+            self.scores.setdefault(token.request, []).append(token.score)
+        if token.finish:
+            self.finished[token.request] = token.finish
+        if self.job.reporting.json or self.settings.output is not None:
             return
         if len(self.requests) == 1:
             gap = " " if tokens[1:] else ""
-            text = f"{gap}{made.token}" if self.stream is None else self.stream.add(made.token)
-            if self.stream is not None and made.finish:
+            text = f"{gap}{token.token}" if self.stream is None else self.stream.add(token.token)
+            if self.stream is not None and token.finish:
                 text += self.stream.end()
-            console.echo(text, nl=bool(made.finish))
+            console.echo(text, nl=bool(token.finish))
             sys.stdout.flush()
-        elif made.finish:
-            console.echo(self._line(made.request))
+        elif token.finish:
+            console.echo(self._line(token.request))
 
     def end(self, loaded: float, taken: float) -> None:
         """Writes or shows what remains: the answers, and how long it took."""
         from partc.cli.job.outputs import hand_over
 
         read, made = sum(one.read for one in self.requests), sum(map(len, self.tokens.values()))
-        if self.asked.output is not None:
-            with replacing(Path(self.asked.output)) as out:
+        if self.settings.output is not None:
+            with replacing(Path(self.settings.output)) as out:
                 out.write("".join(f"{self._line(number)}\n" for number in sorted(self.tokens)).encode())
         if self.job.reporting.json:
             answers = [self._answer(number) for number in sorted(self.tokens)]

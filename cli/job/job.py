@@ -28,11 +28,11 @@ PROGRESS = "progress"
 class TrainingJob:
     """The command line of a training, or with `only_test` of an evaluation.
 
-    `said`: the keys of a plan's `train:` that options give, in the place of the plan's. Paths are absolute. Without `plan`, and unless
+    `options`: the keys of a plan's `train:` that options give, in the place of the plan's. Paths are absolute. Without `plan`, and unless
     `trust_code`, the artifact may name neither code nor files outside of its folder.
     """
 
-    said: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     init: str | None = None
     only: tuple[str, ...] = ()

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 _OPTIONS = {DATA: "--data DATA", TEST: "--test DATA", CHECKPOINT: "--checkpoint DIR"}
 
 
-def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
+def base_of(job: TrainingJob, folder: Path, manifest: Manifest) -> Path:
     """The folder to which paths of `train:` are relative; UsageError lists all code and paths that only the artifact names."""
     record = manifest.training
     assert record is not None
-    if told.plan is not None:
-        return Path(told.plan).parent
-    if not told.trust_code and (found := outside(folder, record, _used(told))):
+    if job.plan is not None:
+        return Path(job.plan).parent
+    if not job.trust_code and (found := outside(folder, record, _used(job))):
         options = {
-            "--data DATA" if told.only_test else _OPTIONS[one.setting]: None for one in found if one.setting in _OPTIONS
+            "--data DATA" if job.only_test else _OPTIONS[one.setting]: None for one in found if one.setting in _OPTIONS
         }
         given = f", or {', '.join(options)}" if options else ""
         mine = f"if the plan is yours, use --plan{{plan}}{given}"
@@ -45,12 +45,12 @@ def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
     return base_folder(folder, record)
 
 
-def _used(told: TrainingJob) -> set[str]:
+def _used(job: TrainingJob) -> set[str]:
     """The settings that the command takes from the artifact."""
-    if told.only_test:
-        return {TEST} - told.said.keys()
-    given = {*told.said} - ({CHECKPOINT} if "folder" not in told.said.get(CHECKPOINT, {}) else set())
-    return {SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT} - given - ({TEST} if told.only_train else set())
+    if job.only_test:
+        return {TEST} - job.options.keys()
+    given = {*job.options} - ({CHECKPOINT} if "folder" not in job.options.get(CHECKPOINT, {}) else set())
+    return {SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT} - given - ({TEST} if job.only_train else set())
 
 
 def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:

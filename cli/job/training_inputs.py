@@ -104,7 +104,7 @@ class TrainingInputs:
         self._code = {use: Code() for use in (DATA, TEST, SCHEDULE, CALLBACKS)}
         self.options, self.record, self.max_bytes = options, record, job.max_bytes
         self.base = base_of(options, Path(job.folder), manifest)
-        self.settings = record.settings.seen_from(self.base).merged(LoopSettings.model_validate(options.said))
+        self.settings = record.settings.seen_from(self.base).merged(LoopSettings.model_validate(options.options))
         self.weights = [one.tensor for one in manifest.state if one.kind in WEIGHTS]
         self._evaluation_loader: Loader | None = None
 
@@ -168,7 +168,7 @@ class TrainingInputs:
         from partc.runtime.artifact.training.data_spec import Spec
 
         found = getattr(self.settings, name)
-        where = f"--{name}" if name in self.options.said else f"train: {name}"
+        where = f"--{name}" if name in self.options.options else f"train: {name}"
         return None if found is None else Spec.of(found.with_values(self.settings.data), where, self.max_bytes)
 
     def resumed(self) -> Path | None:

@@ -23,7 +23,7 @@ from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.files.replace import remove_left
+from partc.runtime.files.replace import remove_abandoned
 
 _GOES_ON = "\n  help: --resume auto goes on from the newest checkpoint"
 _NOT_SAVED = ": nothing was saved\n  help: give --checkpoint DIR, so that it can go on"
@@ -89,7 +89,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
         finally:
             bar.close()
             if job.inference.output is not None:
-                remove_left(Path(job.inference.output))
+                remove_abandoned(Path(job.inference.output))
 
 
 def run_here(job: Job, manifest: Manifest) -> int:

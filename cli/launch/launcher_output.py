@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnd:
     """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it.
 
     `host`: where the rank was, if others only saw that their connection to it was closed; empty if they do not say where.
@@ -25,36 +25,36 @@ class Ended:
     host: str | None = None
 
 
-_ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
+_ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
     (
         r"process rank (\d+) with PID (\d+) on node \S+ exited on\s+signal (\d+)",
-        lambda found: Ended(rank=int(found[1]), pid=int(found[2]) or None, signal=int(found[3])),
+        lambda found: RankEnd(rank=int(found[1]), pid=int(found[2]) or None, signal=int(found[3])),
     ),
     (
         r"process rank (\d+) with PID (\d+) on node \S+ exiting\s+improperly",
-        lambda found: Ended(rank=int(found[1]), pid=int(found[2]), code=0),
+        lambda found: RankEnd(rank=int(found[1]), pid=int(found[2]), code=0),
     ),
     (
         r"Process name: \[\S*?,(\d+)\]\s+Exit code:\s+(\d+)",
-        lambda found: Ended(rank=int(found[1]), code=int(found[2])),
+        lambda found: RankEnd(rank=int(found[1]), code=int(found[2])),
     ),
     (
         r"PID (\d+) RUNNING AT \S+\s+=\s+EXIT CODE: (\d+)",
         lambda found: _hydra(int(found[1]), int(found[2])),
     ),
-    (r"srun: error: \S+: tasks? (\d+)\S*: Killed", lambda found: Ended(rank=int(found[1]), signal=9)),
-    (r"srun: error: \S+: tasks? (\d+)\S*: Segmentation fault", lambda found: Ended(rank=int(found[1]), signal=11)),
+    (r"srun: error: \S+: tasks? (\d+)\S*: Killed", lambda found: RankEnd(rank=int(found[1]), signal=9)),
+    (r"srun: error: \S+: tasks? (\d+)\S*: Segmentation fault", lambda found: RankEnd(rank=int(found[1]), signal=11)),
     (
         r"srun: error: \S+: tasks? (\d+)\S*: Exited with exit code (\d+)",
-        lambda found: Ended(rank=int(found[1]), code=int(found[2])),
+        lambda found: RankEnd(rank=int(found[1]), code=int(found[2])),
     ),
     (
         r"peer process has unexpectedly disconnected[\s\S]*?Peer host:\s+(\S+)",
-        lambda found: Ended(host=found[1]),
+        lambda found: RankEnd(host=found[1]),
     ),
     (
         r"\*\*\* An error occurred in Socket closed",
-        lambda found: Ended(host=""),
+        lambda found: RankEnd(host=""),
     ),
 )
 """What launchers say, the most telling first."""
@@ -68,11 +68,11 @@ _LINE = re.compile(
 )
 
 
-def _hydra(pid: int, code: int) -> Ended:
+def _hydra(pid: int, code: int) -> RankEnd:
     """Hydra reports a signal as an exit code below 32, or as the shell does, above 128."""
     if code > 128:
-        return Ended(pid=pid, signal=code - 128)
-    return Ended(pid=pid, signal=code) if code in (4, 6, 7, 8, 9, 11, 15) else Ended(pid=pid, code=code)
+        return RankEnd(pid=pid, signal=code - 128)
+    return RankEnd(pid=pid, signal=code) if code in (4, 6, 7, 8, 9, 11, 15) else RankEnd(pid=pid, code=code)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class LauncherOutput:
             self.lines.append(text)
         return held
 
-    def ended(self) -> Ended | None:
+    def ended(self) -> RankEnd | None:
         """How a rank ended, if the launcher has reported it."""
         text = "\n".join(self.lines)
         for pattern, read in _ENDS:

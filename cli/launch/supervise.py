@@ -27,7 +27,7 @@ from partc.cli.job.faults import fault_of
 from partc.cli.job.processes import end_with_parent
 from partc.cli.job.rank import FRAME
 from partc.cli.launch.launcher import inherited
-from partc.cli.launch.launcher_output import Ended, LauncherOutput
+from partc.cli.launch.launcher_output import LauncherOutput, RankEnd
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.output import console
@@ -112,7 +112,7 @@ class _Heard:
     on_stderr: LauncherOutput = field(default_factory=LauncherOutput)
     passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def ended(self) -> Ended | None:
+    def ended(self) -> RankEnd | None:
         """How a rank ended, according to the launcher's messages."""
         return self.on_stderr.ended() or self.on_stdout.ended()
 
@@ -282,7 +282,7 @@ def _verdict(
         return 0
     number = code - 128 if code > 128 else code
     killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-    ended = heard.ended() or (Ended(signal=number) if killed else Ended(code=code))
+    ended = heard.ended() or (RankEnd(signal=number) if killed else RankEnd(code=code))
     if code < 0 and ended.rank is None:
         failed(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
@@ -330,7 +330,7 @@ def _name(number: int) -> str:
     return f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
 
 
-def _advice(ended: Ended) -> str:
+def _advice(ended: RankEnd) -> str:
     if ended.signal != signal.SIGKILL:
         return ""
     return (

@@ -20,7 +20,7 @@ _LONGEST, _STALL = 600.0, 60.0
 _FAILURE = "failure"
 
 
-def found_by(module: str, folder: Path, ranks: int) -> dict[str, Any]:
+def result_of_module(module: str, folder: Path, ranks: int) -> dict[str, Any]:
     """What a module finds that so many ranks of this host run with the folder as its argument; RankError where they fail."""
     launcher = find_launcher(ranks, instead="")
     with RunDir(ranks) as run_dir:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from partc.cli.machine.job import found_by
+from partc.cli.machine.job import result_of_module
 from partc.cli.machine.ranks import REQUEST, TINY
 from partc.cli.output import console
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
@@ -99,7 +99,7 @@ def _compile_tiny(folder: Path) -> None:
 def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
     """What the ranks have found of what is requested."""
     (folder / REQUEST).write_text(json.dumps(request))
-    return found_by("partc.cli.machine.ranks", folder, ranks)
+    return result_of_module("partc.cli.machine.ranks", folder, ranks)
 
 
 def _machine(

@@ -117,13 +117,13 @@ def _step(folder: Path, threads: int) -> float:
     return max(0.0, beside)
 
 
-def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _medians(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians over ranks of what each has measured; of segments, which ranks share out, what any has."""
-    first = told[0]
+    first = measured[0]
 
     def points(*keys: str | int) -> list[list[float]]:
         tables = []
-        for one in told:
+        for one in measured:
             at: Any = one
             for key in keys:
                 at = at[key]
@@ -135,19 +135,19 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "ranks": first["ranks"],
         "threads": first["threads"],
-        "session": median(one["session"] for one in told),
-        "step": median(one["step"] for one in told),
+        "session": median(one["session"] for one in measured),
+        "step": median(one["step"] for one in measured),
         **{table: {name: points(table, name) for name in first[table]} for table in ("products", "kernels")},
         "links": [
             {
                 "name": one["name"],
-                **{key: median(each["links"][k][key] for each in told) for key in ("overlap", "wake")},
+                **{key: median(each["links"][k][key] for each in measured) for key in ("overlap", "wake")},
                 "send": points("links", k, "send"),
                 "collectives": {op: points("links", k, "collectives", op) for op in one["collectives"]},
             }
             for k, one in enumerate(first["links"])
         ],
-        "segments": {key: time for one in told for key, time in one["segments"].items()},
+        "segments": {key: time for one in measured for key, time in one["segments"].items()},
     }
 
 

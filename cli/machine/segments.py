@@ -27,7 +27,7 @@ from partc.runtime.execution.rank_program import lower_rank_program
 from partc.runtime.execution.session_settings import settings_for
 from partc.runtime.program.rank_file import read_rank_file
 from partc.runtime.program.session_values import from_ort
-from partc.runtime.program.sessions import Runner
+from partc.runtime.program.sessions import SegmentSession
 from partc.runtime.program.steps import Segment, StartCollective
 
 _SECONDS, _MOST, _WARM = 4.0, 30, 2
@@ -82,7 +82,7 @@ def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tupl
         yield key, undisturbed(times[_WARM:] or times)
 
 
-def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callable[[], object] | None:
+def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -> Callable[[], object] | None:
     """What runs a segment once on what earlier ones have made, and values of its own; None where it takes other things than tensors of
     known sizes, or fails on them.
     """
@@ -90,7 +90,7 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
     if runner.objects:
         return None
     binding, held = runner.session.io_binding(), list[Tensor]()
-    for bind, some in ((binding.bind_input, segment.operands), (binding.bind_output, segment.results)):
+    for bind, some in ((binding.bind_input, segment.operands), (binding.bind_output, segment.output_pairs)):
         for formal, name in some:
             tensor = cells.get(name) or _value(name, sizes)
             if tensor is None:
@@ -99,7 +99,7 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
             held.append(tensor)
             if name not in sizes.merged:
                 bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
-    merged = [formal for formal, name in segment.results if name in sizes.merged]
+    merged = [formal for formal, name in segment.output_pairs if name in sizes.merged]
     of_merged = [name in sizes.merged for name in segment.outputs]
 
     def run() -> list[Tensor]:

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from partc.cli.machine.job import found_by
+from partc.cli.machine.job import result_of_module
 from partc.cli.machine.trial_rank import REQUEST
 from partc.cli.output import console
 from partc.compiler.emit.emit import emit
 from partc.compiler.search.candidate import Candidate
-from partc.compiler.search.plays import Plays
+from partc.compiler.search.search_state import SearchState
 from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.errors import RankError
 from partc.runtime.units import seconds
@@ -20,7 +20,7 @@ from partc.runtime.units import seconds
 _TURNS = 5
 
 
-def run_fastest(plays: Plays) -> None:
+def run_fastest(plays: SearchState) -> None:
     """Runs as many plans as are wanted, the fastest within the memory; sets what each takes, or why it fails.
 
     Each turn is a job of every plan, which loads it, and makes steps of random inputs for half a second.
@@ -39,7 +39,7 @@ def run_fastest(plays: Plays) -> None:
                 if one in plays.failed:
                     continue
                 try:
-                    found = found_by("partc.cli.machine.trial_rank", folders[one], one.degrees.ranks)
+                    found = result_of_module("partc.cli.machine.trial_rank", folders[one], one.degrees.ranks)
                 except RankError as error:
                     plays.failed[one] = str(error).partition("\n")[0]
                     continue

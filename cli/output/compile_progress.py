@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _QUIET = 1.0
 
 
-class CompileWatch:
+class CompileProgress:
     """Called with the name of each pass as it begins; as a context manager it clears what it shows."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class CompileWatch:
         self._status: Status | None = None
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> CompileWatch:
+    def __enter__(self) -> CompileProgress:
         if sys.stderr.isatty() and not is_quiet():
             self._timer = threading.Timer(_QUIET, self._show)
             self._timer.daemon = True

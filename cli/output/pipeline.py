@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The rows of the ranks of an artifact: `homes` are lists of ranks with one row each, which `rows` has."""
+    """The rows of the ranks of an artifact: `stage_ranks` are lists of ranks with one row each, which `rows` has."""
 
     artifact: Artifact
-    homes: tuple[tuple[int, ...], ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     rows: tuple[Row, ...]
 
     @cached_property
@@ -49,7 +49,7 @@ class Pipeline:
         edges = tuple(Edge(one, other, (one, other) in reads.gradients) for one, other in sorted(reads.forward))
         microbatches = 1 + max((task.microbatch for task in tasks), default=0)
         try:
-            stages = Stages(homes, edges, self.homes, tuple(s in backward for s in range(count)))
+            stages = Stages(homes, edges, self.stage_ranks, tuple(s in backward for s in range(count)))
         except ValueError as error:
             raise UsageError(f"{self.artifact.folder}: its rows are not sound: {error}\n{_CHECK}") from None
         found = Schedule(self._name, stages, microbatches, tuple(rows))
@@ -83,13 +83,13 @@ def pipeline_of(artifact: Artifact) -> Pipeline | None:
     return Pipeline(artifact, tuple(tuple(sorted(ranks)) for ranks, _ in ordered), tuple(row for _, row in ordered))
 
 
-def saved_by_home(pipeline: Pipeline) -> list[Saved]:
+def saved_by_group(pipeline: Pipeline) -> list[Saved]:
     """By home what its row keeps at most for backward passes."""
     from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.artifact.tasks.saved import saved
     from partc.runtime.checker.graph.declared import declared_types
 
-    models = (pipeline.artifact.model(ranks[0]) for ranks in pipeline.homes)
+    models = (pipeline.artifact.model(ranks[0]) for ranks in pipeline.stage_ranks)
     return [saved(row, declared_types(unrolled(model))) for row, model in zip(pipeline.rows, models, strict=True)]
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cli.output.pipeline import Pipeline, pipeline_of, saved_by_home
+from partc.cli.output.pipeline import Pipeline, pipeline_of, saved_by_group
 from partc.cli.output.stats import moved, rank_stats
 from partc.cli.output.training_stats import training_stats
 from partc.cli.report.classes import RankClass, rank_classes
@@ -52,7 +52,7 @@ def schedule_of(pipeline: Pipeline, sizes: Mapping[str, int]) -> dict[str, objec
             "tasks": [[str(task), task.stage, str(task.kind), task.microbatch, *timing.spans[task]] for task in tasks],
         }
         for ranks, row, tasks, idle, kept in zip(
-            pipeline.homes, pipeline.rows, schedule.rows, timing.idle, saved_by_home(pipeline), strict=True
+            pipeline.stage_ranks, pipeline.rows, schedule.rows, timing.idle, saved_by_group(pipeline), strict=True
         )
     ]
     return {
@@ -179,18 +179,18 @@ class Request:
     trace: Path | None = None
 
 
-def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | None = None) -> dict[str, object]:
+def document_of(artifact: Artifact, request: Request, given: Mapping[str, int] | None = None) -> dict[str, object]:
     """The document of the program that the artifact is seen from; UsageError where a trace does not fit.
 
     `given`: the sizes that the user gave, by default those asked for, of which a timeline needs all that are not settled.
     """
-    given = asked.sizes if given is None else given
+    given = request.sizes if given is None else given
     manifest = artifact.manifest
-    sizes = {**typical_sizes(manifest), **{k: v for k, v in asked.sizes.items() if k in manifest.symbols}}
+    sizes = {**typical_sizes(manifest), **{k: v for k, v in request.sizes.items() if k in manifest.symbols}}
     own = {name: size for name, size in given.items() if name in manifest.symbols}
     timeline = None
-    if asked.machine is not None or asked.trace is not None:  # first, since it may be refused
-        timeline = timeline_of(artifact, asked.machine, asked.trace, own)
+    if request.machine is not None or request.trace is not None:  # first, since it may be refused
+        timeline = timeline_of(artifact, request.machine, request.trace, own)
     classes = rank_classes(artifact)
     memory = memory_of_ranks(artifact, sizes, [one.ranks[0] for one in classes])
     pipeline = pipeline_of(artifact)

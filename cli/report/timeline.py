@@ -72,7 +72,7 @@ def _measured(path: Path, median: float) -> dict[str, object]:
         if one.category == STEP:
             wholes.setdefault(one.about["step"], []).append(one)
     ranks = {one.rank for some in wholes.values() for one in some}
-    last = trace.spans[-1].about["step"] if not trace.whole else None
+    last = trace.spans[-1].about["step"] if not trace.is_complete else None
     ended = [step for step, some in wholes.items() if len(some) == len(ranks) and step != last] or [*wholes]
     chosen = min(ended, key=lambda step: (abs(max(one.seconds for one in wholes[step]) - median), step))
     begin = min(one.begin for one in wholes[chosen])
@@ -92,4 +92,4 @@ def _measured(path: Path, median: float) -> dict[str, object]:
         ]
         rows.append({"rank": whole.rank, "begin": whole.begin - begin, "seconds": whole.seconds, "spans": spans})
     end = max(one.begin + one.seconds for one in wholes[chosen])
-    return {"step": chosen, "seconds": end - begin, "whole": trace.whole, "error": trace.error, "ranks": rows}
+    return {"step": chosen, "seconds": end - begin, "whole": trace.is_complete, "error": trace.error, "ranks": rows}

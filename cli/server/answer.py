@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from partc.cli.server.bodies import Completion
-from partc.cli.server.engine import Ended, Engine, Failed, News, Score, Ticket, Tokens
+from partc.cli.server.engine import Engine, Failed, News, RequestEnd, Score, Ticket, Tokens
 from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.tokenizer import TextStream
@@ -84,7 +84,7 @@ class Answer:
     letters: Letters
     number: int
     texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
-    made: int = 0
+    num_tokens: int = 0
     letters_shown: int = 0
     """How many letters there are before the next delta, its prompt's where that is shown."""
     logprob: float = 0.0
@@ -112,7 +112,7 @@ class Answer:
             match one:
                 case Failed(why):
                     raise RefusedError(500, why, code="ranks_failed")
-                case Ended(finish):
+                case RequestEnd(finish):
                     pass
                 case Tokens(_, "error"):
                     raise RefusedError(500, _NOT_FINITE, code="not_finite")
@@ -128,7 +128,7 @@ class Answer:
             if finish:
                 text += self.letters.end()
                 break
-        self.made += len(tokens)
+        self.num_tokens += len(tokens)
         self.logprob += sum(score for score, _ in found)
         calls: Sequence[Call] = ()
         if self.calls is not None:
@@ -203,7 +203,7 @@ def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> l
     first, found = answers[0].completion, list[dict[str, Any]]()
     for begin in range(0, len(choices), first.copies):
         of_prompt = range(begin, begin + first.copies)
-        best = sorted(of_prompt, key=lambda at: -answers[at].logprob / max(answers[at].made, 1))[: first.kept]
+        best = sorted(of_prompt, key=lambda at: -answers[at].logprob / max(answers[at].num_tokens, 1))[: first.kept]
         found += [choices[at] for at in (best if first.kept < first.copies else of_prompt)]
     return [{**choice, "index": index} for index, choice in enumerate(found)]
 
@@ -217,7 +217,7 @@ def _shown(call: Call) -> dict[str, Any]:
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """How many tokens were read and made, and how many of the read ones lay in a cache; a prompt with several choices counts once."""
     prompts = [one for one in answers if not one.completion.is_copy or len(answers) == 1]
-    read, made = sum(one.completion.request.read for one in prompts), sum(one.made for one in answers)
+    read, made = sum(one.completion.request.read for one in prompts), sum(one.num_tokens for one in answers)
     details = {"cached_tokens": sum(one.ticket.cached for one in prompts)}
     counts = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
     return {**counts, "prompt_tokens_details": details}

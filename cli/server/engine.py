@@ -53,7 +53,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RequestEnd:
     """The server ends a request, for a reason: `timeout`, `shutdown`, `stop`, or `LEFT`."""
 
     finish: str
@@ -66,7 +66,7 @@ class Failed:
     text: str
 
 
-News: TypeAlias = Tokens | Ended | Failed
+News: TypeAlias = Tokens | RequestEnd | Failed
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class Engine:
     def end(self, ticket: Ticket, finish: str) -> None:
         """Ends a request that is still open: its slot is free two steps later."""
         if self._forget(ticket, finish):
-            ticket.add(Ended(finish))
+            ticket.add(RequestEnd(finish))
             self._send({"cancel": ticket.number})
 
     def fail(self, text: str) -> None:

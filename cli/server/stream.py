@@ -32,7 +32,7 @@ class _Choice:
     async def next(self, engine: Engine) -> tuple[str, bool, bool]:
         """The next events, whether they are the last ones, and whether the answer has failed."""
         answer = self.answer
-        first = not answer.made
+        first = not answer.num_tokens
         try:
             delta = await answer.next(engine)
         except RefusedError as error:

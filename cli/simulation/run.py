@@ -34,10 +34,10 @@ class Request:
     top: int = 15
 
 
-def simulate_step(target: Path, model: Path | None, asked: Request, as_json: bool) -> int:
+def simulate_step(target: Path, model: Path | None, request: Request, as_json: bool) -> int:
     """Plays a step of the artifact in a folder, or of a plan with its model, and prints it."""
-    machine = read_machine(asked.machine) if asked.machine is not None else instant()
-    traced = read_traced(asked.trace) if asked.trace is not None else None
+    machine = read_machine(request.machine) if request.machine is not None else instant()
+    traced = read_traced(request.trace) if request.trace is not None else None
     if target.suffix in PLANS:
         if model is None:
             help = f"name it: partc simulate {target} --model model.py --machine machine.yaml"
@@ -47,16 +47,16 @@ def simulate_step(target: Path, model: Path | None, asked: Request, as_json: boo
         with tempfile.TemporaryDirectory(prefix="partc-simulate-") as name:
             folder = Path(name) / "build"
             compile_model(model, target, folder)
-            found = _of(folder, machine, asked, traced)
+            found = _of(folder, machine, request, traced)
     else:
         if model is not None:
             help = "leave out --model, or give the plan in place of the folder"
             raise UsageError(f"{target}: an artifact has its model\n  help: {help}")
-        found = _of(target, machine, asked, traced)
+        found = _of(target, machine, request, traced)
     if as_json:
         console.echo(json.dumps(document(str(target), found, traced), indent=1))
     else:
-        show(str(target), found, traced, asked.top)
+        show(str(target), found, traced, request.top)
     return 0
 
 

@@ -13,10 +13,10 @@ from partc.compiler.cost.default_machine import default_machine
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.frontend.source import Source
 from partc.compiler.proposal.batch import batch_of
+from partc.compiler.search.base_plan import Base, base_of
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.plays import Play, Plays, played
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import Base, base_of
+from partc.compiler.search.search_state import SearchState, SimulatedPlan, played
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
 from partc.runtime.units import count, seconds, size_text
@@ -40,7 +40,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A plan, what is printed beside it, and warnings."""
 
     text: str
@@ -49,7 +49,9 @@ class Found:
 
 
 @uncollected()
-def searched(source: Source, name: str, options: Options, run: Callable[[Plays], None] = lambda plays: None) -> Found:
+def searched(
+    source: Source, name: str, options: Options, run: Callable[[SearchState], None] = lambda plays: None
+) -> SearchResult:
     """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory.
 
     `run` measures the fastest, where some are to be run, before one is chosen.
@@ -82,7 +84,7 @@ def searched(source: Source, name: str, options: Options, run: Callable[[Plays],
     best = plays.best
     assert best is not None
     text = best.with_head(tuple(_head(plays, best, options)))
-    return Found(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
+    return SearchResult(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
@@ -98,7 +100,7 @@ def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
     return {**options.sizes, first: options.batch}
 
 
-def _none_fits(plays: Plays, options: Options) -> str:
+def _none_fits(plays: SearchState, options: Options) -> str:
     if not plays.played:
         facts = "; ".join(dict.fromkeys(plays.refused.values()))
         return f"{plays.search.name}: the compiler refuses every candidate: {facts}\n  help: try other --ranks"
@@ -107,13 +109,13 @@ def _none_fits(plays: Plays, options: Options) -> str:
     return f"{fact}; {least.candidate} needs {size_text(least.peak, at_least=True)}\n  help: give that, or more --ranks"
 
 
-def _at(plays: Plays) -> str:
+def _at(plays: SearchState) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in plays.search.request.sizes.items())
     where = plays.search.request.machine.where
     return f"on {where if '(' in where else PurePath(where).name}" + (f" at {sizes}" if sizes else "")
 
 
-def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+def _head(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterator[str]:
     """Comment lines at the head of the plan: its cost, the baselines, and what each of its choices saves."""
     own = f"{seconds(best.seconds)} {_at(plays)}"
     if (measured := plays.measured.get(best.candidate)) is not None:
@@ -128,7 +130,7 @@ def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
         yield f"# {fact[0].upper()}{fact[1:]}."
 
 
-def _told(plays: Plays, candidate: Candidate) -> str:
+def _told(plays: SearchState, candidate: Candidate) -> str:
     """The time of a baseline: as it was played and measured, else as it is estimated."""
     one, measured = plays.of(candidate), plays.measured.get(candidate)
     if one is not None:
@@ -138,7 +140,7 @@ def _told(plays: Plays, candidate: Candidate) -> str:
     return f"about {seconds(plays.search.estimate(candidate).seconds)}"
 
 
-def _savings(plays: Plays, best: Play) -> Iterator[str]:
+def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
     """What each choice of the plan saves, by the estimates of the plan with and without it."""
     one, estimate = best.candidate, plays.search.estimate
     own = estimate(one)
@@ -165,7 +167,7 @@ def _savings(plays: Plays, best: Play) -> Iterator[str]:
         yield f"{name} saves {' and '.join(parts) or 'nothing by itself'}."
 
 
-def _idle(best: Play, options: Options) -> str | None:
+def _idle(best: SimulatedPlan, options: Options) -> str | None:
     """Why not all ranks are used."""
     used = best.candidate.degrees.ranks
     if used == options.ranks:
@@ -173,7 +175,7 @@ def _idle(best: Play, options: Options) -> str | None:
     return f"it uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send"
 
 
-def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+def _report(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterator[str]:
     search = plays.search
     known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} played"
     known += f", {len(plays.refused)} refused" if plays.refused else ""
@@ -201,13 +203,13 @@ def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
     yield f"found {f'{_measured(plays, best.candidate)}, by simulation {own}' if ran else own}"
 
 
-def _measured(plays: Plays, candidate: Candidate) -> str:
+def _measured(plays: SearchState, candidate: Candidate) -> str:
     """What a plan takes on this host; "" where it was not run."""
     taken = plays.measured.get(candidate)
     return "failed" if candidate in plays.failed else "" if taken is None else seconds(taken)
 
 
-def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+def _warnings(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterator[str]:
     if plays.search.request.machine.where == default_machine().where:
         yield "no machine file was given; `partc measure -o machine.yaml` measures this one"
     if (fact := _idle(best, options)) is not None:

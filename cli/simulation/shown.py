@@ -17,11 +17,11 @@ _ROWS = 32
 """Classes of ranks that are printed."""
 
 
-def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None:
+def show(where: str, simulation: Simulation, traced: Traced | None, top: int) -> None:
     """Prints the step, a row for each class of ranks, and the critical path by source names."""
-    played = found.played
+    played = simulation.played
     ranks = sum(len(one.ranks) for one in played.classes)
-    at = f" at {', '.join(f'{name}={size}' for name, size in found.sizes.items())}" if found.sizes else ""
+    at = f" at {', '.join(f'{name}={size}' for name, size in simulation.sizes.items())}" if simulation.sizes else ""
     console.echo(f"{where}: {count(ranks, 'rank')}, a step takes {seconds(played.seconds)}{at}")
     if traced is not None:
         ratio = played.seconds / traced.step if traced.step else float("nan")
@@ -30,9 +30,9 @@ def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None
         )
     console.echo()
     table = Table(["ranks", ">compute", ">idle", ">under way", ">operations", ">bytes given", ">peak memory"])
-    rows = zip(played.classes, played.busy, played.communication, found.operations, found.bytes, strict=True)
+    rows = zip(played.classes, played.busy, played.communication, simulation.operations, simulation.bytes, strict=True)
     for one, busy, under_way, computed, bytes in itertools.islice(rows, _ROWS):
-        memory = found.memory[one.ranks[0]]
+        memory = simulation.memory[one.ranks[0]]
         peak = size_text(memory.peak) + ("+?" if memory.unknown else "")
         idle = seconds(max(0.0, played.seconds - busy))
         cells = (seconds(busy), idle, seconds(under_way), operations_text(computed), size_text(bytes), peak)
@@ -41,29 +41,29 @@ def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None
     if len(played.classes) > _ROWS:
         console.echo(f"and {len(played.classes) - _ROWS:,} more classes of ranks, which --json lists")
     console.echo()
-    way, listed = found.critical, Table(["on the critical path", ">time", ">share"])
+    way, listed = simulation.critical, Table(["on the critical path", ">time", ">share"])
     for name, time in way[:top]:
         listed.add(name or "(no name)", seconds(time), f"{time / played.seconds:.1%}")
     if len(way) > top:
         rest = sum(time for _, time in way[top:])
         listed.add(f"{len(way) - top} more", seconds(rest), f"{rest / played.seconds:.1%}")
     listed.show()
-    if found.unknown:
-        console.echo(f"\nwithout {count(found.unknown, 'value')} whose size is known only at run time")
+    if simulation.unknown:
+        console.echo(f"\nwithout {count(simulation.unknown, 'value')} whose size is known only at run time")
 
 
-def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, object]:
+def document(where: str, simulation: Simulation, traced: Traced | None) -> dict[str, object]:
     """All that the simulation says, for other programs: seconds, bytes, operations."""
-    played = found.played
+    played = simulation.played
     rows: Sequence[dict[str, object]] = [
         {
             "ranks": ranks_text(one.ranks),
             "compute": played.busy[k],
             "idle": max(0.0, played.seconds - played.busy[k]),
             "under_way": played.communication[k],
-            "operations": found.operations[k],
-            "bytes": found.bytes[k],
-            "peak_memory": found.memory[one.ranks[0]].peak,
+            "operations": simulation.operations[k],
+            "bytes": simulation.bytes[k],
+            "peak_memory": simulation.memory[one.ranks[0]].peak,
         }
         for k, one in enumerate(played.classes)
     ]
@@ -74,15 +74,15 @@ def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, 
     measured = {"trace": traced.where, "steps": traced.steps, "seconds": traced.step} if traced is not None else None
     return {
         "where": where,
-        "sizes": dict(found.sizes),
+        "sizes": dict(simulation.sizes),
         "seconds": played.seconds,
         "ranks": rows,
-        "critical": [{"name": name, "seconds": time} for name, time in found.critical],
+        "critical": [{"name": name, "seconds": time} for name, time in simulation.critical],
         "path": path,
-        "unknown": found.unknown,
+        "unknown": simulation.unknown,
         "files": {
             name: {"operations": str(operations(file)), "bytes": str(payload(file))}
-            for name, file in found.files.items()
+            for name, file in simulation.files.items()
         },
         **({"measured": measured} if measured else {}),
     }

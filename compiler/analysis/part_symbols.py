@@ -39,7 +39,7 @@ def part_symbols(
                 Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
             )
             continue
-        found[name] = replace(info, facts=facts, parts=training.rules.accumulate, whole=info.facts)
+        found[name] = replace(info, facts=facts, parts=training.rules.accumulate, global_facts=info.facts)
     if problems:
         raise CompileError(problems)
     return found
@@ -82,10 +82,10 @@ def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
     """A symbol of the whole batch, of which a microbatch has one of `count` equal parts."""
     facts = info.facts
     if facts.value is not None:
-        return replace(info, facts=Facts.constant(facts.value * count), parts=1, whole=None)
+        return replace(info, facts=Facts.constant(facts.value * count), parts=1, global_facts=None)
     high = None if facts.max is None else facts.max * count
     whole = Facts(facts.divisor * count, facts.remainder * count, max(facts.min or 1, 1) * count, high)
-    return replace(info, facts=whole, parts=1, whole=None)
+    return replace(info, facts=whole, parts=1, global_facts=None)
 
 
 class BatchDims:

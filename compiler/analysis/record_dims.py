@@ -28,14 +28,14 @@ KEEPS_ORDER = ("Reshape", "Flatten")
 
 @dataclass(frozen=True)
 class Shard:
-    """A value that holds the records of a batch along `dim`: `apart` times, one behind the other, all `size` of them.
+    """A value that holds the records of a batch along `dim`: `stride` times, one behind the other, all `size` of them.
 
-    `size` is None where the dims of the records are not known, and `apart` None where records are alike, so that it may be any number.
+    `size` is None where the dims of the records are not known, and `stride` None where records are alike, so that it may be any number.
     """
 
     dim: int
     size: sympy.Expr | None = None
-    apart: sympy.Expr | None = ONE
+    stride: sympy.Expr | None = ONE
 
 
 def reshaped(
@@ -43,15 +43,15 @@ def reshaped(
 ) -> Shard | None:
     """How the records of `source` lie in `target`, which has the same elements in the same order; None where no dim has them."""
     here, there = dims_of(source), dims_of(target)
-    if here is None or there is None or shard.size is None or shard.apart is None:
+    if here is None or there is None or shard.size is None or shard.stride is None:
         return None
-    before, ahead = sympy.prod(here[: shard.dim]) * shard.apart, ONE
+    before, ahead = sympy.prod(here[: shard.dim]) * shard.stride, ONE
     for k, dim in enumerate(there):
         if ahead == 0:
             return None
         apart = normal(before / ahead, known)
         if _is_count(apart, known) and _is_count(normal(dim / (apart * shard.size), known), known):
-            return replace(shard, dim=k, apart=apart)
+            return replace(shard, dim=k, stride=apart)
         ahead *= dim
     return None
 
@@ -59,8 +59,8 @@ def reshaped(
 def together(shards: Iterable[Shard]) -> Shard | None:
     """How operands that are read by one factor hold records, all alike; None where they do not."""
     found = [*shards]
-    told = [one for one in found if one.apart is not None] or found[:1]
-    return told[0] if told and all(one.apart == told[0].apart for one in told) else None
+    told = [one for one in found if one.stride is not None] or found[:1]
+    return told[0] if told and all(one.stride == told[0].stride for one in told) else None
 
 
 def dims_of(value: ir.Value | None) -> Sequence[sympy.Expr] | None:

@@ -40,7 +40,7 @@ from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.alike import key_of
+from partc.compiler.ir.distinct_ranks import key_of
 from partc.compiler.ir.graph import NEWEST_OPSET, operand_name
 
 _STANDARD = ("", "ai.onnx")
@@ -325,7 +325,7 @@ def _give(ctx: ShapeInferenceContext, node: ir.Node, kinds: list[_Kind]) -> None
 @contextmanager
 def tolerant_rules(known: Known) -> Iterator[dict[ir.Node, str]]:
     """Within, the engine's rules are corrected, and a node whose rule raises is left unknown; yields by such a node what was raised.
-    Of nodes that are alike (`ir/alike.py`) the first is asked, where their operands' types and dims alone decide.
+    Of nodes that are alike (`ir/distinct_ranks.py`) the first is asked, where their operands' types and dims alone decide.
 
     The engine looks rules up through `registry.get` and has no hook for either; so the registry's lookup is wrapped here.
     """

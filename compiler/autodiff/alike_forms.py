@@ -47,7 +47,7 @@ class Places(dict[str, str]):
 
 @dataclass(frozen=True)
 class Requested:
-    """What is asked of the gradient of some nodes, by handles: of the `seeds`, cotangents by output, those of what is `wanted`.
+    """What is asked of the gradient of some nodes, by handles: of the `seeds`, cotangents by output, those of what is `outputs`.
 
     `constants`: those that are the same on all ranks; `ends`: all of them on the first and the last rank, where some differ, which
     `unknown` shows as values. `by_rows`: the tables whose gradients are given as rows.
@@ -59,7 +59,7 @@ class Requested:
     constants: Mapping[str, Array]
     ends: Sequence[Mapping[str, Array]]
     seeds: Mapping[str, str]
-    wanted: Sequence[str]
+    outputs: Sequence[str]
     by_rows: Sequence[str]
 
     def key(self, places: Places) -> Hashable | None:
@@ -83,8 +83,8 @@ class Requested:
                 key.append(places[name])
         key += [places[name] for pair in self.seeds.items() for name in pair]
         key.append(len(self.seeds))
-        key += [places[name] for name in self.wanted]
-        key.append(len(self.wanted))
+        key += [places[name] for name in self.outputs]
+        key.append(len(self.outputs))
         key += [places[name] for name in self.by_rows]
         return tuple(key)
 
@@ -97,7 +97,7 @@ class Requested:
             {places[name]: array for name, array in self.constants.items()},
             [{places[name]: array for name, array in some.items()} for some in self.ends],
             {places[out]: places[dy] for out, dy in self.seeds.items()},
-            [places[name] for name in self.wanted],
+            [places[name] for name in self.outputs],
             [places[name] for name in self.by_rows],
         )
 

@@ -41,7 +41,7 @@ class GradientBuilder:
     def __init__(self, scope: Scope, node: ir.Node, wanted: Sequence[bool]) -> None:
         self.scope = scope
         self.node = node
-        self.kept: dict[int, str] = {}
+        self.handles: dict[int, str] = {}
         self._wanted = wanted
         self._path = next(value.name for value in node.outputs if value.name)
 
@@ -70,9 +70,9 @@ class GradientBuilder:
         """The node's output `k`; where the node does not make it, it is asked to."""
         if k < len(self.node.outputs) and self.node.outputs[k].name:
             return name_of(self.node.outputs[k])
-        if k not in self.kept:
-            self.kept[k] = self.scope.derived(f"{self._path}.output{k}")
-            extended = extend(self.node, self.kept)
+        if k not in self.handles:
+            self.handles[k] = self.scope.derived(f"{self._path}.output{k}")
+            extended = extend(self.node, self.handles)
             copy = self.scope.node(
                 extended.op_type,
                 [*map(operand_name, extended.inputs)],
@@ -81,8 +81,8 @@ class GradientBuilder:
                 extended.domain,
             )
             self.scope.infer(copy)
-            self.scope.values[self.kept[k]] = copy.outputs[k]
-        return self.kept[k]
+            self.scope.values[self.handles[k]] = copy.outputs[k]
+        return self.handles[k]
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """An attribute of the node: a number, text (not bytes), or a list of numbers."""

@@ -24,7 +24,7 @@ from partc.compiler.autodiff.builder import GradientBuilder, NoGradient, extend
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.graph import bodies, captured_by, name_of, operand_name, operands_of
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ops.node import Dim, likeness, same
+from partc.compiler.ops.node import Dim, node_key, same
 from partc.compiler.ops.registry import entry_of, looks_up_rows, stops_gradient
 
 
@@ -63,13 +63,13 @@ def _is_one(dim: Dim) -> bool:
 
 @dataclass
 class Bodies:
-    """What the bodies of a node read from around it: `names` maps their names to those here, `wanted` need a cotangent.
+    """What the bodies of a node read from around it: `names` maps their names to those here, `requested` need a cotangent.
 
     A rule may put a node in the place of the forward one, with more outputs behind its own.
     """
 
     names: Mapping[str, str]
-    wanted: Sequence[str]
+    requested: Sequence[str]
     forward: ir.Node | None = None
 
 
@@ -101,7 +101,7 @@ class Backward:
 
     def is_like(self, other: Backward) -> bool:
         """Whether both emit the same."""
-        mine, theirs = ([likeness(node) for node in (*one.forward, *one.early, *one.nodes)] for one in (self, other))
+        mine, theirs = ([node_key(node) for node in (*one.forward, *one.early, *one.nodes)] for one in (self, other))
         if mine != theirs or (self.gradients, self.constants.keys()) != (other.gradients, other.constants.keys()):
             return False
         if self.by_rows != other.by_rows:
@@ -150,7 +150,7 @@ def differentiate(
     made: list[str | None] = []
     for k, (dx, x) in enumerate(zip(per_input, names, strict=True)):
         made.append(None if dx is None or x is None or not g.wants(k) else unbroadcast(g, dx, x))
-    return made, extend(node, g.kept)
+    return made, extend(node, g.handles)
 
 
 def differentiate_nodes(
@@ -192,7 +192,7 @@ def differentiate_nodes(
         flows = [value is not None and value.name in needed for value in node.inputs]
         dys = [_total(scope, name_of(made), contributions) if made.name else None for made in node.outputs]
         inside = Bodies(around or {}, [name for name in inner[node] if name in needed])
-        if not (any(flows) or inside.wanted) or all(dy is None for dy in dys) or stops_gradient(node):
+        if not (any(flows) or inside.requested) or all(dy is None for dy in dys) or stops_gradient(node):
             forward.append(node)
             continue
         if looks_up_rows(node) and (table := operand_name(node.inputs[0])) in by_rows:

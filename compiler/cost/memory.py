@@ -155,7 +155,7 @@ def rank_memory(
     main = _Program(file or read_rank_file(artifact, rank), sizes, artifact.generation)
     names = artifact.programs if artifact.manifest.is_main and not alone else ()
     others = {
-        name: _Program(read_rank_file(artifact.beside(name), rank), sizes, artifact.generation, main.targets)
+        name: _Program(read_rank_file(artifact.program_named(name), rank), sizes, artifact.generation, main.targets)
         for name in names
         if name in (EVALUATE, EVALUATE_STREAMED) or binds_rows(name)
     }
@@ -226,7 +226,7 @@ def most_slots(artifact: Artifact, rules: GenerateRules, runs: int) -> int:
     manifest, most, fitting = artifact.manifest, RankMemory(0, 0, 0, ()), list[int]()
     for ranks in manifest.by_file(range(manifest.ranks)).values():
         whole, decode = (rank_memory(artifact, ranks[0], {}, alone=alone) for alone in (False, True))
-        others = (artifact.beside(name) for name in artifact.programs if binds_rows(name))
+        others = (artifact.program_named(name) for name in artifact.programs if binds_rows(name))
         inside, inside_others = decode.inside, max(rank_memory(one, ranks[0], {}).inside for one in others)
         grows = sum(one.caches + one.inputs_outputs + one.between for one in decode.targets)
         left = rules.memory - (whole.peak - whole.inside - grows)
@@ -430,7 +430,7 @@ class _Program:
         kept = {record.value: record.local_shape(file.rank) for record in file.state}
         works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
         aliases = in_place_aliases(
-            file.steps, values.live_ranges, values.slots, (), values.are_alike, self.updates.in_place
+            file.steps, values.live_ranges, values.slots, (), values.have_one_type, self.updates.in_place
         )
         return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
 
@@ -508,7 +508,7 @@ class _Program:
                 continue
             call, asked = step.call, len(step.call.givers) * min(prod(ids), step.call.rows_of_owner)
             if call.op == PULL:
-                for name, sizes in zip(call.asked, ((asked,), (len(step.ranks),), ids), strict=False):
+                for name, sizes in zip(call.requests, ((asked,), (len(step.ranks),), ids), strict=False):
                     self.of.assume(name, sizes, _NUMBER)
                 continue
             self.of.assume(call.numbers, (asked,), _NUMBER)

@@ -63,7 +63,7 @@ class FileSizes:
     def types(self) -> dict[str, str]:
         """The type of each value, as the file and the manifest state it without sessions."""
         file = self.file
-        types = {**dict.fromkeys((*file.computed, *file.results), _UNSTATED), **types_from_manifest(file)}
+        types = {**dict.fromkeys((*file.computed, *file.calls_by_output), _UNSTATED), **types_from_manifest(file)}
         types |= file.declared_types
         return types | {copy.result: types.get(copy.source, _UNSTATED) for copy in file.copies}
 
@@ -140,7 +140,7 @@ class FileSizes:
         """Maps each name in a segment's body to the name in the program; what is read of the file as it is stays as it is."""
         if (known := self._names.get(id(segment))) is not None:
             return known
-        names = dict([*segment.operands, *segment.results])
+        names = dict([*segment.operands, *segment.output_pairs])
         names.update((name, name) for name in segment.formal.initializers)
         names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.file.tensors)
         self._names[id(segment)] = names

@@ -101,7 +101,7 @@ def read_traced(path: Path, share: float = 0.5) -> Traced:
     trace = read_trace(path)
     steps = _ended_steps(trace)
     if not steps:
-        cut = ", for it was cut short" if not trace.whole else ""
+        cut = ", for it was cut short" if not trace.is_complete else ""
         raise UsageError(f"{path}: has no step that all ranks have ended{cut}\n  help: {_AGAIN}")
     kept = {*(steps[_WARM:] or steps)}
     spans: dict[tuple[int, str], dict[int, Span]] = defaultdict(dict)
@@ -134,7 +134,7 @@ def _ended_steps(trace: Trace) -> list[int]:
             ends[one.rank].add(one.about["step"])
     if not ends:
         return []
-    if not trace.whole:
+    if not trace.is_complete:
         last = trace.spans[-1]
         if last.rank < trace.ranks - 1:
             return []

@@ -119,7 +119,7 @@ def _annotate(program: Complete, old: ir.Node, new: ir.Node, configuration: ir.M
 
 def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
     """Notes which outputs a node makes as partial results, and which are reduced though they could be passed on."""
-    node, given = instance.node, program.given.outputs
+    node, given = instance.node, program.pinned.outputs
     made = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
     if made:
         terms = {node.outputs[k].name: _terms(layout, instance.group) for k, layout in made.items()}
@@ -167,7 +167,7 @@ def _made(program: Complete, instance: NodeOnGroup, k: int) -> Spread:
     layout = choice.output(k) if choice else None
     if layout is None:
         return Spread((), (tuple(sorted(instance.group)),))
-    wanted = program.given.outputs.get((instance, k))
+    wanted = program.pinned.outputs.get((instance, k))
     settled = wanted[0] if wanted else Layout(layout.mesh, layout.cuts)
     return spread_of(normal(settled), instance.group)
 
@@ -208,7 +208,7 @@ def _terms(layout: Layout, group: Group) -> dict[str, list[list[int]]]:
 
 
 def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]:
-    for there, (layout, _) in (program.given.arriving | program.given.stored).items():
+    for there, (layout, _) in (program.pinned.arriving | program.pinned.stored).items():
         if there.value is value:
             yield {"ranks": there.group, "mesh": layout.mesh, "cuts": layout.cuts}
 
@@ -216,7 +216,7 @@ def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]
 def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
     """How weights are kept that are read in another layout somewhere, by name."""
     found: dict[str, list[dict[str, object]]] = {}
-    for there, (layout, _) in (program.given.arriving | program.given.stored).items():
+    for there, (layout, _) in (program.pinned.arriving | program.pinned.stored).items():
         value = there.value
         if value.is_initializer() and any(
             (read := program.choices[instance].input(k)) is None or normal(read) != normal(layout)

@@ -83,7 +83,7 @@ def end_text(
     names = names or Names(program)
     if bodies is None:
         texts = RankTexts(program, names)
-        bodies = [(ranks, texts.of(part, ranks)) for part, ranks in program.alike]
+        bodies = [(ranks, texts.of(part, ranks)) for part, ranks in program.distinct_programs]
     lines = _head(program, "step_parallel_end")
     lines += _listing("Communication", [_event_text(names, event) for event in program.events])
     for ranks, body in bodies:
@@ -109,7 +109,7 @@ def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value
     readers: dict[ir.Value, list[int]] = {}
     holders: dict[ir.Value, list[int]] = {}
     sized = sized_inputs(program)
-    for part, alike in program.alike:
+    for part, alike in program.distinct_programs:
         alone = sized.get(part.rank, ())
         for value in dict.fromkeys([one.version.value for one in part.inputs if one.value not in alone]):
             readers.setdefault(value, []).extend(alike)
@@ -129,7 +129,7 @@ def _event_text(names: Names, event: Event) -> str:
         many = max(len(event.ranks), len(event.ranks[0])) > _NAMED
         lists = event.group if many else ", ".join("-".join(map(str, ranks)) for ranks in event.ranks)
         where = f"{event.op_type} {lists}"
-    return f"{event.tag}: %{names[event.made]} {where}   {event.bytes} bytes   {event.cause}"
+    return f"{event.tag}: %{names[event.output]} {where}   {event.bytes} bytes   {event.cause}"
 
 
 def _dim_facts(program: Typed) -> list[str]:

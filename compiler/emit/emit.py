@@ -81,7 +81,7 @@ def _write_all(
     named = [Names(program) for program in shown]
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
-        weights = owners({part.rank: part.weights for part, _ in program.alike}, shards, locations)
+        weights = owners({part.rank: part.weights for part, _ in program.distinct_programs}, shards, locations)
         written, found = write_weights(folder, weights, shards, own, name, absent)
         files |= written
         locations |= found
@@ -132,7 +132,7 @@ def _write_ranks(
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
         if (key := structure(program.parts[part.rank])) not in lists:
-            kept, model = [names[one.value] for one in part.kept], onnx.ModelProto.FromString(data)
+            kept, model = [names[one.value] for one in part.state], onnx.ModelProto.FromString(data)
             lists[key] = run_list(model, program_name(program), guard_of(program), kept)
         listed = lists[key].model_copy(update={"program": files[file].sha256})
         files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
@@ -150,7 +150,7 @@ def _write_ranks(
 def _distinct(program: Complete, models: RankModels) -> dict[bytes, tuple[int, ...]]:
     """Maps each distinct rank file, as bytes, to its ranks, which rise."""
     ranks_of: dict[bytes, list[int]] = {}
-    for part, ranks in program.alike:
+    for part, ranks in program.distinct_programs:
         ranks_of.setdefault(models.of(part), []).extend(ranks)
     return {data: tuple(sorted(ranks)) for data, ranks in ranks_of.items()}
 
@@ -169,7 +169,7 @@ class Unwritten(Artifact):
         sources = {"model": fmt.SourceRecord(name=where, sha256="0" * 64), "plan": None}
         for program in with_laws(programs):
             name, names, by_rank = program_name(program) if manifests else "", Names(program), [""] * program.plan.ranks
-            held = [shards.of(one) for part, _ in program.alike for one in part.weights]
+            held = [shards.of(one) for part, _ in program.distinct_programs for one in part.weights]
             locations = {one.stored: Location("", 0, one.data.nbytes) for one in held if not one.is_inline}
             models = RankModels(program, names, shards, locations, HelperTypes(program))
             for data, ranks in _distinct(program, models).items():

@@ -19,7 +19,7 @@ def with_laws(programs: Sequence[Complete]) -> list[Complete]:
     """The programs of an artifact, the main one first, as its files have them."""
     found: list[Complete] = []
     for program in programs:
-        weights = {held.version.value for part, _ in program.alike for held in part.weights}
+        weights = {held.version.value for part, _ in program.distinct_programs for held in part.weights}
         if not any(law_of(value) is not None for value in weights):
             found.append(program)
             continue
@@ -42,19 +42,19 @@ def _with_laws(
     """A program without weights that are laws; ranks that share what they keep share it still."""
     drawn = {held.value: held for held in part.weights if law_of(held.version.value) is not None}
     if main is not None:
-        begun = {one.version.across for one in main.kept if one.initial != 0.0}
+        begun = {one.version.across for one in main.state if one.initial != 0.0}
         drawn = {value: held for value, held in drawn.items() if held.version.across in begun}
     if not drawn:
         return part
-    key = (part.likeness, tuple(drawn))
+    key = (part.share_key, tuple(drawn))
     if key not in cache:
-        kept = {one.value: one for one in part.kept}
+        kept = {one.value: one for one in part.state}
         for value, held in drawn.items():
             law = law_of(held.version.value)
             assert law is not None
             own = kept.get(value) or State(value, held.version, None, name_of(held.version.value), "parameter")
             kept[value] = replace(own, initial=law)
         weights = tuple(held for held in part.weights if held.value not in drawn)
-        cache[key] = replace(part, weights=weights, kept=tuple(kept.values()))
+        cache[key] = replace(part, weights=weights, state=tuple(kept.values()))
     like = cache[key]
-    return replace(part, weights=like.weights, kept=like.kept)
+    return replace(part, weights=like.weights, state=like.state)

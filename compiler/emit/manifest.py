@@ -20,7 +20,7 @@ from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
-from partc.compiler.training.in_parts import PART as NUMBER
+from partc.compiler.training.microbatch_model import PART as NUMBER
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.generation import DECODE, narrow
 from partc.runtime.artifact.ranks import Grid, SharedRanks, order_text
@@ -55,7 +55,7 @@ def manifest_of(
                     value,
                     [
                         (ranks, one)
-                        for part, ranks in program.alike
+                        for part, ranks in program.distinct_programs
                         for one in part.inputs
                         if one.version.value is value and one.value not in sized.get(part.rank, ())
                     ],
@@ -69,7 +69,12 @@ def manifest_of(
             _port(
                 program,
                 value,
-                [(ranks, one) for part, ranks in program.alike for one in part.outputs if one.version.value is value],
+                [
+                    (ranks, one)
+                    for part, ranks in program.distinct_programs
+                    for one in part.outputs
+                    if one.version.value is value
+                ],
             )
             for value in (*program.model.graph.outputs, *_guards(program))
         ],
@@ -113,23 +118,25 @@ def guard_of(program: Complete) -> str:
 def _guards(program: Complete) -> list[ir.Value]:
     """The outputs besides the model's by which ranks decide whether a step is skipped."""
     outputs = {*program.model.graph.outputs}
-    given = dict.fromkeys(one.version.value for part, _ in program.alike for one in part.outputs)
+    given = dict.fromkeys(one.version.value for part, _ in program.distinct_programs for one in part.outputs)
     return [value for value in given if value not in outputs]
 
 
 def _is_made(program: Complete, value: ir.Value) -> bool:
     """Whether an input of a microbatch is made by the step itself: its number, or one of the whole batch."""
-    if program.tasks is None or any(held.version.value is value for part, _ in program.alike for held in part.inputs):
+    if program.tasks is None or any(
+        held.version.value is value for part, _ in program.distinct_programs for held in part.inputs
+    ):
         return False
     return value.name == NUMBER or any(
-        value.name == str(made) for part, _ in program.alike for step in part.steps for made in step.makes
+        value.name == str(made) for part, _ in program.distinct_programs for step in part.steps for made in step.makes
     )
 
 
 def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
     """What every step of training is given beside the model's inputs."""
     ranks: dict[str, list[int]] = {}
-    for part, alike in program.alike:
+    for part, alike in program.distinct_programs:
         for value in part.scalars:
             ranks.setdefault(names[value], []).extend(alike)
     return [fmt.Port(name=name, type="tensor(float)", shape=[], ranks=sorted(some)) for name, some in ranks.items()]
@@ -138,8 +145,8 @@ def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
 def _state(program: Complete, names: Names) -> list[fmt.StateRecord]:
     """One record for each state tensor and layout: its name in rank files, its kind, and the box that each rank holds."""
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[State, dict[ShardedValue, list[int]]]] = {}
-    for part, ranks in program.alike:
-        for one in part.kept:
+    for part, ranks in program.distinct_programs:
+        for one in part.state:
             after = "" if one.next is None else names[one.next]
             key = names[one.value], one.tensor, after, one.version.layout.shards
             found.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
@@ -231,7 +238,7 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
     source, target = event.ranks[0] if event.group else (event.ranks[0][0], event.ranks[1][0])
     return fmt.Transfer(
         tag=event.tag,
-        value=names[event.made],
+        value=names[event.output],
         source=source,
         target=target,
         type=program.values[event.value].type,
@@ -245,7 +252,7 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
 def _given(program: Complete, names: Names) -> dict[int, list[str]]:
     """Maps each tag to the names of the operands of a collective, where all ranks call them alike."""
     found: dict[int, set[tuple[str, ...]]] = {}
-    for steps in {id(part.steps): part.steps for part, _ in program.alike}.values():
+    for steps in {id(part.steps): part.steps for part, _ in program.distinct_programs}.values():
         for tag, given in _inputs_of_events(steps, names):
             found.setdefault(tag, set()).add(given)
     return {tag: [*one.pop()] for tag, one in found.items() if len(one) == 1}
@@ -263,7 +270,7 @@ def _inputs_of_events(steps: Sequence[Op], names: Names) -> Iterator[tuple[int, 
 
 
 def _event_inputs(steps: Sequence[Op]) -> Iterator[tuple[int, list[Value]]]:
-    own = {step.made: step.source for step in steps if isinstance(step, Copy) and step.made.base is step.source}
+    own = {step.output: step.source for step in steps if isinstance(step, Copy) and step.output.base is step.source}
     for step in steps:
         if isinstance(step, Comm) and step.reads:
             yield step.tag, [own.get(value, value) for value in step.reads]
@@ -274,7 +281,7 @@ def _collective(program: Complete, names: Names, event: Event, sources: Mapping[
     return fmt.Collective(
         tag=event.tag,
         op=event.op_type,
-        value=names[event.made],
+        value=names[event.output],
         group=event.group,
         type=program.values[event.value].type,
         shape=_shape(event.shape),

@@ -31,9 +31,9 @@ class Names(dict[Value, str]):
         again: dict[int, int] = {}
         """Maps a list of steps to the files that have it besides the first one."""
         place = 1
-        for part, _ in program.alike:
+        for part, _ in program.distinct_programs:
             row, key = place, id(part.steps)
-            self._note(() if key in again else part.steps, (*part.given, *part.results), row)
+            self._note(() if key in again else part.steps, (*part.live_in, *part.live_out), row)
             again[key] = again[key] | row if key in again else 0
             for body in part.bodies:
                 place <<= 1
@@ -42,7 +42,7 @@ class Names(dict[Value, str]):
                 for value in [value for step in body.steps for value in step.makes]:
                     inside.setdefault(value, []).append((row, numbers))
             place <<= 1
-        for part, _ in program.alike:
+        for part, _ in program.distinct_programs:
             if places := again.pop(id(part.steps), 0):
                 self._note(part.steps, (), places)
         for value in self._places:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from partc.compiler.errors import CompileError, OwnFaultError, Problem
+from partc.compiler.errors import CompileError, InternalError, Problem
 from partc.compiler.ir.computed import is_absent
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.checker.structures import Structure, check_model, check_structures, refusal, structures
@@ -46,7 +46,7 @@ def _refused(refused: Sequence[tuple[Structure, str]], whole: onnx.ModelProto, n
         law = "what a rank runs, onnxruntime must load"
         help = f"change the model, its types or its opset; where it runs on another onnxruntime or device, {_NO_CHECK}"
         return CompileError(Problem(name, fact, law, help))
-    return OwnFaultError(
+    return InternalError(
         Problem(one.file, f"onnxruntime {version()} does not load it: {text}", _OWN_FAULT, _NO_CHECK)
         for one, text in refused
     )
@@ -58,7 +58,7 @@ def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str
     known = {one.fact.split(":")[0] for one in own}
     faults = [one for one in violations if one.fact.split(":")[0] not in known]
     if faults:
-        raise OwnFaultError(
+        raise InternalError(
             Problem(one.file, f"{one.node}: {one.fact}" if one.node else one.fact, _OWN_FAULT, _NO_CHECK)
             for one in faults
         )

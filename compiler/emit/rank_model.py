@@ -193,16 +193,16 @@ class RankModels:
 
     def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
         """The inputs and outputs, with what is kept from step to step, and the types of all else."""
-        inputs = [*[held.value for held in part.inputs], *[one.value for one in part.kept]]
+        inputs = [*[held.value for held in part.inputs], *[one.value for one in part.state]]
         graph.input.extend(map(self._type, inputs))
-        for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
+        for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.state), strict=True):
             if target:
                 port.metadata_props.add(key=fmt.TARGET, value=target)
         graph.input.extend(
             onnx.helper.make_tensor_value_info(self.names[value], onnx.TensorProto.FLOAT, []) for value in part.scalars
         )
-        graph.output.extend(map(self._type, part.results))
-        listed = {*part.given, *part.results}
+        graph.output.extend(map(self._type, part.live_out))
+        listed = {*part.live_in, *part.live_out}
         listed.update([value for step in part.steps if isinstance(step, Call) for value in step.outputs])
         by_task = sorted(part.steps, key=lambda step: _ORDER[step.task])
         every = dict.fromkeys([value for step in by_task for value in (*step.reads, *step.makes)])
@@ -235,7 +235,7 @@ class RankModels:
 
     def _add_constants(self, nodes: MutableSequence[onnx.NodeProto], graph: onnx.GraphProto, part: RankProgram) -> None:
         """The constants; of those that differ by rank the nodes, and their types."""
-        for value in constants_of(part.steps, part.results):
+        for value in constants_of(part.steps, part.live_out):
             name, constant = self.names[value], value.constant
             if isinstance(constant, RankConstant):
                 nodes.append(_rank_constant(name, constant))
@@ -285,7 +285,7 @@ class RankModels:
         return proto
 
     def _copy(self, step: Copy) -> onnx.NodeProto:
-        source, made = self.names[step.source], self.names[step.made]
+        source, made = self.names[step.source], self.names[step.output]
         proto = onnx.NodeProto(op_type=fmt.COPY, domain=fmt.DOMAIN, name=f"{made}.copy", input=[source], output=[made])
         proto.attribute.append(_attribute(fmt.TO, step.target))
         _add_metadata(proto, {fmt.PATH: step.path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
@@ -295,8 +295,8 @@ class RankModels:
 def structure(part: RankProgram) -> Hashable:
     """Equal for ranks whose files differ in the bytes of weights alone."""
     ends = tuple([tuple([held.value for held in some]) for some in (part.inputs, part.weights)])
-    kept = tuple([(one.value, one.target) for one in part.kept])
-    return part.steps, ends, kept, part.scalars, part.results
+    kept = tuple([(one.value, one.target) for one in part.state])
+    return part.steps, ends, kept, part.scalars, part.live_out
 
 
 class _Message(Protocol):

@@ -39,7 +39,7 @@ class RankTexts:
         kinds, shown = _Kinds(self, part, None), self.names.shown
         lines = [f"program @rank_{part.rank:04d}({shown([held.value for held in part.inputs])}) {{"]
         lines += [self._weight_line(held, ranks) for held in part.weights]
-        for one in part.kept:
+        for one in part.state:
             after = f"   next: {shown([one.next])}" if one.next is not None else ""
             on = f"   on: {one.target}" if one.target else ""
             where = part_of(self.program, one.version, ranks)
@@ -65,17 +65,17 @@ class RankTexts:
             self._values[key] = value_text(self.program, value, shape)
         return self._values[key]
 
-    def _weight_line(self, held: RankTensor, ranks: Sequence[int]) -> str:
+    def _weight_line(self, weight: RankTensor, ranks: Sequence[int]) -> str:
         """A weight, with the law of one whose numbers the artifact does not have."""
-        law = law_of(held.version.value)
-        where = part_of(self.program, held.version, ranks if law else ranks[:1])
-        if held.value not in self._sizes:
-            of, shape = held.value.of, held.value.shape
+        law = law_of(weight.version.value)
+        where = part_of(self.program, weight.version, ranks if law else ranks[:1])
+        if weight.value not in self._sizes:
+            of, shape = weight.value.of, weight.value.shape
             assert of is not None
             size = f"{bytes_text(self.program.values[of], shape)} bytes"
-            self._sizes[held.value] = f"{self.names[held.value]} : {self.value(of, shape)}   {size}"
+            self._sizes[weight.value] = f"{self.names[weight.value]} : {self.value(of, shape)}   {size}"
         initial = f"   Initial: {law_text(law)}" if law else ""
-        return f"  # Parameter: %{self._sizes[held.value]}{where}{initial}"
+        return f"  # Parameter: %{self._sizes[weight.value]}{where}{initial}"
 
     def _step_lines(self, part: RankProgram, steps: tuple[Op, ...], kinds: _Kinds) -> list[str]:
         """The lines of ops, once for all programs that have them on ranks of the same groups."""
@@ -102,8 +102,8 @@ class RankTexts:
                 case Comm():
                     lines += self._comm_lines(step, kinds)
                 case Copy():
-                    lines.append(f"  {shown([step.made])} = Copy({shown([step.source])}) {{to: {step.target}}}")
-                    lines.append(f"      : {kinds.of([step.source])} -> {kinds.of([step.made])}")
+                    lines.append(f"  {shown([step.output])} = Copy({shown([step.source])}) {{to: {step.target}}}")
+                    lines.append(f"      : {kinds.of([step.source])} -> {kinds.of([step.output])}")
                     lines.append(f"      # Scope: {step.path}   Bytes: {step.bytes}   Cause: {step.cause}")
                 case Call():
                     outs, ins = shown(step.outputs), shown(step.inputs)

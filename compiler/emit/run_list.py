@@ -99,7 +99,7 @@ def _add_groups(
         groups = [numbers_text(places[id(node)] for node in group) for group in plan.groups[index]]
         pairs = plan.renewed.get(index, [])
         found.updates[index] = row.model_copy(update={"groups": groups, "renewed": pairs})
-    for kind, buffers in (("state", plan.kept), ("step", [*plan.gradients, *plan.shards])):
+    for kind, buffers in (("state", plan.state), ("step", [*plan.gradients, *plan.shards])):
         found.buffers.extend(BufferRow(kind=kind, members=[*some]) for some in buffers if len(some) > 1)
 
 
@@ -110,7 +110,7 @@ def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
         if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:
             call = read_call(node, node.name)
             if isinstance(call, CollectiveCall) and call.parts and not call.kind.joins:
-                found |= {name: (node.name, place) for place, name in enumerate(call.made)}
+                found |= {name: (node.name, place) for place, name in enumerate(call.outputs)}
     return found
 
 
@@ -216,14 +216,14 @@ class _Cutter:
             self.give(node.input, _Event(f"C{index}", node.input, made=node.output[0]))
         else:
             call = read_call(node, node.name)
-            touches = [*call.given, *call.made]
+            touches = [*call.inputs, *call.outputs]
             if isinstance(call, LookupCall):
-                self.give(call.given, _Event(f"L{tag}", touches))
+                self.give(call.inputs, _Event(f"L{tag}", touches))
             else:
-                self.give(call.given, _Event(f"A{tag}", touches))
+                self.give(call.inputs, _Event(f"A{tag}", touches))
                 wait = _Event(f"W{tag}", touches)
-                if call.made:
-                    self.pending |= dict.fromkeys(call.made, wait)
+                if call.outputs:
+                    self.pending |= dict.fromkeys(call.outputs, wait)
 
 
 @dataclass

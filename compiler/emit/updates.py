@@ -30,7 +30,7 @@ class UpdatePlan:
 
     groups: dict[int, list[list[NodeProto]]] = field(default_factory=dict)
     gradients: list[tuple[str, ...]] = field(default_factory=list)
-    kept: list[tuple[str, ...]] = field(default_factory=list)
+    state: list[tuple[str, ...]] = field(default_factory=list)
     shards: list[tuple[str, ...]] = field(default_factory=list)
     """Shards that are cut out of parameters in each step, and their new values."""
     renewed: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def plan_groups(
             for operand in [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]:
                 if operand[0] in kept and not laid.intersection(operand):
                     laid.update(operand)
-                    plan.kept.append(operand)
+                    plan.state.append(operand)
             for pairs in zip(*(one.shards for one in run), strict=True):
                 if not again.isdisjoint(name for name, _ in pairs):
                     continue

@@ -64,14 +64,14 @@ class WeightShards:
         self._of_version: dict[tuple[ShardedValue, int], WeightShard] = {}
         self._known: dict[Stored, WeightShard] = {}
 
-    def of(self, held: RankTensor) -> WeightShard:
+    def of(self, weight: RankTensor) -> WeightShard:
         """The shard of a weight on a rank."""
-        value, layout = held.version.value, held.version.layout
-        key = held.version, held.index if any(layout.cuts) else 0
+        value, layout = weight.version.value, weight.version.layout
+        key = weight.version, weight.index if any(layout.cuts) else 0
         if key not in self._of_version:
-            stored = value.name, id(value.const_value), layout.shards, layout.shard(held.index)
+            stored = value.name, id(value.const_value), layout.shards, layout.shard(weight.index)
             if stored not in self._known:
-                self._known[stored] = _made(held, stored)
+                self._known[stored] = _made(weight, stored)
             self._of_version[key] = self._known[stored]
         return self._of_version[key]
 

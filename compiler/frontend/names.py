@@ -37,11 +37,11 @@ _TORCH_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
 
 @dataclass(frozen=True)
 class _Name:
-    """A node's module, None where unknown, and its own name; `given` if its author chose it."""
+    """A node's module, None where unknown, and its own name; `is_from_user` if its author chose it."""
 
     scope: str | None
     own: str
-    given: bool
+    is_from_user: bool
 
 
 def node_paths(model: ir.Model) -> dict[ir.Node, str]:
@@ -111,7 +111,7 @@ def _paths(names: Mapping[ir.Node, _Name], owner: str) -> dict[ir.Node, str]:
     found: dict[ir.Node, str] = {}
     for given in (True, False):
         for node, name in names.items():
-            if name.given is given:
+            if name.is_from_user is given:
                 found[node] = free_name(whole[node], taken, left)
     return {node: found[node] for node in names}
 
@@ -142,7 +142,7 @@ def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
     else:
         return _plain_names(nodes)
     scopes = _scopes_by_neighbours({node: name.scope for node, name in names.items()})
-    return {node: _Name(scopes[node], name.own, name.given) for node, name in names.items()}
+    return {node: _Name(scopes[node], name.own, name.is_from_user) for node, name in names.items()}
 
 
 def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
@@ -152,14 +152,14 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
     names: dict[ir.Node, _Name] = {}
     for node in nodes:
         if CALLS in node.meta:
-            names[node] = _within_calls(node, _Name("", node.op_type, given=False))
+            names[node] = _within_calls(node, _Name("", node.op_type, is_from_user=False))
             continue
         if node.name:
-            names[node] = _Name("", node.name, given=True)
+            names[node] = _Name("", node.name, is_from_user=True)
             continue
         spellings = unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0))
         free = next(spelling for spelling in spellings if spelling not in given)
-        names[node] = _Name("", free, given=False)
+        names[node] = _Name("", free, is_from_user=False)
     return names
 
 
@@ -169,7 +169,7 @@ def _within_calls(node: ir.Node, name: _Name) -> _Name:
         return name
     scope = ".".join(part for part in (name.scope, *(_COUNTED.sub("", call) for call in node.meta[CALLS])) if part)
     own = _COUNTED.sub("", node.meta[OWN_NAME])
-    return _Name(scope, own or node.op_type, given=bool(own))
+    return _Name(scope, own or node.op_type, is_from_user=bool(own))
 
 
 def _onnxscript_name(node: ir.Node) -> _Name:
@@ -177,16 +177,16 @@ def _onnxscript_name(node: ir.Node) -> _Name:
     text = node.metadata_props.get(ONNXSCRIPT_SCOPES)
     if text is None:
         *modules, own = [_COUNTED.sub("", part) for part in name.split("/")] if name else [node.op_type]
-        return _Name(".".join(modules) or None, own, given=not _COUNTED.search(name))
+        return _Name(".".join(modules) or None, own, is_from_user=not _COUNTED.search(name))
     parts = _entries(text)
     scope = ".".join(part for part in parts[1:] if part)
     if scope and name.startswith(f"{scope}."):
-        return _Name(scope, name[len(scope) + 1 :], given=True)
+        return _Name(scope, name[len(scope) + 1 :], is_from_user=True)
     prefix = "/".join(part for part in parts if part)
     if prefix and name.startswith(f"{prefix}/"):
         name = name[len(prefix) + 1 :]
     own = ".".join(_COUNTED.sub("", part) for part in name.split("/")) or node.op_type
-    return _Name(scope, own, given=bool(name) and not _COUNTED.search(name))
+    return _Name(scope, own, is_from_user=bool(name) and not _COUNTED.search(name))
 
 
 def _torch_name(node: ir.Node) -> _Name:
@@ -195,7 +195,7 @@ def _torch_name(node: ir.Node) -> _Name:
     text = node.metadata_props.get(TORCH_SCOPES)
     scope = _torch_scope(text) if text else None
     if scope and name.startswith(f"{scope}."):
-        return _Name(scope, name[len(scope) + 1 :], given=True)
+        return _Name(scope, name[len(scope) + 1 :], is_from_user=True)
     counter = name.removeprefix(node.op_type)
     given = not scope and name.startswith(node.op_type) and (not counter or _COUNTER.fullmatch(counter) is not None)
     return _Name(scope, name if given else node.op_type, given)

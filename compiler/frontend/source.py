@@ -30,14 +30,14 @@ def nothing(names: Sequence[str]) -> None:
 class Source:
     """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
 
-    `exported`: whether torch exported it, which takes seconds to minutes. `kept`: whether that
+    `exported`: whether torch exported it, which takes seconds to minutes. `is_export_cached`: whether that
     is kept for the next command. `quantized`: whether the plan's `quantize` is done. `absent`: whether weights are names, types and shapes.
     """
 
     model: ir.Model
     declared: Declared = field(default_factory=Declared)
     exported: bool = False
-    kept: bool = False
+    is_export_cached: bool = False
     quantized: bool = False
     absent: bool = False
 

@@ -117,7 +117,7 @@ def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
         raise CompileError(problem) from error
 
 
-def own_frames(error: BaseException, recorder: Recorder) -> list[traceback.FrameSummary]:
+def user_frames(error: BaseException, recorder: Recorder) -> list[traceback.FrameSummary]:
     """The lines of the user's own files that the error came through, the innermost last."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if recorder.owns(frame.filename)]
 
@@ -126,7 +126,7 @@ def _problem(error: BaseException, path: Path, recorder: Recorder) -> Problem | 
     if isinstance(error, SyntaxError) and error.filename and recorder.owns(error.filename):
         line = recorder.line(error.filename, error.lineno or 0)
         return Problem(line, f"{type(error).__name__}: {error.msg}", (error.text or "").strip())
-    frames = own_frames(error, recorder)
+    frames = user_frames(error, recorder)
     if not frames:
         return None
     inner = frames[-1]

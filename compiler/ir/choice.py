@@ -50,7 +50,7 @@ class ValueOnGroup:
 class NodeSharding:
     """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
 
-    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `partial` are there, inputs `kept` are
+    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `partial` are there, inputs `masked` are
     whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
 
     `pulls`: rows that are looked up are pulled also where no axis cuts both them and ids.
@@ -63,7 +63,7 @@ class NodeSharding:
     why: dict[str, str] = field(default_factory=dict)
     passing: Axes = ()
     partial: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    masked: frozenset[int] = frozenset()
     pulls: bool = False
 
     @property
@@ -87,7 +87,7 @@ class NodeSharding:
         letters = self.rule.inputs[k] if k < len(self.rule.inputs) else None
         return None if letters is None else self._laid_out(letters, self._passed if k in self.partial else ())
 
-    def kept_as(self, k: int) -> Layout:
+    def masked_layout(self, k: int) -> Layout:
         """The layout of what becomes of input `k`, which is kept by the first of the ranks."""
         letters = self.rule.inputs[k]
         assert letters is not None
@@ -111,7 +111,7 @@ class NodeSharding:
     def giving(self, terms: Layout) -> NodeSharding | None:
         """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
 
-        What is left is to say which inputs are `partial`, and which are `kept`.
+        What is left is to say which inputs are `partial`, and which are `masked`.
         """
         if self.pulled:
             return None
@@ -128,7 +128,7 @@ class NodeSharding:
 
     def settled(self) -> NodeSharding:
         """This sharding with partial sums reduced as soon as they are made."""
-        return replace(self, passing=(), partial=frozenset(), kept=frozenset()) if self.passing else self
+        return replace(self, passing=(), partial=frozenset(), masked=frozenset()) if self.passing else self
 
     @property
     def _passed(self) -> tuple[tuple[int, str], ...]:

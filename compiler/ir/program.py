@@ -73,7 +73,7 @@ class Loaded:
     """The tokens of a chunk, or the slots of each run, of a narrow program of a plan that generates; 0 of all others."""
     generation: Generation | None = None
     """The facts that `generate` in a plan adds."""
-    beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
+    other_programs: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()
 
@@ -169,10 +169,10 @@ class Placed(Annotated):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(Placed):
-    """Every node on several ranks has its sharding; `given` are the layouts that the plan or the model gives."""
+    """Every node on several ranks has its sharding; `pinned` are the layouts that the plan or the model gives."""
 
     choices: Mapping[NodeOnGroup, NodeSharding]
-    given: Pinned
+    pinned: Pinned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,19 +199,19 @@ class Lowered(Targeted):
     at: Mapping[ShardedValue, Value]
 
     @cached_property
-    def alike(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
+    def distinct_programs(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
         """Every distinct rank program once, as its lowest rank has it, with all ranks that share it."""
         found: dict[Hashable, tuple[RankProgram, list[int]]] = {}
         for part in self.parts:
-            found.setdefault(part.likeness, (part, []))[1].append(part.rank)
+            found.setdefault(part.share_key, (part, []))[1].append(part.rank)
         return tuple((part, tuple(ranks)) for part, ranks in found.values())
 
     @cached_property
-    def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
+    def input_locations(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
         there: dict[ShardedValue, str] = {held.version: str(held.value) for part in self.parts for held in part.inputs}
-        kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
+        kept = (one for part, _ in self.distinct_programs for one in part.state if one.kind in _OF_THE_MODEL)
         there |= {one.version: str(one.value) for one in kept}
         for copy, name in there.items():
             found.setdefault(name_of(copy.value), {})[copy.group, copy.layout] = name
@@ -235,7 +235,7 @@ class Scheduled(Lowered):
     @property
     def working_groups(self) -> int:
         """The number of groups of ranks that can run tasks at the same time."""
-        return 1 if self.tasks is None else len(set(self.tasks.schedule.stages.homes))
+        return 1 if self.tasks is None else len(set(self.tasks.schedule.stages.stage_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,11 @@ class Value:
     def __str__(self) -> str:
         return self.hint if self.base is None else f"{self.base}{self.hint}"
 
-    def beside(self, suffix: str) -> Value:
+    def derived(self, suffix: str) -> Value:
         """A value like this one that is named after it."""
         return Value(suffix, self, self.of, self.shape)
 
-    def untyped(self, suffix: str, constant: Constant | None = None) -> Value:
+    def derived_untyped(self, suffix: str, constant: Constant | None = None) -> Value:
         """A value that is named after this one, and of another type."""
         return Value(suffix, self, constant=constant)
 
@@ -131,13 +131,13 @@ class Comm:
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """The value `source` as `made` on another target. `path` is that of what makes the value.
+    """The value `source` as `output` on another target. `path` is that of what makes the value.
 
     `bytes` is an expression in the symbols, `unknown` where only a run tells.
     """
 
     source: Value
-    made: Value
+    output: Value
     origin: str
     target: str
     path: str
@@ -153,7 +153,7 @@ class Copy:
     @property
     def makes(self) -> tuple[Value, ...]:
         """The value on the other target."""
-        return (self.made,)
+        return (self.output,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,13 +249,13 @@ class Event:
 
     Of messages that are one op `ranks` are the pairs, and `group` is their name.
 
-    `made`: what it gives, or of one that gives nothing what it brings. `derived`: a reshard for a reader whose sharding is derived.
+    `output`: what it gives, or of one that gives nothing what it brings. `derived`: a reshard for a reader whose sharding is derived.
     """
 
     tag: int
     op_type: str
     value: ir.Value
-    made: Value
+    output: Value
     ranks: tuple[tuple[int, ...], ...]
     group: str
     shape: Shape | None
@@ -268,7 +268,7 @@ class Event:
     @property
     def name(self) -> str:
         """Its result, as messages name it."""
-        return str(self.made)
+        return str(self.output)
 
 
 @dataclass(frozen=True)
@@ -302,8 +302,8 @@ class State:
 class RankProgram:
     """One rank's program: its ops in order, the inputs that it reads, its weights, the outputs delivered to it.
 
-    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given. `appended` are
-    made by a Concat of what each microbatch gives, of which the operand stands for all of them.
+    `state` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given. `concatenated`
+    are made by a Concat of what each microbatch gives, of which the operand stands for all of them.
     """
 
     rank: int
@@ -311,9 +311,9 @@ class RankProgram:
     inputs: tuple[RankTensor, ...]
     weights: tuple[RankTensor, ...]
     outputs: tuple[RankTensor, ...]
-    kept: tuple[State, ...] = ()
+    state: tuple[State, ...] = ()
     scalars: tuple[Value, ...] = ()
-    appended: frozenset[Value] = frozenset()
+    concatenated: frozenset[Value] = frozenset()
 
     @property
     def bodies(self) -> list[Body]:
@@ -321,22 +321,22 @@ class RankProgram:
         return list(dict.fromkeys(step.body for step in self.steps if isinstance(step, Call)))
 
     @property
-    def given(self) -> tuple[Value, ...]:
+    def live_in(self) -> tuple[Value, ...]:
         """The values before its first op: inputs, weights, state, and the numbers of the step."""
         held = [one.value for one in (*self.inputs, *self.weights)]
-        return tuple(dict.fromkeys([*held, *[one.value for one in self.kept], *self.scalars]))
+        return tuple(dict.fromkeys([*held, *[one.value for one in self.state], *self.scalars]))
 
     @property
-    def results(self) -> tuple[Value, ...]:
+    def live_out(self) -> tuple[Value, ...]:
         """The values that are read after its last op: outputs, and the next values of the state."""
-        following = [one.next for one in self.kept if one.next is not None]
+        following = [one.next for one in self.state if one.next is not None]
         return (*[one.value for one in self.outputs], *following)
 
     @property
-    def likeness(self) -> Hashable:
+    def share_key(self) -> Hashable:
         """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
         ends = tuple([tuple([(held.value, held.version) for held in some]) for some in (self.inputs, self.outputs)])
-        return id(self.steps), id(self.weights), id(self.kept), self.scalars, self.appended, ends
+        return id(self.steps), id(self.weights), id(self.state), self.scalars, self.concatenated, ends
 
 
 def constants_of(steps: Sequence[Op], more: Collection[Value] = ()) -> list[Value]:

@@ -24,7 +24,7 @@ def sized_inputs(program: Lowered) -> dict[int, frozenset[Value]]:
     alone: dict[int, set[Value]] = {}
     known: dict[Hashable, set[Value]] = {}
     for part in program.parts:
-        key = part.likeness
+        key = part.share_key
         if key not in known:
             known[key] = _for_sizes_alone(part)
         alone[part.rank] = {

@@ -108,11 +108,11 @@ class ModelOutputs:
     """Dims and types of a model's outputs by name, None where they are not known, as they follow from what is promised of dims."""
 
     promised: Mapping[str, Facts]
-    found: Mapping[str, tuple[tuple[int | ir.SymbolicDim, ...] | None, ir.DataType | None]]
+    types: Mapping[str, tuple[tuple[int | ir.SymbolicDim, ...] | None, ir.DataType | None]]
 
     def settled(self, promised: Mapping[str, Facts]) -> bool:
         """Whether all is known, and by the same promises."""
-        shapes = [shape for shape, _ in self.found.values()]
+        shapes = [shape for shape, _ in self.types.values()]
         if promised != self.promised or None in shapes:
             return False
         return all(isinstance(dim, int) or dim.value is not None for shape in shapes for dim in shape or ())

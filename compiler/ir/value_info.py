@@ -22,15 +22,15 @@ Array = npt.NDArray[Any]
 class SymbolInfo:
     """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it).
 
-    `parts`: of how many equal parts the facts speak of one; `whole` are then those of all of them. `because`: why smaller sizes are not
-    legal, where the model needs larger ones than `where` says.
+    `parts`: of how many equal parts the facts speak of one; `global_facts` are then those of all of them. `because`: why smaller sizes are
+    not legal, where the model needs larger ones than `where` says.
     """
 
     facts: Facts
     where: str
     unique: bool = False
     parts: int = 1
-    whole: Facts | None = None
+    global_facts: Facts | None = None
     because: str = ""
 
 

@@ -58,7 +58,7 @@ class Layout:
             raise ValueError(f"every mesh axis of {self.mesh} is used at most once: {self}")
 
     @staticmethod
-    def whole(mesh: Mesh, rank: int) -> Layout:
+    def replicated(mesh: Mesh, rank: int) -> Layout:
         """A value of `rank` dims that every rank of the group holds in full: replicated."""
         return Layout(mesh, ((),) * rank)
 

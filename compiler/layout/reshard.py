@@ -83,7 +83,7 @@ def lower_unknown(
     moves = lower(source, target, source_group, target_group)
     if all(isinstance(move, AllReduce | AllGather) or is_local(move) or _is_message(move) for move in moves):
         return moves
-    whole, there = (Layout.whole((len(group),), len(source.cuts)) for group in (source_group, target_group))
+    whole, there = (Layout.replicated((len(group),), len(source.cuts)) for group in (source_group, target_group))
     return (
         *lower(source, whole, source_group, source_group),
         *lower(whole, there, source_group, target_group),

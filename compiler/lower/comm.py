@@ -43,7 +43,7 @@ class Hop:
 
     before: ShardedValue
     after: ShardedValue
-    given: Value
+    source: Value
     out: Value
     cause: str
     derived: bool = False
@@ -67,7 +67,7 @@ class CommLowering:
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     masked: dict[tuple[ShardedValue, ShardedValue], Value] = field(default_factory=dict)
-    """The values that one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
+    """The values that one rank of each set keeps of a version, by that and its partial layout (`masked_replicas.py`)."""
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
     """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
@@ -177,14 +177,14 @@ class CommLowering:
 
     def constant(self, ranks: Group, base: Value, word: str, numbers: list[int] | Constant) -> Value:
         """A constant that is named after a value."""
-        made = self.job.beside(ranks, base, f".{word}")
+        made = self.job.derived_on(ranks, base, f".{word}")
         return self.job.constant(ranks, made, np.array(numbers, np.int64) if isinstance(numbers, list) else numbers)
 
-    def beside(
+    def derived_op(
         self, ranks: Group, op_type: str, inputs: Sequence[Value], base: Value, word: str, **attributes: int
     ) -> Value:
         """A node that makes no version of a value; what it makes is named after another value."""
-        return self.emit(ranks, op_type, inputs, self.job.beside(ranks, base, f".{word}"), None, **attributes)
+        return self.emit(ranks, op_type, inputs, self.job.derived_on(ranks, base, f".{word}"), None, **attributes)
 
     def emit(
         self,

@@ -47,14 +47,14 @@ class DistinctProgram:
     steps: list[Compute | Comm] = field(default_factory=list)
     inputs: dict[Value, ShardedValue] = field(default_factory=dict)
     weights: dict[Value, RankTensor] = field(default_factory=dict)
-    kept: dict[Value, State] = field(default_factory=dict)
+    state: dict[Value, State] = field(default_factory=dict)
     scalars: dict[Value, None] = field(default_factory=dict)
     outputs: dict[Value, ShardedValue] = field(default_factory=dict)
-    appended: dict[Value, None] = field(default_factory=dict)
+    concatenated: dict[Value, None] = field(default_factory=dict)
 
 
 T = TypeVar("T")
-_RECORDS = ("inputs", "weights", "kept", "scalars", "outputs", "appended")
+_RECORDS = ("inputs", "weights", "state", "scalars", "outputs", "concatenated")
 
 
 class Finished:

@@ -52,7 +52,7 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
             fmt.RECV_BOXES: _numbers([box for _, box in receives]),
             fmt.RANK: len(full),
         }
-        inputs, outputs = ((hop.given,) if sends else ()), ((hop.out,) if receives else ())
+        inputs, outputs = ((hop.source,) if sends else ()), ((hop.out,) if receives else ())
         step = Comm(fmt.EXCHANGE, inputs, outputs, attributes, tag, hop.after.value, hop.cause, amount)
         comm.append(tuple(some), step)
 
@@ -61,17 +61,17 @@ def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> Non
     """A rank's shard to others as it is: a Broadcast of one rank to several, else messages, which are one op where they are many."""
     apart = [part for part in parts if part.source != part.target]
     if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(comm.values[hop.after.value]):
-        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.given, hop.out)
+        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.source, hop.out)
         broadcast(comm, (apart[0].source, *(part.target for part in apart)), hop)
         return
     pairs = tuple([(part.source, part.target) for part in apart])
     if _are_alike(comm, pairs, hop):
-        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.given, hop.out)
+        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.source, hop.out)
         _messages_alike(comm, pairs, hop)
         return
     for part in parts:
         if part.source == part.target:
-            comm.identity_on((part.source,), hop.given, hop.out)
+            comm.identity_on((part.source,), hop.source, hop.out)
         else:
             _message(comm, part.source, part.target, hop)
 
@@ -82,14 +82,14 @@ def _are_alike(comm: CommLowering, pairs: Sequence[tuple[int, int]], hop: Hop) -
     if len(pairs) <= _ONE_BY_ONE or ends.bit_count() < 2 * len(pairs):
         return False
     targets = tuple(target for _, target in pairs)
-    there = hop.given is not hop.out and comm.job.listed.ranks(hop.given) & ranks_of(targets)
-    return not there and not any(_will_have(comm, target, hop.given, hop.after) for target in targets)
+    there = hop.source is not hop.out and comm.job.listed.ranks(hop.source) & ranks_of(targets)
+    return not there and not any(_will_have(comm, target, hop.source, hop.after) for target in targets)
 
 
 def _messages_alike(comm: CommLowering, pairs: tuple[tuple[int, int], ...], hop: Hop) -> None:
     """Messages between pairs of ranks as one op: ranks that do the same share a program, whomever they speak to."""
     sources, targets = tuple(source for source, _ in pairs), tuple(target for _, target in pairs)
-    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.given
+    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.source
     amount, group = comm.amount(value, share_of_shard(hop.after.layout)), comm.group(pairs)
     comm.job.extend((*sources, *targets), way)
     if way is not hop.out:
@@ -102,11 +102,11 @@ def _messages_alike(comm: CommLowering, pairs: tuple[tuple[int, int], ...], hop:
 
 def _message(comm: CommLowering, source: int, target: int, hop: Hop) -> None:
     """One message. Both ends have one value; where the target has it already, or one of its name, a copy is sent."""
-    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.given
+    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.source
     amount = comm.amount(value, share_of_shard(hop.after.layout))
     if way is not hop.out and (comm.job.listed.ranks(way) >> target & 1 or _will_have(comm, target, way, hop.after)):
-        way = comm.job.beside((source, target), hop.given, f".to.{target}")
-        comm.identity_on((source,), hop.given, way)
+        way = comm.job.derived_on((source, target), hop.source, f".to.{target}")
+        comm.identity_on((source,), hop.source, way)
         comm.job.declare((source,), way, hop.before.value, shape)
     comm.job.extend((source, target), way)
     if way is not hop.out:
@@ -157,7 +157,7 @@ def reduce_to(comm: CommLowering, move: mv.Reduce, hop: Hop) -> None:
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: move.root, fmt.REDUCE: move.reduce}
     others = tuple(rank for rank in move.source_group if rank not in move.group)
     for ranks, made in ((others, ()), (move.group, (hop.out,))):
-        comm.append(ranks, Comm(fmt.REDUCE_TO, (hop.given,), made, said, tag, value, hop.cause, amount))
+        comm.append(ranks, Comm(fmt.REDUCE_TO, (hop.source,), made, said, tag, value, hop.cause, amount))
 
 
 def broadcast(comm: CommLowering, ranks: Group, hop: Hop) -> None:
@@ -166,7 +166,7 @@ def broadcast(comm: CommLowering, ranks: Group, hop: Hop) -> None:
     amount = comm.amount(value, share_of_shard(hop.before.layout))
     tag = comm.event(fmt.BROADCAST, hop, (ranks,), group, amount)
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: 0}
-    for some, given, made in ((ranks[:1], (hop.given,), ()), (ranks[1:], (), (hop.out,))):
+    for some, given, made in ((ranks[:1], (hop.source,), ()), (ranks[1:], (), (hop.out,))):
         comm.append(some, Comm(fmt.BROADCAST, given, made, said, tag, value, hop.cause, amount))
 
 

@@ -130,7 +130,7 @@ class Records(Generic[T]):
         self._ranks.pop(value, None)
 
 
-RECORDS = ("inputs", "weights", "constants", "listed", "kept", "scalars", "outputs", "appended")
+RECORDS = ("inputs", "weights", "constants", "listed", "state", "scalars", "outputs", "concatenated")
 """The names of a job's records, each with its ranks."""
 
 
@@ -148,13 +148,13 @@ class Job:
         self.constants: Records[Constant] = Records()
         self.listed: Records[None] = Records()
         """Values of known type."""
-        self.kept: Records[State] = Records()
+        self.state: Records[State] = Records()
         self.scalars: Records[None] = Records()
         self.outputs: Records[ShardedValue] = Records()
         """The outputs of a program besides those of the model."""
-        self.appended: Records[None] = Records()
+        self.concatenated: Records[None] = Records()
         """Values that are concatenated over all microbatches, one after the other."""
-        self.made: dict[ir.Node, list[tuple[LocalForm, Ranks]]] = {}
+        self.forms: dict[ir.Node, list[tuple[LocalForm, Ranks]]] = {}
         """Maps each node to its local forms that are here: a smaller group of these ranks may have the node again."""
         self.created: dict[Value, Ranks] = {}
         """The values that the model does not have, in the order of their making, each with the ranks on which it has one name."""
@@ -173,7 +173,7 @@ class Job:
         found.steps = list(self.steps)
         for records in RECORDS:
             setattr(found, records, getattr(self, records).copy())
-        found.made = {node: list(forms) for node, forms in self.made.items()}
+        found.forms = {node: list(forms) for node, forms in self.forms.items()}
         found.created, found._scalars, found._numbers = dict(self.created), dict(self._scalars), dict(self._numbers)
         found._replaced = {op: list(others) for op, others in self._replaced.items()}
         return found
@@ -184,7 +184,7 @@ class Job:
         self.created[made] = ranks_of(ranks)
         return made
 
-    def beside(self, ranks: Group | Ranks, base: Value, suffix: str) -> Value:
+    def derived_on(self, ranks: Group | Ranks, base: Value, suffix: str) -> Value:
         """A new value on these ranks that is named after another."""
         return self.value(ranks, suffix, base=base)
 

@@ -54,9 +54,9 @@ def columns_of_vectors(steps: Sequence[Compute | Comm]) -> Sequence[Compute | Co
         if left is None or right is None or out is None or _rank(right) != 1 or _rank(left) == 1:
             made.append(step)
             continue
-        column, product = Value(".column", out), out.untyped(".product")
-        before = added("Unsqueeze", [right, column.untyped(".axes", np.array([1], np.int64))], [column])
-        after = added("Squeeze", [product, product.untyped(".axes", np.array([-1], np.int64))], [out])
+        column, product = Value(".column", out), out.derived_untyped(".product")
+        before = added("Unsqueeze", [right, column.derived_untyped(".axes", np.array([1], np.int64))], [column])
+        after = added("Squeeze", [product, product.derived_untyped(".axes", np.array([-1], np.int64))], [out])
         multiplied = replace(step, inputs=(left, column), outputs=(product,))
         made += [
             replace(one, source=step.source, task=step.task, target=step.target) for one in (before, multiplied, after)
@@ -82,7 +82,7 @@ class _Fitting:
     def __post_init__(self) -> None:
         program = self.program
         self.changed = False
-        there = {*program.given, *(one for step in program.steps for one in (*step.reads, *step.makes))}
+        there = {*program.live_in, *(one for step in program.steps for one in (*step.reads, *step.makes))}
         self.known: dict[Value, ir.DataType | None] = {one: one.of.dtype for one in there if one.of is not None}
         self.known |= {one: ir.DataType.from_numpy(one.constant.dtype) for one in there if one.constant is not None}
         self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
@@ -122,7 +122,7 @@ class _Fitting:
         return [*before, with_values(step, new), *after]
 
     def _new(self, value: Value, word: str) -> Value:
-        found = value.untyped(f".{word}")
+        found = value.derived_untyped(f".{word}")
         if value.of is not None:
             found.of = ir.Value(name=str(found), type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
             found.shape = value.shape

@@ -28,7 +28,7 @@ class Gradient:
     """
 
     parameter: ir.Value
-    home: ShardedValue
+    owner: ShardedValue
     value: Value
     share: ShardedValue
     ids: Value | None = None

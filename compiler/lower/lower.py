@@ -29,7 +29,7 @@ from partc.compiler.rewrite.simplify import simplify
 from partc.runtime.artifact.format import PULL
 
 
-def pulls_first(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
+def hoist_pulls(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
     """The ops in order; those that no Pull needs come after the Pulls that follow them up to the next event of another kind."""
     found: list[Compute | Comm] = []
     waiting: list[Compute | Comm] = []
@@ -109,7 +109,7 @@ def lower(program: Localized) -> Lowered:
         Lowered,
         values=values,
         parts=tuple(parts[rank] for rank in range(program.plan.ranks)),
-        events=tuple([replace(event, made=finished.value(event.made)) for event in local.comm.events]),
+        events=tuple([replace(event, output=finished.value(event.output)) for event in local.comm.events]),
         groups=dict(local.comm.groups),
         at={version: finished.value(value) for version, value in {**local.totals, **at}.items()},
         warnings=(*program.warnings, *told),
@@ -118,7 +118,7 @@ def lower(program: Localized) -> Lowered:
 
 def _finished(
     program: Localized,
-    one: DistinctProgram,
+    rank_program: DistinctProgram,
     outputs: Sequence[tuple[Value, ShardedValue]],
     values: dict[ir.Value, ValueInfo],
     simplified: dict[Hashable, _Simplified],
@@ -128,31 +128,31 @@ def _finished(
 
     `simplified` has by steps and what is read behind them the steps that are left, in order: programs with other weights share them.
     """
-    steps = tuple(one.steps)
-    training, rank = program.training, lowest(one.ranks)
+    steps = tuple(rank_program.steps)
+    training, rank = program.training, lowest(rank_program.ranks)
     given = {value for value, _ in outputs}
-    after = given | {state.next for state in one.kept.values() if state.next is not None}
+    after = given | {state.next for state in rank_program.state.values() if state.next is not None}
     key = steps, frozenset(after)
     if key not in simplified:
-        wanted = needed(steps, after, one.appended)
-        left = tuple(columns_of_vectors(pulls_first(simplify(wanted, after) if training else wanted)))
+        wanted = needed(steps, after, rank_program.concatenated)
+        left = tuple(columns_of_vectors(hoist_pulls(simplify(wanted, after) if training else wanted)))
         simplified[key] = left, frozenset([value for step in left for value in step.reads])
     steps, read = simplified[key]
     used = read | given
-    weights = tuple([held for held in one.weights.values() if held.value in used])
-    kept = tuple([state for state in one.kept.values() if state.value in used])
+    weights = tuple([held for held in rank_program.weights.values() if held.value in used])
+    kept = tuple([state for state in rank_program.state.values() if state.value in used])
     if training and program.kind is not ProgramKind.STEP:
         begun = {state.value for state in kept}
         weights = tuple([held for held in weights if held.value not in begun])
     found = RankProgram(
         rank,
         steps,
-        tuple([RankTensor(value, of, of.places[rank]) for value, of in one.inputs.items() if value in used]),
+        tuple([RankTensor(value, of, of.places[rank]) for value, of in rank_program.inputs.items() if value in used]),
         weights,
         (),
         states.setdefault(kept, kept),
-        tuple(one.scalars),
-        frozenset(one.appended),
+        tuple(rank_program.scalars),
+        frozenset(rank_program.concatenated),
     )
     # onnxruntime writes Casts of float16 itself, which do where a plan asks for no precision
     halves = _HALVES if program.plan.precision is not None or training is not None else _HALVES[:1]

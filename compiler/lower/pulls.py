@@ -34,7 +34,7 @@ from partc.compiler.ir.sharded import Group, ShardedValue, Way, ranks_of
 from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand
+from partc.compiler.lower.masked_replicas import operand
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
 from partc.runtime.artifact import format as fmt
 
@@ -51,13 +51,13 @@ def is_pulled(program: Sharded, instance: NodeOnGroup) -> bool:
 def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
     """The Pull of a node, in the programs of the ranks that have the rows, and of those that ask."""
     one = _Lookup.of(comm, instance)
-    made, choice = one.made, comm.program.choices.get(instance)
+    made, choice = one.output, comm.program.choices.get(instance)
     why = f"served by ranks {', '.join(map(str, instance.node.meta.get(SERVED, ())))}"
     if choice is not None and choice.pulled:
         why = choice.why.get(choice.pulled, "")
     cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({why})"
     rows, table, ids = comm.values.at[made], operand(comm, instance, 0), operand(comm, instance, 1)
-    event = one.event(fmt.PULL, made.value, rows, cause, (one.lies(one.table), one.lies(made)))
+    event = one.event(fmt.PULL, made.value, rows, cause, (one.location_of(one.table), one.location_of(made)))
     ops: list[tuple[Comm, Group]] = []
     for ranks, given in one.parts(made.group):
         inputs = (table if given[0] else None, ids if given[1] else None)
@@ -82,7 +82,7 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layou
     comm.values.add(values[0], ValueInfo("tensor(int64)", None, _ID_BYTES))
     comm.values.add(values[1], ValueInfo(info.type, None, info.item_bytes))
     owned = ShardedValue(one.table.value, one.table.group, Layout(dual.mesh, dual.cuts))
-    event = one.event(fmt.PUSH, values[1], made[1], cause, (one.lies(one.made), one.lies(owned)))
+    event = one.event(fmt.PUSH, values[1], made[1], cause, (one.location_of(one.output), one.location_of(owned)))
     for ranks, given in one.parts(one.givers):
         inputs, outputs = (*asked.on(given), dy if given[1] else None), made if given[0] else ()
         comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event, gives=True))
@@ -90,13 +90,17 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layou
         comm.job.declare(one.table.group, rows, value, None)
 
 
-def _with_asked(one: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _Asked:
+def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullRecord:
     """Has a Pull also give what its Push reads."""
-    comm, made = one.comm, one.comm.values.at[one.made]
-    parts = one.parts(one.givers)
+    comm, made = pull.comm, pull.comm.values.at[pull.output]
+    parts = pull.parts(pull.givers)
     ranks = tuple(rank for some, _ in parts for rank in some)
-    asked = _Asked(*(comm.job.beside(ranks, made, f".{word}") for word in ("asked", "counts", "places")))
-    for given, shape in ((asked.ids, None), (asked.counts, (one.owners + len(one.places),)), (asked.places, one.ids())):
+    asked = _PullRecord(*(comm.job.derived_on(ranks, made, f".{word}") for word in ("asked", "counts", "places")))
+    for given, shape in (
+        (asked.ids, None),
+        (asked.counts, (pull.owners + len(pull.places),)),
+        (asked.places, pull.ids()),
+    ):
         value = ir.Value(name=str(given), type=_IDS, shape=None if shape is None else ir.Shape(shape))
         comm.values.add(value, ValueInfo("tensor(int64)", shape, _ID_BYTES))
         there = tuple(rank for some, key in parts if given in asked.on(key) for rank in some)
@@ -106,7 +110,7 @@ def _with_asked(one: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _Asked:
             outputs = (*(old.outputs or (None,)), *asked.on(key))
             while outputs and outputs[-1] is None:
                 outputs = outputs[:-1]
-            new = replace(old, outputs=outputs, attributes={**old.attributes, fmt.GIVERS: one.places})
+            new = replace(old, outputs=outputs, attributes={**old.attributes, fmt.GIVERS: pull.places})
             both = ranks_of(ranks) & ranks_of(some)
             comm.job.replace(both, old, [(new, both)])
     return asked
@@ -119,14 +123,14 @@ def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, V
     assert kind is not None
     sizes = comm.constant(group, dx, "shape", [int(dim) for dim in shape or ()])
     zero = ir.tensor([0.0], dtype=kind)
-    zeros = comm.emit(group, "ConstantOfShape", [sizes], comm.job.beside(group, dx, ".zeros"), value=zero)
+    zeros = comm.emit(group, "ConstantOfShape", [sizes], comm.job.derived_on(group, dx, ".zeros"), value=zero)
     last = comm.constant(group, dx, "axes", [1])
-    places = comm.beside(group, "Unsqueeze", [given[0], last], dx, "places")
+    places = comm.derived_op(group, "Unsqueeze", [given[0], last], dx, "places")
     comm.emit(group, "ScatterND", [zeros, places, given[1]], dx, reduction="add")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PullRecord:
     """The values by which a Push knows what a Pull asked: the ids that an owner was asked, the counts of both ends, the ids' places."""
 
     ids: Value
@@ -148,7 +152,7 @@ class _Lookup:
 
     comm: CommLowering
     table: ShardedValue
-    made: ShardedValue
+    output: ShardedValue
     sets: tuple[Group, ...]
     group: str
     owners: int
@@ -198,7 +202,7 @@ class _Lookup:
         """The places of givers in the list, which are the same in every list."""
         return tuple(place for place, rank in enumerate(self.sets[0]) if rank in self.givers)
 
-    def lies(self, version: ShardedValue) -> tuple[Group, Layout]:
+    def location_of(self, version: ShardedValue) -> tuple[Group, Layout]:
         """A version as an event lists it."""
         return version.group, version.layout
 
@@ -229,7 +233,7 @@ class _Lookup:
 
     def ids(self) -> Shape | None:
         """The shape of a rank's ids: that of its rows without a row's own dims."""
-        shape = self.comm.values.local_shape(self.made)
+        shape = self.comm.values.local_shape(self.output)
         return None if shape is None else shape[: len(shape) - len(self._row())]
 
     def _bytes(self, of_id: int) -> str:
@@ -243,7 +247,7 @@ class _Lookup:
         if ids is None or table.shape is None or any(one is None for one in counts):
             return "unknown"
         distinct = smallest(sympy.Mul(1, *counts), int(table.shape[0]))
-        apart = not {*self.sets[0][: self.owners]} & {*self.made.group}
+        apart = not {*self.sets[0][: self.owners]} & {*self.output.group}
         share = Fraction(1) if apart else Fraction(self.owners - 1, self.owners)
         each = of_id * (not apart) + math.prod(self._row()) * (table.item_bytes or 1)
         found = as_dim(normal(sympy.Mul(sympy.Rational(share) * each, distinct), {}))

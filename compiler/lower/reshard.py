@@ -25,7 +25,7 @@ from partc.runtime.artifact import format as fmt
 
 def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
     """Slices the shard of each rank's place; bounds are constants where the size is fixed, else computed from the extent."""
-    shape, given, out, dim = comm.values.local_shape(hop.before), hop.given, hop.out, move.dim
+    shape, given, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
@@ -35,26 +35,26 @@ def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
         begin = comm.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
         end = comm.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
     else:
-        extent = comm.beside(ranks, "Shape", [given], out, "shape")
-        extent = comm.beside(ranks, "Gather", [extent, axis], out, "extent")
+        extent = comm.derived_op(ranks, "Shape", [given], out, "shape")
+        extent = comm.derived_op(ranks, "Gather", [extent, axis], out, "extent")
         count = comm.constant(ranks, out, "shards", [shards])
-        step = comm.beside(ranks, "Div", [extent, count], out, "length")
+        step = comm.derived_op(ranks, "Div", [extent, count], out, "length")
         shard = comm.constant(ranks, out, "shard", RankConstant.of(group, ["place"]))
-        begin = comm.beside(ranks, "Mul", [step, shard], out, "begin")
-        end = comm.beside(ranks, "Add", [begin, step], out, "end")
+        begin = comm.derived_op(ranks, "Mul", [step, shard], out, "begin")
+        end = comm.derived_op(ranks, "Add", [begin, step], out, "end")
     comm.emit(ranks, "Slice", [given, begin, end, axis], out, hop.after.value.producer())
 
 
 def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:
     """A replicated value as a partial sum: the value on the first rank along the axes, zeros on the others."""
     if move.reduce != "sum":
-        comm.identity_on(move.group, hop.given, hop.out)
+        comm.identity_on(move.group, hop.source, hop.out)
         return
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
-    dtype = hop.given.of.dtype if hop.given.of is not None else None
+    dtype = hop.source.of.dtype if hop.source.of is not None else None
     assert dtype is not None
     once = comm.constant(ranks, hop.out, "once", RankConstant.first(group, dtype.numpy()))
-    comm.emit(ranks, "Mul", [hop.given, once], hop.out)
+    comm.emit(ranks, "Mul", [hop.source, once], hop.out)
 
 
 def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
@@ -62,7 +62,7 @@ def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
 
     They are those of all axes where the rank is known: of a Pad that names axes onnxruntime reads them wrongly behind a Transpose.
     """
-    shape, given, out, dim = comm.values.local_shape(hop.before), hop.given, hop.out, move.dim
+    shape, given, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
@@ -77,10 +77,10 @@ def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
     if isinstance(size, int):
         pads = comm.constant(ranks, out, "pads", of_all_axes(f"{size}*place", f"{size * last} - {size}*place"))
     else:
-        extent = comm.beside(ranks, "Shape", [given], out, "shape")
-        extent = comm.beside(ranks, "Gather", [extent, comm.constant(ranks, out, "axis", [dim])], out, "extent")
+        extent = comm.derived_op(ranks, "Shape", [given], out, "shape")
+        extent = comm.derived_op(ranks, "Gather", [extent, comm.constant(ranks, out, "axis", [dim])], out, "extent")
         numbers = of_all_axes("place", f"{last} - place")
-        pads = comm.beside(ranks, "Mul", [extent, comm.constant(ranks, out, "around", numbers)], out, "pads")
+        pads = comm.derived_op(ranks, "Mul", [extent, comm.constant(ranks, out, "around", numbers)], out, "pads")
     axes = () if rank else (None, comm.constant(ranks, out, "axis", [dim]))
     comm.emit(ranks, "Pad", [given, pads, *axes], out)
 
@@ -88,15 +88,15 @@ def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
 def reshard(
     comm: CommLowering,
     source: ShardedValue,
-    given: Value,
+    source_shards: Value,
     target: ShardedValue,
-    wanted: Value,
+    destination: Value,
     cause: str,
     derived: bool = False,
 ) -> Value:
-    """Brings `source`, which its ranks have as `given`, to the layout and ranks of `target`; the value there.
+    """Brings `source`, which its ranks have as `source_shards`, to the layout and ranks of `target`; the value there.
 
-    That is `wanted`, or `given` where nothing has to be done.
+    That is `destination`, or `source_shards` where nothing has to be done.
     """
     shape = comm.values[source.value].shape
     if shape is None:
@@ -107,20 +107,20 @@ def reshard(
     training = comm.program.training
     if training and source.value in training.parameters and moves and isinstance(moves[0], mv.Exchange | mv.Transfer):
         # A message may be on its way until the step ends, and the update overwrites the parameter before.
-        given = comm.beside(source.group, "Identity", [given], given, "sent")
-        comm.declare(source, given)
+        source_shards = comm.derived_op(source.group, "Identity", [source_shards], source_shards, "sent")
+        comm.declare(source, source_shards)
     at = source
     for k, move in enumerate(moves):
         last = k == len(moves) - 1 and move.group == target.group
         after = target if last else ShardedValue(source.value, move.group, move.after)
         ranks = tuple(dict.fromkeys((*source.group, *move.group)))
-        out = wanted if last else comm.job.beside(ranks, wanted, f".{type(move).__name__.lower()}")
-        _write(comm, move, Hop(at, after, given, out, cause, derived))
-        given, at = out, after
-    if moves and given is not wanted:  # more ranks have it than the target's
-        comm.rename(target, given, wanted)
-        given = wanted
-    return given
+        out = destination if last else comm.job.derived_on(ranks, destination, f".{type(move).__name__.lower()}")
+        _write(comm, move, Hop(at, after, source_shards, out, cause, derived))
+        source_shards, at = out, after
+    if moves and source_shards is not destination:  # more ranks have it than the target's
+        comm.rename(target, source_shards, destination)
+        source_shards = destination
+    return source_shards
 
 
 def _write(comm: CommLowering, move: mv.Move, hop: Hop) -> None:
@@ -157,5 +157,5 @@ def _collective(
     amount, value = comm.amount(hop.after.value, mv.received(move)[0]), hop.after.value
     tag = comm.event(op_type, hop, sets, group, amount)
     attributes = {fmt.GROUP: group, **attributes}
-    step = Comm(op_type, (hop.given,), (hop.out,), attributes, tag, value, hop.cause, amount)
+    step = Comm(op_type, (hop.source,), (hop.out,), attributes, tag, value, hop.cause, amount)
     comm.append(move.group, step)

@@ -97,7 +97,7 @@ def opset_of(node: ir.Node, newest: int = 21) -> int:
     return versions.get(node.domain, versions.get("ai.onnx", newest) if node.domain == "" else newest)
 
 
-def likeness(node: ir.Node) -> tuple[object, ...]:
+def node_key(node: ir.Node) -> tuple[object, ...]:
     """A key that is equal for nodes with the same op, attributes, and names of operands and results."""
     attributes = [one for _, one in sorted(node.attributes.items())]
     return (

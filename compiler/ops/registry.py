@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_shape_inference
-from partc.compiler.ir.alike import key_of
+from partc.compiler.ir.distinct_ranks import key_of
 from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf

@@ -63,7 +63,7 @@ def _write(
     inside = dict.fromkeys(value for unit in units for step in unit.steps for value in step.makes)
     step_has = {str(one.value): row.clones.of_batch(one.value) for row in rows for one in row.unit.program.inputs}
     results = {one.value: step_has.get(str(one.value), one.value) for unit in units for one in unit.outputs}
-    anew = {value: value.beside(suffix) for value in inside}
+    anew = {value: value.derived(suffix) for value in inside}
     if k is None:
         anew |= {value: one for value, one in results.items() if value in inside}
     own, made = list[dict[Value, Value]](), list[dict[Value, Value]]()
@@ -90,7 +90,7 @@ def _write(
 def _given(row: Row, records: Records, k: int | None) -> dict[str, Value]:
     """Maps each name to the value that a row has of a microbatch, or of the whole batch, before it computes anything."""
     program = row.unit.program
-    held = (*(one.value for one in program.weights), *(one.value for one in program.kept))
+    held = (*(one.value for one in program.weights), *(one.value for one in program.state))
     found = {str(value): row.clones.of_batch(value) for value in held}
     found |= {str(held.value): records.of_step(held) for held in program.inputs}
     if k is not None:

@@ -123,7 +123,7 @@ class Inlined:
 
     def unread(self, read: Iterable[Value], inside: Collection[Op]) -> set[Op]:
         """The ops whose results only bodies read that have these ops themselves; `read`: the inputs of bodies, `inside`: their ops."""
-        read = {*self.unit.program.results, *read}
+        read = {*self.unit.program.live_out, *read}
         gone: set[Op] = set()
         for step in reversed(self.unit.steps):
             if step in inside:
@@ -194,7 +194,7 @@ def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, 
             reader = label if step in bodies.get((label, k), ()) else None
             for value in step.reads:
                 readers.setdefault(value, set()).add(reader)
-        results, own = {*unit.program.results}, dict[Label, set[Value]]()
+        results, own = {*unit.program.live_out}, dict[Label, set[Value]]()
         for step, label in zip(unit.steps, labels.steps[k], strict=True):
             for value in step.makes:
                 if value in results or readers.get(value, set()) - {label}:

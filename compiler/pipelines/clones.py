@@ -34,5 +34,5 @@ class Clones:
         """The value of a microbatch: `h.3`."""
         found = self._micro.get((value, k))
         if found is None:
-            found = self._micro[value, k] = self.of_batch(value).beside(f".{k}")
+            found = self._micro[value, k] = self.of_batch(value).derived(f".{k}")
         return found

@@ -9,8 +9,9 @@ makes it, on both ranks, and no program can deadlock. The dims are those of the 
 
 The gradient of a weight is added up in the bodies: a call takes the sum of those before it, the first one zeros.
 
-A loss is a sum or a mean of those of the microbatches, exactly, for the whole batch's denominators are made first (`training/in_parts.py`).
-Statistics that a node replaces are replaced once, by the mean over the microbatches of what each makes of the old ones.
+A loss is a sum or a mean of those of the microbatches, exactly, for the whole batch's denominators are made first
+(`training/microbatch_model.py`). Statistics that a node replaces are replaced once, by the mean over the microbatches of what each makes of
+the old ones.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place,
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Row
 from partc.compiler.pipelines.stages import NodeStages
-from partc.compiler.training.in_parts import PART
+from partc.compiler.training.microbatch_model import PART
 from partc.runtime.artifact.tasks.task import Kind, Task
 
 PHASES = {Kind(letter): phase for phase, letter in LETTERS.items()}
@@ -140,7 +141,7 @@ class _Rows:
                 row, wanted = self.rows[k], beside[k].get(label, set())
                 every, more = inlined[k].among(with_products_added(row.unit, steps, wanted))
                 plain = body_of(label, every, wanted)
-                own = {value: self.clones.of_batch(value).beside(f".{body_name(label)}") for value in more}
+                own = {value: self.clones.of_batch(value).derived(f".{body_name(label)}") for value in more}
                 row.bodies[label] = body = self._of_batch(plain, own)
                 self.plain[body] = plain.inputs, plain.outputs
                 given[k].update(plain.inputs)
@@ -230,9 +231,9 @@ class _Rows:
     def _list(self, event: Event, k: int | None) -> None:
         """Lists an event of a microbatch, or of none, in the order in which all ranks come to it."""
         shape, amount = self.dims.shape(event.shape), self.dims.text(event.bytes)
-        made = self.clones.of_batch(event.made) if k is None else self.clones.in_microbatch(event.made, k)
+        made = self.clones.of_batch(event.output) if k is None else self.clones.in_microbatch(event.output, k)
         tag = self.tags[event.tag] + (k or 0)
-        self.events.append(replace(event, tag=tag, made=made, shape=shape, bytes=amount))
+        self.events.append(replace(event, tag=tag, output=made, shape=shape, bytes=amount))
 
     def _of_totals(
         self, step: Comm, values: Mapping[Value, Value], listed: Mapping[Value, Value], part: int | None
@@ -243,7 +244,7 @@ class _Rows:
             assert self.totals is not None
             event = next(one for one in self.totals.events if one.tag == step.tag)
             self.total_tags[key] = self.unused
-            self.events.append(replace(event, tag=self.unused, made=listed.get(event.made, event.made)))
+            self.events.append(replace(event, tag=self.unused, output=listed.get(event.output, event.output)))
             self.unused += 1
         inputs, outputs = exchanged(step.inputs, values), exchanged(step.outputs, values)
         return replace(step, inputs=inputs, outputs=outputs, tag=self.total_tags[key])
@@ -297,12 +298,12 @@ class _Rows:
         return replace(
             like,
             steps=tuple(row.steps),
-            kept=tuple(
+            state=tuple(
                 replace(one, value=of_batch(one.value), next=None if one.next is None else of_batch(one.next))
-                for one in like.kept
+                for one in like.state
                 if one.kind != "gradient"
             ),
-            appended=frozenset(),
+            concatenated=frozenset(),
         )
 
 
@@ -312,7 +313,7 @@ def _with_weights(
     """A rank's program with the weights that only the numbers of the whole batch are made of; ranks that are alike share them."""
     key = id(part.weights), id(totals.weights)
     if key not in known:
-        there = {str(value) for value in part.given}
+        there = {str(value) for value in part.live_in}
         more = tuple(held for held in totals.weights if str(held.value) not in there)
         known[key] = (*part.weights, *more) if more else part.weights
     return replace(part, weights=known[key])

@@ -69,7 +69,7 @@ class Unit:
 
     def appends(self, step: Op) -> bool:
         """Whether an op takes what every microbatch gives, one after the other."""
-        return isinstance(step, Compute) and not self.program.appended.isdisjoint(step.makes)
+        return isinstance(step, Compute) and not self.program.concatenated.isdisjoint(step.makes)
 
 
 @dataclass

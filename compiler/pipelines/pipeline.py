@@ -27,7 +27,7 @@ from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedulers.choose import choose
 from partc.compiler.schedulers.in_turn import in_turn
-from partc.compiler.training.in_parts import PART
+from partc.compiler.training.microbatch_model import PART
 
 
 def pipeline(program: Lowered) -> Scheduled:
@@ -37,7 +37,7 @@ def pipeline(program: Lowered) -> Scheduled:
         return program.into(Scheduled, tasks=None)
     if rules.microbatches == 1 and not rules.recompute:
         return program.into(Scheduled, tasks=None)
-    totals = program.beside.get(ProgramKind.TOTALS)
+    totals = program.other_programs.get(ProgramKind.TOTALS)
     if totals is not None:
         program = with_inputs(program, totals)
     units = _units(program, totals)
@@ -78,11 +78,11 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     before = {part.rank: part.steps for part in totals.parts} if totals else {}
     found: dict[Hashable, list[RankProgram]] = {}
     for part in program.parts:
-        found.setdefault((part.likeness, id(before.get(part.rank))), []).append(part)
+        found.setdefault((part.share_key, id(before.get(part.rank))), []).append(part)
     units = []
     for some in found.values():
         # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.
-        part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].results)))
+        part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].live_out)))
         units.append(_unit(program, part, [one.rank for one in some], totals is not None and is_per_microbatch(totals)))
     return units
 
@@ -96,7 +96,7 @@ def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int], counts: boo
         if (held.version.value in program.batch_dims and (counts or held.value in read))
         or held.version.value.name == PART
     }
-    sums = {one.value for one in part.kept if one.kind == "gradient"}
+    sums = {one.value for one in part.state if one.kind == "gradient"}
     return Unit(part, frozenset(ranks), frozenset(own), frozenset(sums), joined=program.training is None)
 
 

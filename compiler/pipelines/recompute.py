@@ -125,7 +125,7 @@ class _Recompute:
     def again_of(self, value: Value) -> Value:
         """`h.recomputed` of `h`, the same one on all ranks."""
         if value not in self.repeated:
-            self.repeated[value] = value.beside(f".{_AGAIN}")
+            self.repeated[value] = value.derived(f".{_AGAIN}")
         return self.repeated[value]
 
     def of_node(self, item: Item) -> Own | None:
@@ -215,7 +215,7 @@ class _Recompute:
     def unread(self) -> set[Item]:
         """Forward ops that nothing reads any more, now that they are repeated."""
         repeated = {item: own for own, items in self.again.items() for item in items}
-        needed = {(k, value) for k, unit in enumerate(self.units) for value in unit.program.results}
+        needed = {(k, value) for k, unit in enumerate(self.units) for value in unit.program.live_out}
 
         def read(item: Item, own: Own | None) -> None:
             needed.update(value for value in self.reads(item) if self.new(value, own) is None)
@@ -271,8 +271,8 @@ class _Recompute:
         if key not in self.tags:
             event, self.tags[key] = self.listed[step.tag], len(self.events)
             cause = f"{event.cause}, {_AGAIN} by {again}" if again else event.cause
-            made = self.again_of(event.made) if again else event.made
-            self.events.append(replace(event, tag=self.tags[key], made=made, cause=cause))
+            made = self.again_of(event.output) if again else event.output
+            self.events.append(replace(event, tag=self.tags[key], output=made, cause=cause))
         return self.tags[key]
 
     def told(self) -> list[str]:

@@ -26,7 +26,7 @@ from partc.compiler.pipelines.clones import Clones
 from partc.compiler.pipelines.phases import UPDATE, Label, Unit
 from partc.compiler.pipelines.row import Row
 from partc.compiler.tasks.localize import pieces_of
-from partc.compiler.training.in_parts import PART
+from partc.compiler.training.microbatch_model import PART
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Cutting:
             self._split(value, made, dim)
             return
         dims = self._dims(value, dim)
-        share, own = value.untyped(".share"), value.untyped(".of_microbatch")
-        self._emit("Div", [dims.extent, value.untyped(".shares", _number(pieces * len(made)))], [share])
-        self._emit("Mul", [share, value.untyped(".pieces", _number(pieces))], [own])
-        by = value.untyped(".by_piece")
-        counts = value.untyped(".counts", np.array([pieces, len(made)], np.int64))
+        share, own = value.derived_untyped(".share"), value.derived_untyped(".of_microbatch")
+        self._emit("Div", [dims.extent, value.derived_untyped(".shares", _number(pieces * len(made)))], [share])
+        self._emit("Mul", [share, value.derived_untyped(".pieces", _number(pieces))], [own])
+        by = value.derived_untyped(".by_piece")
+        counts = value.derived_untyped(".counts", np.array([pieces, len(made)], np.int64))
         self._reshaped([value], [by], dims.around(counts, share))
-        shares = [one.untyped(".by_piece") for one in made]
+        shares = [one.derived_untyped(".by_piece") for one in made]
         self._split(by, shares, dim + 1)
         self._reshaped(shares, made, dims.around(own))
 
@@ -75,18 +75,18 @@ class Cutting:
             self._emit("Concat", parts, [value], axis=dim)
             return
         dims = self._dims(parts[0], dim)
-        share, whole = value.untyped(".share"), value.untyped(".extent")
-        count = value.untyped(".pieces", _number(pieces))
+        share, whole = value.derived_untyped(".share"), value.derived_untyped(".extent")
+        count = value.derived_untyped(".pieces", _number(pieces))
         self._emit("Div", [dims.extent, count], [share])
-        self._emit("Mul", [dims.extent, value.untyped(".microbatches", _number(len(parts)))], [whole])
-        shares, together = [one.untyped(".of_pieces") for one in parts], value.untyped(".of_pieces")
+        self._emit("Mul", [dims.extent, value.derived_untyped(".microbatches", _number(len(parts)))], [whole])
+        shares, together = [one.derived_untyped(".of_pieces") for one in parts], value.derived_untyped(".of_pieces")
         self._reshaped(parts, shares, dims.around(count, share))
         self._emit("Concat", shares, [together], axis=dim + 1)
         self._reshaped([together], [value], dims.around(whole))
 
     def _dims(self, value: Value, dim: int) -> _Dims:
         """The sizes of a value."""
-        head, extent, tail = (value.untyped(hint) for hint in (".head", ".extent", ".tail"))
+        head, extent, tail = (value.derived_untyped(hint) for hint in (".head", ".extent", ".tail"))
         if dim:
             self._emit("Shape", [value], [head], start=0, end=dim)
         self._emit("Shape", [value], [extent], start=dim, end=dim + 1)
@@ -95,7 +95,7 @@ class Cutting:
 
     def _reshaped(self, values: Sequence[Value], made: Sequence[Value], dims: Sequence[Value]) -> None:
         """Values of one shape in another one: no dim of it is inferred, since the others may have no elements."""
-        shape = made[0].untyped(".shape")
+        shape = made[0].derived_untyped(".shape")
         self._emit("Concat", dims, [shape], axis=0)
         for value, one in zip(values, made, strict=True):
             self._emit("Reshape", [value, shape], [one], allowzero=1)
@@ -135,12 +135,12 @@ class Records:
         """An input or output of the step, of which `held` is that of a microbatch."""
         return self.whole(held) if held.version.value in self.along else self.clones.of_batch(held.value)
 
-    def whole(self, held: RankTensor) -> Value:
-        """The input or output with the records of all microbatches, of which `held` is that of one."""
-        if held.value not in self._whole:
-            shape = self.clones.dims.shape(held.value.shape, self.along[held.version.value])
-            self._whole[held.value] = replace(held.value, shape=shape)
-        return self._whole[held.value]
+    def whole(self, port: RankTensor) -> Value:
+        """The input or output with the records of all microbatches, of which `port` is that of one."""
+        if port.value not in self._whole:
+            shape = self.clones.dims.shape(port.value.shape, self.along[port.version.value])
+            self._whole[port.value] = replace(port.value, shape=shape)
+        return self._whole[port.value]
 
     def _shards(self, held: RankTensor) -> int:
         return held.version.layout.num_shards(self.along[held.version.value])
@@ -150,7 +150,7 @@ class Records:
         number = next((one.value for one in row.unit.program.inputs if one.version.value.name == PART), None)
         if number is not None:
             for k, values in enumerate(row.micro):
-                values[number] = number.untyped(f".{k}", np.array(k, np.int64))
+                values[number] = number.derived_untyped(f".{k}", np.array(k, np.int64))
         cutting = Cutting(self.opset)
         for held in self.inputs(row.unit):
             made = [self.clones.in_microbatch(held.value, k) for k in range(self.clones.count)]
@@ -177,7 +177,7 @@ class Records:
             return
         like = row.unit.program
         wanted = {held.value: held.version.value.name in self.training.records.summed for held in like.outputs}
-        wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next is not None}
+        wanted |= {one.next: False for one in like.state if one.kind == "statistics" and one.next is not None}
         for step, label in zip(like.steps, labels, strict=True):
             for value in step.reads if label == UPDATE and not row.unit.appends(step) else ():
                 of = step.value if isinstance(step, Comm) else value.of

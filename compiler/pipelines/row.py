@@ -40,9 +40,9 @@ class Row:
         if summed:
             self.emit("Sum", parts, [made])
             return
-        total = made.beside(".sum")
+        total = made.derived(".sum")
         self.emit("Sum", parts, [total])
-        self.emit("Div", [total, made.untyped(".count", np.array(len(parts), _numpy(made)))], [made])
+        self.emit("Div", [total, made.derived_untyped(".count", np.array(len(parts), _numpy(made)))], [made])
 
     def begin_sums(self, steps: Iterable[Op]) -> None:
         """Writes the zeros to which the first microbatch adds each gradient; `steps` are the ops of bodies."""
@@ -55,10 +55,10 @@ class Row:
         """Writes the sum of a gradient that is the same in every microbatch, such as that of a decay of weights in the loss."""
         (made,), kept = step.makes, self._sum_of(step)
         total = self.clones.of_batch(made)
-        one = total.beside(".of_one")
+        one = total.derived(".of_one")
         values = {value: self.clones.of_batch(value) for value in step.reads}
         self.steps.append(with_values(step, {**values, kept: self._zeros(kept), made: one}))
-        self.emit("Mul", [one, total.untyped(".times", np.array(self.clones.count, _numpy(made)))], [total])
+        self.emit("Mul", [one, total.derived_untyped(".times", np.array(self.clones.count, _numpy(made)))], [total])
 
     def append_all(self, step: Compute) -> None:
         """Writes an op that takes what every microbatch gives, one after the other."""
@@ -74,9 +74,11 @@ class Row:
 
     def _zeros(self, kept: Value) -> Value:
         kept = self.clones.of_batch(kept)
-        zeros = kept.beside(".zeros")
+        zeros = kept.derived(".zeros")
         tensor = ir.AttrTensor("value", ir.tensor(np.zeros(1, _numpy(kept))))
-        self.emit("ConstantOfShape", [kept.untyped(".shape", np.array(kept.shape, np.int64))], [zeros], value=tensor)
+        self.emit(
+            "ConstantOfShape", [kept.derived_untyped(".shape", np.array(kept.shape, np.int64))], [zeros], value=tensor
+        )
         return zeros
 
 

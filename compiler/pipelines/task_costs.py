@@ -40,7 +40,7 @@ def task_costs(program: Lowered, units: Sequence[Unit], labels: Labels, stages: 
     """The costs of stages whose ops have labels of unsplit backward passes. `units`: the programs of one microbatch."""
     apart = Labels([list(some) for some in labels.steps], labels.order)
     split_backward(units, apart, {s for s in range(len(stages)) if stages.splittable[s]})
-    taken = [_Taken(unit, some, stages) for unit, some in zip(units, apart.steps, strict=True)]
+    taken = [_UnitCosts(unit, some, stages) for unit, some in zip(units, apart.steps, strict=True)]
     sizes, middling = _Sizes(program), TypicalSizes(program)
     every = range(len(stages))
     there = {Phase.FORWARD: [True for _ in every], Phase.BACKWARD: stages.backward, Phase.WEIGHT: stages.splittable}
@@ -116,7 +116,7 @@ def _expression(amount: Amount, shares: Mapping[sympy.Symbol, sympy.Expr]) -> sy
 
 
 @dataclass
-class _Taken:
+class _UnitCosts:
     """The seconds and bytes of the ops of a unit, by their labels."""
 
     unit: Unit
@@ -134,7 +134,7 @@ class _Taken:
         self.hosted = {
             s
             for s in range(count)
-            if any(not self.unit.ranks.isdisjoint(self.stages.ranks[h]) for h in self.stages.homes[s])
+            if any(not self.unit.ranks.isdisjoint(self.stages.ranks[h]) for h in self.stages.stage_ranks[s])
         }
         makers = {value: k for k, step in enumerate(self.unit.steps) for value in step.makes}
         for k, label in enumerate(self.labels):
@@ -197,7 +197,7 @@ class _Taken:
         """The memory that a rank keeps over the whole step."""
         program = self.unit.program
         total = Amount(self.once)
-        for value in dict.fromkeys([*(one.value for one in program.weights), *(one.value for one in program.kept)]):
+        for value in dict.fromkeys([*(one.value for one in program.weights), *(one.value for one in program.state)]):
             total += self.amount(value)
         for value in sorted(self.unit.batch, key=str):
             total += Amount({dims: count * microbatches for dims, count in self.amount(value).items()})

@@ -71,7 +71,7 @@ class _Settler:
         self.delivered = {value: [(rank,) for rank in ranks or ()] for value, ranks in delivered.items()}
         self.nodes = list(program.model.graph)
         self.index = {node: k for k, node in enumerate(self.nodes)}
-        self.home: dict[ir.Node, Group] = dict(fixed)
+        self.group_of: dict[ir.Node, Group] = dict(fixed)
         self.reasons: dict[ir.Node, str] = {}
         self.stages: dict[ir.Node, int] = {}
         self.readers: dict[ir.Value, list[ir.Node]] = {}
@@ -106,12 +106,12 @@ class _Settler:
             weight: dict[Group, int] = {}
             first: dict[Group, ir.Node] = {}
             for value, producer in self.producers(node):
-                if producer in self.home and self.works(group := self.home[producer]):
+                if producer in self.group_of and self.works(group := self.group_of[producer]):
                     weight[group] = weight.get(group, 0) + sizes.bytes_of(value)
                     first.setdefault(group, producer)
             if weight:
                 group = max(weight, key=lambda group: weight[group])
-                self.home[node] = group
+                self.group_of[node] = group
                 self.reasons[node] = f"follows {self.program.paths[first[group]]}"
 
     def join_stages(self, named: Mapping[ir.Node, int]) -> None:
@@ -120,23 +120,23 @@ class _Settler:
         self.stages = stages_of(self.program, named, self.floating)
         for node in self.free:
             stage = self.stages[node]
-            self.home[node], self.reasons[node] = pipeline.stages[stage].ranks, f"in stage {stage}"
+            self.group_of[node], self.reasons[node] = pipeline.stages[stage].ranks, f"in stage {stage}"
 
     def join_consumers(self) -> None:
         for node in reversed(self.free):
-            if node in self.home:
+            if node in self.group_of:
                 continue
             if readers := self._readers_with_home(node):
                 reader = min(readers, key=lambda reader: self.index[reader])
-                self.home[node] = self.home[reader]
+                self.group_of[node] = self.group_of[reader]
                 self.reasons[node] = f"follows its reader {self.program.paths[reader]}"
                 continue
-            if (mean := self.program.means.get(node)) in self.home:
-                self.home[node], self.reasons[node] = self.home[mean], f"follows {self.program.paths[mean]}"
+            if (mean := self.program.means.get(node)) in self.group_of:
+                self.group_of[node], self.reasons[node] = self.group_of[mean], f"follows {self.program.paths[mean]}"
                 continue
             wanted = [groups[0] for out in node.outputs if (groups := self.delivered.get(out))]
             follows = wanted and len(self.default) == 1
-            self.home[node] = wanted[0] if follows else self.default
+            self.group_of[node] = wanted[0] if follows else self.default
             self.reasons[node] = "follows its output" if follows else "nothing decides"
 
     def _readers_with_home(self, node: ir.Node) -> list[ir.Node]:
@@ -144,7 +144,7 @@ class _Settler:
         seen, around = set[ir.Node](), [node]
         while around:
             readers = {reader: None for each in around for out in each.outputs for reader in self.readers.get(out, ())}
-            if placed := [reader for reader in readers if reader in self.home]:
+            if placed := [reader for reader in readers if reader in self.group_of]:
                 return placed
             around = [reader for reader in readers if reader in self.floating and reader not in seen]
             seen.update(around)
@@ -154,9 +154,9 @@ class _Settler:
         self, value: ir.Value, moved: frozenset[ir.Node] = frozenset(), to: Group | None = None
     ) -> set[Group]:
         groups = {
-            to if to is not None and reader in moved else self.home[reader]
+            to if to is not None and reader in moved else self.group_of[reader]
             for reader in self.readers.get(value, ())
-            if reader in self.home
+            if reader in self.group_of
         }
         groups.update(self.delivered.get(value, ()))
         return groups
@@ -164,7 +164,7 @@ class _Settler:
     def _cost(self, values: dict[ir.Value, ir.Node], moved: frozenset[ir.Node], to: Group) -> int:
         total = 0
         for value, producer in values.items():
-            home = to if producer in moved else self.home[producer]
+            home = to if producer in moved else self.group_of[producer]
             total += len(self.needed_on(value, moved, to) - {home})
         return total
 
@@ -185,13 +185,13 @@ class _Settler:
         while again:
             again = False
             for node in reversed(self.free):
-                here = self.home[node]
+                here = self.group_of[node]
                 away = {group for out in node.outputs for group in self.needed_on(out)} - {here}
                 for to in sorted(group for group in away if len(group) >= len(here) and self.works(group)):
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:
-                            self.home[each], self.reasons[each] = to, f"follows its readers on {ranks_text(to)}"
+                            self.group_of[each], self.reasons[each] = to, f"follows its readers on {ranks_text(to)}"
                         again = True
                         break
 
@@ -206,7 +206,7 @@ class _Settler:
                 producer
                 for each in moved
                 for _, producer in self.producers(each)
-                if producer in free and producer not in moved and self.home[producer] == here
+                if producer in free and producer not in moved and self.group_of[producer] == here
             ]
             serving = [p for p in more if all(self.needed_on(out, moved, to) <= {to} for out in p.outputs)]
             if not serving or len(moved) >= _LARGEST_MOVE:
@@ -220,8 +220,8 @@ class _Settler:
         for value in [*self.readers, *self.delivered]:
             needs[value] = self.needed_on(value)
         for node in reversed(self.nodes):
-            if node in self.home:
-                result.groups[node] = (self.home[node],)
+            if node in self.group_of:
+                result.groups[node] = (self.group_of[node],)
                 continue
             wanted = {group for out in node.outputs for group in needs.get(out, ())}
             if not wanted and any(out in self.delivered for out in node.outputs):
@@ -243,7 +243,7 @@ class _Settler:
         if self.floating[node] == REPEATED:
             return tuple(sorted(wanted))
         for _, producer in self.producers(node):
-            home = self.home[producer]
+            home = self.group_of[producer]
             holding = {home, *(group for value in self.program.reads[node] for group in needs.get(value, ()))}
             if wanted - holding or home in wanted:
                 return (home, *sorted((wanted & holding) - {home}))

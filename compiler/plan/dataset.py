@@ -56,7 +56,7 @@ def full_batch(value: object) -> DatasetEntry | None:
 def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> Dataset | None:
     """What the globals of a `model.py` say, None if nothing; `lines` has their places. Raises CompileError."""
     said = [key for key in KEYS if values.get(key) is not None]
-    problems = list(said_twice(said, lines))
+    problems = list(repeated_keys(said, lines))
     found: Dataset | None = None
     for key in said:
         try:
@@ -68,11 +68,11 @@ def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> 
     return found
 
 
-def said_twice(said: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
+def repeated_keys(keys: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
     """A problem for every key after the first that says how inputs arrive."""
     return [
-        Problem(lines[key], f"'{key}' and '{said[0]}' both define how inputs arrive", help="keep one of them")
-        for key in said[1:]
+        Problem(lines[key], f"'{key}' and '{keys[0]}' both define how inputs arrive", help="keep one of them")
+        for key in keys[1:]
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, said_twice
+from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, repeated_keys
 from partc.compiler.plan.document import Document, Steps, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineRules
@@ -71,7 +71,7 @@ def parse_plan(text: str, name: str) -> Plan:
             found = [one for one in refusals(error) if one[0] not in document.refused]
             problems += (_problem(steps, refused, value, document) for steps, refused, value in found)
     said = [key for key in KEYS if (key,) in document.lines]
-    problems += said_twice(said, {key: document.where(key) for key in said})
+    problems += repeated_keys(said, {key: document.where(key) for key in said})
     if problems or entries is None:
         raise CompileError(sorted(problems, key=lambda problem: int(problem.where.rpartition(":")[2])))
     return _plan(entries, document)

@@ -126,7 +126,7 @@ def _spread(count: int, schedule: object, frame: Frame) -> tuple[tuple[int, ...]
         if count % size:
             raise _uneven(count, f"the {size} slices of mesh axis '{AXIS}'", size)
     else:
-        size = homes_of_ranks(count, ranks, schedule)
+        size = stage_ranks_of(count, ranks, schedule)
         if not size:
             raise _uneven(count, f"{ranks} ranks", ranks)
         homes = [tuple(range(k * ranks // size, (k + 1) * ranks // size)) for k in range(size)]
@@ -135,7 +135,7 @@ def _spread(count: int, schedule: object, frame: Frame) -> tuple[tuple[int, ...]
     return tuple(homes) * (count // size)
 
 
-def homes_of_ranks(count: int, ranks: int, schedule: object) -> int:
+def stage_ranks_of(count: int, ranks: int, schedule: object) -> int:
     """Into how many runs of ranks a plan without a mesh axis for stages divides them; 0 where stages and ranks do not fit."""
     most = count // 2 if schedule in _TWICE and count % 2 == 0 else count
     if ranks % most == 0:
@@ -159,5 +159,5 @@ def sizes_of_groups(data: Mapping[str, object]) -> tuple[int, ...]:
     lists = [stage["on"] for stage in stages if isinstance(stage, dict) and isinstance(stage.get("on"), list)]
     if any(isinstance(stage, dict) and "on" in stage for stage in stages):
         return tuple(len(one) for one in lists if len(one) > 1)
-    homes = homes_of_ranks(len(stages), ranks, pipeline.get("schedule") if isinstance(pipeline, dict) else None)
+    homes = stage_ranks_of(len(stages), ranks, pipeline.get("schedule") if isinstance(pipeline, dict) else None)
     return (ranks // homes,) if homes and ranks > homes else ()

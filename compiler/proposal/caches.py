@@ -32,8 +32,8 @@ _ATTENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
 class Cache:
     """An output that stays where it is made, and the input of which it is the next state, if there is one."""
 
-    made: ir.Value
-    taken: ir.Value | None = None
+    present: ir.Value
+    past: ir.Value | None = None
 
 
 def caches(program: Typed) -> list[Cache]:
@@ -57,10 +57,10 @@ def arriving(found: Iterable[Cache], sharded: Iterable[Place]) -> dict[ir.Value,
     cut = {(value.name, dim) for value, dim in sharded}
     dims: dict[ir.Value, int] = {}
     for one in found:
-        if one.taken is not None:
-            for dim in range(len(one.taken.shape or ())):
-                if (one.taken.name, dim) in cut and (one.made.name, dim) in cut:
-                    dims.setdefault(one.taken, dim)
+        if one.past is not None:
+            for dim in range(len(one.past.shape or ())):
+                if (one.past.name, dim) in cut and (one.present.name, dim) in cut:
+                    dims.setdefault(one.past, dim)
     return dims
 
 
@@ -68,8 +68,8 @@ def lengths(found: Iterable[Cache], program: Typed) -> list[str]:
     """The names of the dims along which caches grow: none of them has a record before the first step."""
     dims: dict[str, None] = {}
     for one in found:
-        if one.taken is not None:
-            pairs = zip(program.values[one.taken].shape or (), program.values[one.made].shape or (), strict=True)
+        if one.past is not None:
+            pairs = zip(program.values[one.past].shape or (), program.values[one.present].shape or (), strict=True)
             dims.update({mine: None for mine, made in pairs if mine != made and isinstance(mine, str)})
     return [dim for dim in dims if dim in program.symbols]
 

@@ -88,7 +88,7 @@ def repeated_lines(program: Typed, done: Complete, generation: Generation) -> It
 
 def _cache_bytes(part: RankProgram) -> int:
     """The bytes of a rank's caches, of one group of slots."""
-    values = (one.value for one in part.kept if one.kind == "cache")
+    values = (one.value for one in part.state if one.kind == "cache")
     return sum(
         one.of.dtype.bitwidth * math.prod(dim for dim in one.shape or () if isinstance(dim, int)) // 8
         for one in values

@@ -29,12 +29,12 @@ _MOVING = frozenset(("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transp
 class Linked:
     """Dims that are sharded together, and the nodes that read or make them.
 
-    `made`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
+    `producers`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
     cut into any number of shards. `units`: numbers besides the dims themselves that the shards must divide.
     """
 
     places: list[Place] = field(default_factory=list)
-    made: list[ir.Node] = field(default_factory=list)
+    producers: list[ir.Node] = field(default_factory=list)
     summed: list[ir.Node] = field(default_factory=list)
     nodes: dict[ir.Node, str] = field(default_factory=dict)
     units: set[int] = field(default_factory=set)
@@ -192,4 +192,4 @@ class _Links:
         elif not made and products and others:
             one.summed.append(node)
         elif made and products and others and not any(letter in letters for letters in others):
-            one.made.append(node)
+            one.producers.append(node)

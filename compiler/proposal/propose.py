@@ -100,7 +100,7 @@ def propose(
 
 
 @dataclass(frozen=True)
-class TakenOver:
+class BasePlan:
     """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
 
     `listed`: whether the plan lists outputs and modules as comments. `source` names the file that it is from, of which `left` is not taken.
@@ -114,12 +114,12 @@ class TakenOver:
     left: tuple[str, ...] = ()
 
 
-def _of_imported(source: Source, imported: Imported) -> TakenOver:
+def _of_imported(source: Source, imported: Imported) -> BasePlan:
     sections = [one for one in (imported.pipeline, imported.precision) if one]
     if imported.training:
         lines = (loss_line(source.model.graph), *imported.training)
         sections += ["", "train:", *(f"  {line}" for line in lines)]
-    return TakenOver((), tuple(sections), bool(imported.training), True, imported.source, imported.left)
+    return BasePlan((), tuple(sections), bool(imported.training), True, imported.source, imported.ignored)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Work:
-    """What a proposal is made of. `stages`: where `degrees` has several, or more for each of its groups; `taken_over`: all else."""
+    """What a proposal is made of. `stages`: where `degrees` has several, or more for each of its groups; `base`: all else."""
 
     source: Source
     name: str
@@ -151,13 +151,13 @@ class Work:
     stages: list[Stage]
     device: Device | None = None
     generation: Generation | None = None
-    taken_over: TakenOver = TakenOver()
+    base: BasePlan = BasePlan()
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> Proposal:
         """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, kept = self.program, caches(self.program) if self.generation is None else []
-        stages, more = self.stages, self.taken_over
+        stages, more = self.stages, self.base
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols, because = with_least_sizes(program, {**source.declared.symbols, **batch.symbols}, batch.names)
@@ -172,7 +172,7 @@ class Work:
                 targets: ProposedTargets | None = None,
                 cut: TensorParallel | None = cut,
                 placed: tuple[str, ...] = placed,
-                more: TakenOver = more,
+                more: BasePlan = more,
             ) -> str:
                 own = targets.section() if targets is not None else ()
                 sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more.sections)
@@ -317,7 +317,7 @@ def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[st
     stay = "cut" if degrees.tp * degrees.dp > 1 else "producer"
     yield "outputs:   # a cache stays with the ranks that make it; other outputs go to rank 0"
     names = [name_of(value) for value in source.model.graph.outputs]
-    yield from (f"  {key(pattern)}: {stay}" for pattern in alike([name_of(one.made) for one in kept], names))
+    yield from (f"  {key(pattern)}: {stay}" for pattern in alike([name_of(one.present) for one in kept], names))
 
 
 def _head(
@@ -327,7 +327,7 @@ def _head(
     stages: list[Stage],
     missing: list[str],
     told: str,
-    more: TakenOver,
+    more: BasePlan,
     *others: str,
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
@@ -355,9 +355,9 @@ def _head(
         of = more.source or "the model's tp_plan"
         yield f"# Of {of} not taken as it stands:"
         yield from (f"#   {line}" for line in not_taken)
-    if cut is not None and cut.whole:
+    if cut is not None and cut.replicated:
         yield "# Not sharded by tp, so replicated on its ranks:"
-        yield from (f"#   {line}" for line in cut.whole)
+        yield from (f"#   {line}" for line in cut.replicated)
     for line in missing:
         yield f"# Not recognized: {line}"
 
@@ -383,7 +383,7 @@ def _without(cut: TensorParallel, text: str, problems: list[Problem]) -> TensorP
     if len(groups) == len(cut.groups):
         return None
     told = tuple(f"{comment[2:]}: {problem.fact}" for comment, problem in refused.items())
-    return dataclasses.replace(cut, groups=groups, whole=(*cut.whole, *told))
+    return dataclasses.replace(cut, groups=groups, replicated=(*cut.replicated, *told))
 
 
 def _comment_above(lines: list[str], at: int) -> str:

@@ -109,8 +109,8 @@ def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[Propo
 def _needs(program: Complete, name: str, sizes: Mapping[str, int]) -> list[_Need]:
     """What each distinct program of a rank needs on each target."""
     artifact, needs = Unwritten([program], name), list[_Need]()
-    for part, _ in program.alike:
-        kept = (one for one in part.kept if one.kind == "parameter")
+    for part, _ in program.distinct_programs:
+        kept = (one for one in part.state if one.kind == "parameter")
         weights = {one.version.value.name or str(one.value): _bytes(one.value) for one in part.weights}
         weights |= {one.tensor: _bytes(one.value) for one in kept}
         targets = rank_memory(artifact, part.rank, sizes).targets

@@ -44,7 +44,7 @@ class TensorParallel:
     """
 
     groups: tuple[tuple[str, tuple[Style, ...]], ...]
-    whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     places: tuple[Place, ...]
     not_taken: tuple[str, ...] = ()
     sets: tuple[Linked, ...] = ()
@@ -96,7 +96,7 @@ def tensor_parallel(
     regions = _Regions(program, frozenset(paths))
     alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
     for one in chosen:
-        styles = [Style(regions.of(node), "colwise") for node in one.made]
+        styles = [Style(regions.of(node), "colwise") for node in one.producers]
         styles += [Style(regions.of(node), "rowwise") for node in one.summed]
         key = tuple(dict.fromkeys((template(style.path), style.style) for style in styles))
         alike.setdefault(key, []).append((one, styles))
@@ -121,7 +121,7 @@ def _choose(
     open_sets = []
     for one in sets:
         against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards, repeats)
-        if against or not (one.made or one.summed):
+        if against or not (one.producers or one.summed):
             refused.append((one, against))
         elif entry := tp_plan.against(one):
             refused.append((one, f"the tp_plan of {entry.source} says {entry.style} of {entry.pattern}"))
@@ -154,8 +154,8 @@ def _taken(
     cut: dict[ir.Node, Linked] = {}
     chosen: list[Linked] = []
     refused: list[tuple[Linked, str]] = []
-    for one in sorted(ranked, key=lambda one: (id(one) not in named, not (one.made and one.summed))):
-        both = one.made and one.summed
+    for one in sorted(ranked, key=lambda one: (id(one) not in named, not (one.producers and one.summed))):
+        both = one.producers and one.summed
         if any(node in cut for node in one.nodes):
             refused.append((one, "its products are sharded along another dim"))
         elif not both and not _ends(one):
@@ -176,7 +176,7 @@ def _sent(one: Linked, sizes: TypicalSizes) -> int:
 
 def _ends(one: Linked) -> bool:
     """Whether dims with one side only begin or end the model: rows that are looked up, inputs, outputs."""
-    if one.made:
+    if one.producers:
         return any(value.is_graph_output() for value, _ in one.places)
     looked_up = all(node.op_type in ("Gather", "GatherBlockQuantized") for node in one.summed)
     return looked_up or any(value.is_graph_input() for value, _ in one.places)

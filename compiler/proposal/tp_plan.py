@@ -40,7 +40,7 @@ class TpPlan:
 
     def _speaking(self, one: Linked) -> Iterator[tuple[str, TpPlanEntry]]:
         """The entries that decide for the products of a set, each with the style that would shard the set there."""
-        for style, nodes in (("colwise", one.made), ("rowwise", one.summed)):
+        for style, nodes in (("colwise", one.producers), ("rowwise", one.summed)):
             yield from ((style, self.decided[node]) for node in nodes if node in self.decided)
 
     def not_taken(self, chosen: Sequence[Linked], refused: Sequence[tuple[Linked, str]]) -> Iterator[str]:
@@ -60,7 +60,7 @@ class TpPlan:
             return ""
 
         def speaks_of(one: Linked) -> bool:
-            return not set(nodes).isdisjoint(one.made if meaning.style == "colwise" else one.summed)
+            return not set(nodes).isdisjoint(one.producers if meaning.style == "colwise" else one.summed)
 
         reasons = {reason: None for one, reason in refused if speaks_of(one)}
         taken = any(map(speaks_of, chosen))

@@ -169,7 +169,7 @@ class _Followed:
 
     def __init__(self, program: Typed) -> None:
         self.known = {name: info.facts for name, info in program.symbols.items()}
-        self.found: dict[ir.Value, Counting | None] = {}
+        self.countings: dict[ir.Value, Counting | None] = {}
 
     def normal(self, expression: sympy.Expr) -> sympy.Expr:
         """The normal form of a number of the index."""
@@ -183,12 +183,12 @@ class _Followed:
         """What a tensor counts; None where that is not known."""
         if value is None:
             return None
-        if value not in self.found:
-            self.found[value] = None
+        if value not in self.countings:
+            self.countings[value] = None
             sizes = dims_of(value)
             if sizes is not None and value.dtype in (ir.DataType.INT64, ir.DataType.INT32):
-                self.found[value] = self._of(value, tuple(sizes))
-        return self.found[value]
+                self.countings[value] = self._of(value, tuple(sizes))
+        return self.countings[value]
 
     def columns(self, value: ir.Value | None) -> list[Counting | None]:
         """What each component of tuples counts; nothing where their number is not known."""

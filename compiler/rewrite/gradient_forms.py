@@ -65,7 +65,7 @@ class _Rewriting:
     model: ir.Model
     node: ir.Node
     metadata: dict[str, str]
-    made: list[ir.Node] = field(default_factory=list)
+    nodes: list[ir.Node] = field(default_factory=list)
 
     def add(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """The value that a node makes; `word` is its name below the path of the node."""
@@ -73,7 +73,7 @@ class _Rewriting:
         given = ir.convenience.convert_attributes(attributes)
         made = ir.Node("", op_type, inputs, given, outputs=[ir.Value(name=name)], name=name)
         made.metadata_props.update(self.metadata)
-        self.made.append(made)
+        self.nodes.append(made)
         return made.outputs[0]
 
     def constant(self, word: str, numbers: object, dtype: type = np.int64) -> ir.Value:
@@ -86,15 +86,15 @@ class _Rewriting:
     def stopped(self) -> ir.Value:
         """The node's output without a gradient."""
         made = self.add("stopped", "Identity", self.node.outputs[0])
-        self.made[-1].metadata_props[STOPS_GRADIENT] = "true"
+        self.nodes[-1].metadata_props[STOPS_GRADIENT] = "true"
         return made
 
     def give(self, result: ir.Value) -> None:
         """Puts the added nodes behind the node, and `result` in place of its output, under its name."""
         old, graph = self.node.outputs[0], self.model.graph
         result.type, result.shape = old.type, old.shape
-        graph.insert_after(self.node, self.made)
-        for use in [use for use in old.uses() if use.node not in self.made]:
+        graph.insert_after(self.node, self.nodes)
+        for use in [use for use in old.uses() if use.node not in self.nodes]:
             use.node.replace_input_with(use.idx, result)
         for k, output in enumerate(graph.outputs):
             if output is old:

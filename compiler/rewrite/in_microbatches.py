@@ -85,7 +85,7 @@ def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
         if part is None:
             problems.append(_indivisible(value, dim, name, facts, info.where if info else rules.where, count))
         elif info is not None:
-            symbols[name] = replace(info, facts=part, parts=count, whole=facts)
+            symbols[name] = replace(info, facts=part, parts=count, global_facts=facts)
     if problems:
         raise CompileError(problems)
     return symbols
@@ -116,7 +116,7 @@ def _refuse(program: Annotated, found: Flow) -> None:
         wanted.update(program.reads[node])
         if node in found.mixing:
             named.append(f"{program.paths[node]} ({node.op_type}) {found.mixing[node]}")
-    apart = [value.name for value in graph.outputs if (one := found.shard(value)) is not None and one.apart != 1]
+    apart = [value.name for value in graph.outputs if (one := found.shard(value)) is not None and one.stride != 1]
     named = [*named[::-1], *(f"output '{name}' has no dim of records alone" for name in apart)]
     if not named:
         return
@@ -136,7 +136,7 @@ def _refuse(program: Annotated, found: Flow) -> None:
 def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
     """The program with every node that takes or makes records in its local form, and constants of them cut."""
     work = Rewriting(program)
-    for value, shard in found.alike.items():
+    for value, shard in found.same_records.items():
         tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
         if tensor is None or found.shard(value) is None:
             continue

@@ -104,7 +104,7 @@ class _Typing(Rewriting[Typed]):
         super().__init__(program)
         self.rules, self.kept = rules, kept
         self.low = _LOW[rules.compute] if rules else FLOAT
-        self.own: dict[ir.Value, ir.DataType] = {
+        self.types: dict[ir.Value, ir.DataType] = {
             value: value.dtype
             for value in program.values
             if value.dtype is not None and isinstance(value.type, ir.TensorType)
@@ -121,7 +121,7 @@ class _Typing(Rewriting[Typed]):
     def masters(self, values: Sequence[ir.Value]) -> None:
         """Makes parameters of 16 bits float32."""
         for value in values:
-            self.own[value] = value.dtype or FLOAT
+            self.types[value] = value.dtype or FLOAT
             self._retype(value, FLOAT)
             if value.const_value is not None:
                 value.const_value = _cast_tensor(value.const_value, FLOAT)
@@ -139,7 +139,7 @@ class _Typing(Rewriting[Typed]):
     def outputs(self) -> None:
         """Outputs of the model have the types that they had, under their names."""
         for k, value in enumerate(self.graph.outputs):
-            before = self.own.get(value)
+            before = self.types.get(value)
             if before is None or value.dtype == before:
                 continue
             name = name_of(value)
@@ -170,7 +170,7 @@ class _Typing(Rewriting[Typed]):
         """The type of a group of operands; None where nothing is to be changed."""
         operands = [value for k in group.inputs if (value := node.inputs[k]) is not None]
         made = [node.outputs[k] for k in group.outputs]
-        before = [self.own.get(value, value.dtype) for value in (*operands, *made)]
+        before = [self.types.get(value, value.dtype) for value in (*operands, *made)]
         if not operands or not before or any(kind not in _KINDS for kind in before):
             return None
         own = before[0]
@@ -235,7 +235,7 @@ class _Typing(Rewriting[Typed]):
     def _keep_captured(self, node: ir.Node, body: ir.Graph) -> None:
         """What a body reads from outside keeps its type there."""
         for value in dict.fromkeys(captured_by(node)):
-            before = self.own.get(value)
+            before = self.types.get(value)
             if before is None or value.dtype == before or before not in _KINDS:
                 continue
             made = self._as(value, before, node, 0)

@@ -40,7 +40,7 @@ class _Lean:
     def __init__(self, steps: Sequence[Compute | Comm], kept: Collection[Value]) -> None:
         self.now: list[tuple[Compute, ...]] = [() for _ in steps]
         self.changed: dict[int, tuple[Compute, ...]] = {}
-        self.made: dict[Value, int] = {}
+        self.producers: dict[Value, int] = {}
         self.reads = dict.fromkeys(kept, 1)
         self.readers: dict[Value, set[int]] = {}
         for index, step in enumerate(steps):
@@ -83,7 +83,7 @@ class _Lean:
             into = others[0] if len(others) == 1 else term
             added = _with(op, [into, *rest], total, op.label, scatter.node)
             summed = _with(op, others, term, term, op_type="Add" if len(others) == 2 else "Sum")
-            before = self.made[term]
+            before = self.producers[term]
             self._place(index, (added,) if into is not term else (summed, added))
             self._place(before, ())
             return
@@ -97,7 +97,7 @@ class _Lean:
         if [*op.node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
             return
         first, second = (product.node.attributes.get_int(side, 0) for side in ("transA", "transB"))
-        before = self.made[given]
+        before = self.producers[given]
         swapped = _with(op, product.reads[::-1], op.makes[0], op.label, product.node)
         swapped.node.attributes["transA"] = ir.AttrInt64("transA", 1 - second)
         swapped.node.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
@@ -127,7 +127,7 @@ class _Lean:
             terms = sorted(op.reads, key=lambda one: not _same(one, made))
             total = terms[0]
             for at, term in enumerate(terms[1:], 2):
-                following = made if at == len(terms) else made.untyped(f".of{at}")
+                following = made if at == len(terms) else made.derived_untyped(f".of{at}")
                 found.append(_with(op, [total, term], following, following, op_type="Add"))
                 total = following
         self._place(index, tuple(found))
@@ -144,7 +144,7 @@ class _Lean:
         self.now[index] = self.changed[index] = ops
         self._count(index, ops)
         for value in dict.fromkeys([one for op in before for one in op.reads]):
-            source = self.made.get(value)
+            source = self.producers.get(value)
             if not self.reads.get(value) and source is not None and source != index:
                 here = self.now[source]
                 if len(here) == 1 and here[0].is_op("ConstantOfShape", "Shape", "Expand"):
@@ -158,13 +158,13 @@ class _Lean:
                 at.add(index) if by > 0 else at.discard(index)
             for value in op.makes:
                 if by > 0:
-                    self.made[value] = index
-                elif self.made.get(value) == index:
-                    del self.made[value]
+                    self.producers[value] = index
+                elif self.producers.get(value) == index:
+                    del self.producers[value]
 
     def _producer(self, value: Value, *op_types: str) -> Compute | None:
         """The op that makes a value, if it is one of these."""
-        here = self.now[self.made[value]] if value in self.made else ()
+        here = self.now[self.producers[value]] if value in self.producers else ()
         return here[0] if len(here) == 1 and here[0].is_op(*op_types) else None
 
     def _is_zeros(self, value: Value) -> bool:

@@ -49,9 +49,9 @@ class _Map:
     graph: ir.Graph
     sizes: Mapping[str, int]
     path: str
-    made: dict[tuple[ir.Value, Place], ir.Value] = field(default_factory=dict)
+    copies: dict[tuple[ir.Value, Place], ir.Value] = field(default_factory=dict)
     nodes: list[ir.Node] = field(default_factory=list)
-    left: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    results: dict[ir.Value, ir.Value] = field(default_factory=dict)
     names: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -69,12 +69,12 @@ class _Map:
             elif node.domain == OWN and node.op_type == AXIS_INDEX:
                 at = list(self.sizes).index(axes_named(node)[0])
                 for place in self.places:
-                    self.made[node.outputs[0], place] = self.constant(np.array(place[at], np.int64))
+                    self.copies[node.outputs[0], place] = self.constant(np.array(place[at], np.int64))
             else:
                 self._node(node)
         first = nodes[0]
         self.graph.insert_before(first, self.nodes)
-        for old, new in self.left.items():
+        for old, new in self.results.items():
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
             new.name, old.name = old.name, f"{old.name}.mapped"
         for node in reversed(nodes):
@@ -120,7 +120,7 @@ class _Map:
         return self.add("Expand", [zero, shape])[0]
 
     def here(self, value: ir.Value, place: Place) -> ir.Value:
-        return self.made.get((value, place), value)
+        return self.copies.get((value, place), value)
 
     def _enter(self, node: ir.Node) -> None:
         x = node.inputs[0]
@@ -134,7 +134,7 @@ class _Map:
                 for k, part in enumerate(self.shards(one, dim, count, len(counts)))
             }
         for place in self.places:
-            (self.made[node.outputs[0], place],) = self.add("Identity", [shards[self._shard(node, place)]])
+            (self.copies[node.outputs[0], place],) = self.add("Identity", [shards[self._shard(node, place)]])
 
     def _shard(self, node: ir.Node, place: Place) -> tuple[int, ...]:
         """Per dim which shard a coordinate has."""
@@ -158,7 +158,7 @@ class _Map:
             for at in sorted(parts):
                 rows.setdefault(at[:dim], []).append(parts[at])
             parts = {at: self.joined(row, dim) for at, row in rows.items()}
-        (self.left[out],) = self.add("Identity", [parts[()]])
+        (self.results[out],) = self.add("Identity", [parts[()]])
 
     def _node(self, node: ir.Node) -> None:
         for place in self.places:
@@ -170,7 +170,7 @@ class _Map:
             attributes = list(node.attributes.values())
             copy = ir.Node(node.domain, node.op_type, inputs, attributes, outputs=made, name=name, version=node.version)
             self.nodes.append(copy)
-            self.made.update({(out, place): one for out, one in zip(node.outputs, made, strict=True)})
+            self.copies.update({(out, place): one for out, one in zip(node.outputs, made, strict=True)})
 
     def _collective(self, node: ir.Node) -> None:
         x, out = node.inputs[0], node.outputs[0]
@@ -182,7 +182,7 @@ class _Map:
         for places in sets.values():
             results = self._together(node, [self.here(x, place) for place in places])
             for place, value in zip(places, results, strict=True):
-                (self.made[out, place],) = self.add("Identity", [value])
+                (self.copies[out, place],) = self.add("Identity", [value])
 
     def _together(self, node: ir.Node, values: list[ir.Value]) -> list[ir.Value]:
         """What each coordinate along the axis gets where they have these."""

@@ -21,7 +21,7 @@ MICROBATCHES, BYTES = "microbatches", "bytes"
 
 @dataclass(frozen=True)
 class StageCost:
-    """`backward`: B where W is apart; `whole`: B where it is not, by default both together.
+    """`backward`: B where W is apart; `undivided`: B where it is not, by default both together.
 
     `saved`: what a microbatch keeps from the begin of F to the end of B. `deferred`: what is kept from the end of B to the end of W where
     these are apart; by default as much as `saved` (a linear layer keeps its input and the cotangent of its output).
@@ -30,14 +30,14 @@ class StageCost:
     forward: float = 1.0
     backward: float = 1.0
     weight: float = 1.0
-    whole: float | None = None
+    undivided: float | None = None
     saved: float = 1.0
     deferred: float | None = None
 
     @property
     def full_backward(self) -> float:
         """The time of a backward pass that is one task."""
-        return self.backward + self.weight if self.whole is None else self.whole
+        return self.backward + self.weight if self.undivided is None else self.undivided
 
     @property
     def saved_for_weight(self) -> float:
@@ -84,7 +84,7 @@ class Costs:
 
     def travel(self, stages: Stages, reader: int, maker: int) -> float:
         """How long a value or cotangent is on its way from one stage to another: nothing where both are on the same homes."""
-        if stages.homes[reader] == stages.homes[maker]:
+        if stages.stage_ranks[reader] == stages.stage_ranks[maker]:
             return 0.0
         if not self.messages:
             return self.message
@@ -122,13 +122,13 @@ def _with_time(cost: StageCost, kind: Kind, time: float, apart: bool) -> StageCo
         case Kind.FORWARD:
             return replace(cost, forward=time)
         case Kind.WEIGHT:
-            return replace(cost, weight=time, whole=None)
+            return replace(cost, weight=time, undivided=None)
         case Kind.BACKWARD:
             if apart:
-                return replace(cost, backward=time, whole=None)
+                return replace(cost, backward=time, undivided=None)
             both = cost.backward + cost.weight
             part = cost.backward / both if both else 1.0
-            return replace(cost, backward=time * part, weight=time * (1 - part), whole=time)
+            return replace(cost, backward=time * part, weight=time * (1 - part), undivided=time)
 
 
 def unit_costs(stages: Stages, message: float = 0.0) -> Costs:
@@ -138,4 +138,4 @@ def unit_costs(stages: Stages, message: float = 0.0) -> Costs:
 
 def _shares(stages: Stages) -> list[float]:
     """Per stage its part of what its home does: 1 over the number of stages there."""
-    return [1.0 / max(len(stages.on[home]) for home in homes) for homes in stages.homes]
+    return [1.0 / max(len(stages.on[home]) for home in homes) for homes in stages.stage_ranks]

@@ -58,7 +58,7 @@ def message_counts(schedule: Schedule) -> dict[tuple[str, str], int]:
     pairs: dict[tuple[int, ...], tuple[str, str]] = {}
     for task in {task for row in schedule.rows for task in row}:
         for reader in readers(task, stages):
-            ends = sorted([stages.homes[task.stage], stages.homes[reader]])
+            ends = sorted([stages.stage_ranks[task.stage], stages.stage_ranks[reader]])
             key = (*ends[0], -1, *ends[1])
             found[key] += 1
             pairs[key] = (stages.label(*ends[0]), stages.label(*ends[1]))
@@ -97,7 +97,7 @@ def _head(schedule: Schedule, costs: Costs, timing: Timing) -> Iterator[str]:
     if costs.sizes:
         yield f"# Costs: {costs.clock} of the model's sizes, with {costs.sizes}"
     trains = any(stages.backward)
-    for s, homes in enumerate(stages.homes):
+    for s, homes in enumerate(stages.stage_ranks):
         ends = [(e.target, "" if e.gradient or not trains else " (no gradient)") for e in stages.edges if e.source == s]
         read = " ".join(f"{target}{remark}" for target, remark in ends)
         cost = f"   {_cost_text(s, schedule, costs)}" if costs.unit == BYTES else ""
@@ -197,7 +197,7 @@ def _own_columns(schedule: Schedule, timing: Timing) -> Columns:
     """The fewest columns of which each has at most one task of every row that begins there."""
     begins, begun, of = [0.0], set[int](), {}
     for task in sorted(timing.spans, key=lambda task: timing.spans[task][0]):
-        homes = schedule.stages.homes[task.stage]
+        homes = schedule.stages.stage_ranks[task.stage]
         if begun.intersection(homes):
             begins.append(timing.spans[task][0])
             begun.clear()

@@ -34,18 +34,18 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """`homes[s]`: the homes of stage s, several where its group covers those of other stages. `ranks[h]`: the ranks of home h.
+    """`stage_ranks[s]`: the homes of stage s, several where its group covers those of other stages. `ranks[h]`: the ranks of home h.
 
     `backward[s]`: whether the stage has a backward pass: not in inference, and not where nothing before its end is trained.
     """
 
-    homes: tuple[tuple[int, ...], ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     edges: tuple[Edge, ...]
     ranks: tuple[tuple[int, ...], ...]
     backward: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        count = len(self.homes)
+        count = len(self.stage_ranks)
         if not count or len(self.backward) != count:
             raise ValueError(
                 f"{count} stages have homes and {len(self.backward)} say whether they have a backward pass"
@@ -55,12 +55,12 @@ class Stages:
                 raise ValueError(
                     f"the edge {edge.source} -> {edge.target} does not go to a higher one of {count} stages"
                 )
-        for stage, homes in enumerate(self.homes):
+        for stage, homes in enumerate(self.stage_ranks):
             if not homes or list(homes) != sorted(set(homes)) or homes[0] < 0 or homes[-1] >= len(self.ranks):
                 raise ValueError(f"stage {stage} is on homes {homes} of {len(self.ranks)}")
 
     def __len__(self) -> int:
-        return len(self.homes)
+        return len(self.stage_ranks)
 
     @property
     def rows(self) -> int:
@@ -91,7 +91,7 @@ class Stages:
     @cached_property
     def on(self) -> tuple[tuple[int, ...], ...]:
         """Per home its stages."""
-        return tuple(tuple(s for s, homes in enumerate(self.homes) if h in homes) for h in range(self.rows))
+        return tuple(tuple(s for s, homes in enumerate(self.stage_ranks) if h in homes) for h in range(self.rows))
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Stages:
 
     def crosses(self, a: int, b: int) -> bool:
         """Whether what goes from one stage to another is a message: not where both are on the same homes."""
-        return self.homes[a] != self.homes[b]
+        return self.stage_ranks[a] != self.stage_ranks[b]
 
     def label(self, *homes: int) -> str:
         """Homes as people read them: `rank 3`, `ranks 0-3`, `ranks 0,2`."""
@@ -141,27 +141,31 @@ class Stages:
     @cached_property
     def is_one_each(self) -> bool:
         """Whether every stage has one home, for itself alone."""
-        return all(len(homes) == 1 for homes in self.homes) and len(set(self.homes)) == len(self)
+        return all(len(homes) == 1 for homes in self.stage_ranks) and len(set(self.stage_ranks)) == len(self)
 
     @cached_property
     def turns(self) -> int:
         """How many stages each home has where they are a loop over the same homes in the same order; else 0."""
-        period = len(set(self.homes))
-        one_home = all(len(homes) == 1 for homes in self.homes)
-        looped = all(homes == self.homes[s % period] for s, homes in enumerate(self.homes))
+        period = len(set(self.stage_ranks))
+        one_home = all(len(homes) == 1 for homes in self.stage_ranks)
+        looped = all(homes == self.stage_ranks[s % period] for s, homes in enumerate(self.stage_ranks))
         return len(self) // period if one_home and looped and len(self) % period == 0 else 0
 
     @cached_property
     def is_vee(self) -> bool:
         """Whether every home has two stages, the second ones in reverse order."""
-        one_home = all(len(homes) == 1 for homes in self.homes)
-        return one_home and len(self) == 2 * len(set(self.homes)) and self.homes == self.homes[::-1]
+        one_home = all(len(homes) == 1 for homes in self.stage_ranks)
+        return one_home and len(self) == 2 * len(set(self.stage_ranks)) and self.stage_ranks == self.stage_ranks[::-1]
 
     @property
     def is_pointed_vee(self) -> bool:
         """Whether these are a V but for the stage at its point, which is one and not two: 0 1 2 1 0."""
-        one_home = all(len(homes) == 1 for homes in self.homes)
-        return one_home and len(self) == 2 * len(set(self.homes)) - 1 > 1 and self.homes == self.homes[::-1]
+        one_home = all(len(homes) == 1 for homes in self.stage_ranks)
+        return (
+            one_home
+            and len(self) == 2 * len(set(self.stage_ranks)) - 1 > 1
+            and self.stage_ranks == self.stage_ranks[::-1]
+        )
 
 
 def chain(homes: Sequence[int], backward: bool = True) -> Stages:

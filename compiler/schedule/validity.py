@@ -110,8 +110,8 @@ def _wrong(task: Task, home: int, stages: Stages, microbatches: int) -> tuple[st
             f"the microbatches are 0 to {last}",
             f"the last number is the microbatch: 0 to {last}; or set microbatches: {task.microbatch + 1}",
         )
-    if home not in stages.homes[task.stage]:
-        homes = stages.label(*stages.homes[task.stage])
+    if home not in stages.stage_ranks[task.stage]:
+        homes = stages.label(*stages.stage_ranks[task.stage])
         own = ", ".join(map(str, stages.on[home])) or "none"
         law = f"a stage runs where its nodes are placed; stages on {stages.label(home)}: {own}"
         return f"{task} is of stage {task.stage}, which is on {homes}", law, f"move it to the row of {homes}"
@@ -162,8 +162,8 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
     told: list[tuple[int, int, str, str]] = []
     for k, after in zip(reading, [*reading[1:], *reading[:1]], strict=True):
         task, read, behind = cycle[k], cycle[(k + 1) % len(cycle)], cycle[after]
-        home = min(stages.homes[task.stage])
-        shared = set(stages.homes[read.stage]) & set(stages.homes[behind.stage])
+        home = min(stages.stage_ranks[task.stage])
+        shared = set(stages.stage_ranks[read.stage]) & set(stages.stage_ranks[behind.stage])
         on = f" on {stages.label(min(shared))}" if shared else ""
         told.append(
             (
@@ -181,7 +181,7 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
         help = "move one of these tasks to another place of its row to break the cycle"
         yield WrongCell(home, cell, fact, "rows must not wait for each other", help)
     elif cycle:
-        home = min(h for task in cycle for h in stages.homes[task.stage])
+        home = min(h for task in cycle for h in stages.stage_ranks[task.stage])
         cell = min(place[task, home] for task in cycle if (task, home) in place)
         fact = f"the order of {' and '.join(map(str, cycle))} is another one in another row of the same stages"
         yield WrongCell(home, cell, fact, "homes that share a stage run its tasks in one order", "give them one order")

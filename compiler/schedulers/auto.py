@@ -44,7 +44,7 @@ class LimitError(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
+class ChosenSchedule:
     """A schedule, its time, and a time below which none can be."""
 
     schedule: Schedule
@@ -54,7 +54,7 @@ class Found:
 
 def auto(
     stages: Stages, microbatches: int, costs: Costs, limits: Sequence[float] | None = None, split: bool = True
-) -> Found:
+) -> ChosenSchedule:
     """The fastest schedule that was found within `limits`, per home in the costs' unit. LimitError where not even one microbatch fits."""
     limits = list(limits) if limits is not None else [float("inf")] * stages.rows
     if not within(one_microbatch(stages, costs), limits):
@@ -75,7 +75,7 @@ def auto(
         best = min(better, key=lambda one: round(simulate(one, costs).total / scale, 9))
     rows = _joined(best, costs, limits, simulate(best, costs).total).rows
     schedule = Schedule("auto", stages, microbatches, rows)
-    return Found(schedule, simulate(schedule, costs).total, bound)
+    return ChosenSchedule(schedule, simulate(schedule, costs).total, bound)
 
 
 def _candidates(

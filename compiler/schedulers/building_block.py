@@ -45,7 +45,7 @@ def blocks(stages: Stages, microbatches: int, costs: Costs, split: bool) -> Iter
 
 def _kinds(stages: Stages, s: int, costs: Costs, split: bool) -> list[tuple[Kind, float]]:
     """The kinds of a stage's tasks, with the time of each."""
-    apart = split and stages.splittable[s] and len(stages.homes[s]) == 1
+    apart = split and stages.splittable[s] and len(stages.stage_ranks[s]) == 1
     kinds = [Kind.FORWARD, *([Kind.BACKWARD] if stages.backward[s] else []), *([Kind.WEIGHT] if apart else [])]
     return [(kind, costs.time(Task(s, kind, 0), apart)) for kind in kinds]
 
@@ -84,7 +84,7 @@ def _block(
 
     def put(s: int, kind: Kind, ready: float, length: float) -> bool:
         begin: float | None = ready
-        some = [periods[home] for home in stages.homes[s]]
+        some = [periods[home] for home in stages.stage_ranks[s]]
         while begin is not None:
             later = [one.next_clear(begin, length) for one in some]
             if any(time is None for time in later):
@@ -127,7 +127,7 @@ def _repeated(stages: Stages, microbatches: int, begins: dict[tuple[int, Kind], 
     order = {key: k for k, key in enumerate(begins)}
     rows: list[list[tuple[float, int, Task]]] = [[] for _ in range(stages.rows)]
     for (s, kind), begin in begins.items():
-        for home in stages.homes[s]:
+        for home in stages.stage_ranks[s]:
             rows[home] += [
                 (round(begin + i * period, 9), i * len(order) + order[s, kind], Task(s, kind, i))
                 for i in range(microbatches)

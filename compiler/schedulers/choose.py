@@ -139,7 +139,7 @@ def _name(schedule: object, stages: Stages, where: str) -> str | Problem:
     if text in NAMED and not NAMED[text].fits(stages):
         fitting = [name for name, other in NAMED.items() if name != "gpipe" and other.fits(stages)]
         help = f"{NAMED[text].help}, or write schedule: {' or '.join([*fitting, 'auto'])}"
-        homes = first_of([stages.label(*homes) for homes in stages.homes], _SHOWN)
+        homes = first_of([stages.label(*homes) for homes in stages.stage_ranks], _SHOWN)
         return Problem(where, f"schedule: {text} does not fit stages on {homes}", NAMED[text].law, help)
     return text
 

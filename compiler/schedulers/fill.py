@@ -49,7 +49,9 @@ class _Fill:
         self.late, self.rows = [deque() for _ in self.todo], [[] for _ in self.todo]
         self.used, self.free = [0.0] * len(self.todo), [0.0] * len(self.todo)
         self.ticks = [(0.0, home) for home in range(len(self.todo))]
-        self.split = [apart and len(homes) == 1 for apart, homes in zip(stages.splittable, stages.homes, strict=True)]
+        self.split = [
+            apart and len(homes) == 1 for apart, homes in zip(stages.splittable, stages.stage_ranks, strict=True)
+        ]
 
     def run(self) -> Schedule | None:
         """Goes through the times at which a home may have something to do."""
@@ -69,7 +71,11 @@ class _Fill:
 
     def _may_wait(self, task: Task) -> bool:
         stages = self.order.stages
-        return task.kind is Kind.BACKWARD and not stages.splittable[task.stage] and len(stages.homes[task.stage]) == 1
+        return (
+            task.kind is Kind.BACKWARD
+            and not stages.splittable[task.stage]
+            and len(stages.stage_ranks[task.stage]) == 1
+        )
 
     def _choose(self, home: int, now: float) -> tuple[Task | None, float]:
         """What an idle home begins, and when: the next task, a late one, or nothing until it is called again."""
@@ -94,7 +100,7 @@ class _Fill:
             if need not in self.ended:
                 return None
             found = max(found, self.ended[need] + self.costs.travel(stages, task.stage, need.stage))
-        homes = stages.homes[task.stage]
+        homes = stages.stage_ranks[task.stage]
         if len(homes) > 1:
             if any(not self.todo[home] or self.todo[home][0] != task for home in homes):
                 return None
@@ -107,13 +113,13 @@ class _Fill:
         if task.kind is not Kind.FORWARD or not stages.backward[task.stage]:
             return True
         saved = self.costs.stages[task.stage].saved
-        return all(self.used[h] + saved <= self.limits[h] * (1 + TOLERANCE) for h in stages.homes[task.stage])
+        return all(self.used[h] + saved <= self.limits[h] * (1 + TOLERANCE) for h in stages.stage_ranks[task.stage])
 
     def _is_split(self, task: Task) -> bool:
         """Whether a backward pass is B and W: not where what is kept for W would not fit."""
         if task.kind is not Kind.BACKWARD or not self.split[task.stage]:
             return False
-        (home,) = self.order.stages.homes[task.stage]
+        (home,) = self.order.stages.stage_ranks[task.stage]
         return self.used[home] + change(task, True, self.costs) <= self.limits[home] * (1 + TOLERANCE)
 
     def _do(self, task: Task, begin: float) -> None:
@@ -121,7 +127,7 @@ class _Fill:
         split = self._is_split(task)
         end = begin + self.costs.time(task, split)
         self.ended[task] = end
-        for home in stages.homes[task.stage]:
+        for home in stages.stage_ranks[task.stage]:
             row = self.todo[home] if self.todo[home] and self.todo[home][0] == task else self.late[home]
             row.popleft()
             self.rows[home].append(task)
@@ -135,7 +141,7 @@ class _Fill:
             return
         for reader in stages.neighbours[task.stage]:
             arrival = end + self.costs.travel(stages, reader, task.stage)
-            for home in stages.homes[reader]:
+            for home in stages.stage_ranks[reader]:
                 if self.free[home] < arrival:
                     heapq.heappush(self.ticks, (max(self.free[home], begin), home))
                     heapq.heappush(self.ticks, (arrival, home))

@@ -76,7 +76,7 @@ class _Greedy:
         if not ready:
             return None
         task = min(ready, key=self._key)
-        return task if all(self.free[other] <= now for other in self.stages.homes[task.stage]) else None
+        return task if all(self.free[other] <= now for other in self.stages.stage_ranks[task.stage]) else None
 
     def _has_inputs(self, task: Task, now: float) -> bool:
         until = now * (1 + TOLERANCE)
@@ -91,7 +91,7 @@ class _Greedy:
         if task.kind is not Kind.FORWARD or not self.stages.backward[task.stage]:
             return True
         saved = self.costs.stages[task.stage].saved
-        return all(self._holds(home, task.microbatch, saved) for home in self.stages.homes[task.stage])
+        return all(self._holds(home, task.microbatch, saved) for home in self.stages.stage_ranks[task.stage])
 
     def _holds(self, home: int, microbatch: int, saved: float) -> bool:
         held = self.held[home]
@@ -124,7 +124,7 @@ class _Greedy:
         stages = self.stages
         end = self.ended[task] = now + self.costs.time(task, False)
         self.next[task.stage, task.kind] += 1
-        for home in stages.homes[task.stage]:
+        for home in stages.stage_ranks[task.stage]:
             self.rows[home].append(task)
             self.free[home] = end
             if stages.backward[task.stage]:
@@ -132,8 +132,8 @@ class _Greedy:
             heapq.heappush(self.ticks, (end, home))
         for s in stages.neighbours[task.stage]:
             arrival = end + self.costs.travel(stages, s, task.stage)
-            for home in stages.homes[s]:
-                if home not in stages.homes[task.stage] or arrival > end:
+            for home in stages.stage_ranks[s]:
+                if home not in stages.stage_ranks[task.stage] or arrival > end:
                     heapq.heappush(self.ticks, (max(self.free[home], arrival), home))
 
     def _keep(self, home: int, task: Task) -> None:

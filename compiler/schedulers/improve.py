@@ -53,10 +53,10 @@ def _exchanged(schedule: Schedule, timing: Timing) -> Iterator[tuple[Task, Task,
     stages = schedule.stages
     critical = list(timing.critical)
     for first, second in itertools.pairwise(critical):
-        if stages.homes[first.stage] != stages.homes[second.stage] or first in stages.needs(second):
+        if stages.stage_ranks[first.stage] != stages.stage_ranks[second.stage] or first in stages.needs(second):
             continue
         rows = list(schedule.rows)
-        for home in stages.homes[first.stage]:
+        for home in stages.stage_ranks[first.stage]:
             row = list(rows[home])
             k = row.index(first)
             if row[k + 1] != second:

@@ -31,7 +31,7 @@ def interleaved(stages: Stages, microbatches: int) -> Schedule:
         row = forward[:ahead]
         for k, task in enumerate(backward):
             row += [*forward[ahead + k : ahead + k + 1], task]
-        rows.append((stages.homes[r][0], row))
+        rows.append((stages.stage_ranks[r][0], row))
     return scheduled("interleaved", stages, microbatches, rows)
 
 

@@ -19,7 +19,7 @@ from partc.runtime.artifact.tasks.task import Kind, Task
 def one_f_one_b(stages: Stages, microbatches: int) -> Schedule:
     """The schedule of stages that have a home each."""
     rows = []
-    for s, (home,) in enumerate(stages.homes):
+    for s, (home,) in enumerate(stages.stage_ranks):
         ahead = min(microbatches, stages.heights[s] + 1)
         row = [Task(s, Kind.FORWARD, i) for i in range(ahead)]
         for i in range(microbatches):

@@ -20,7 +20,7 @@ from partc.runtime.artifact.tasks.task import Kind, Task
 def zb_h1(stages: Stages, microbatches: int) -> Schedule:
     """The schedule of stages that have a home each."""
     top, rows = max(stages.heights), []
-    for s, (home,) in enumerate(stages.homes):
+    for s, (home,) in enumerate(stages.stage_ranks):
         ahead, delay = min(microbatches, stages.heights[s]), top - stages.heights[s]
         row = [Task(s, Kind.FORWARD, i) for i in range(ahead)]
         for i in range(microbatches):

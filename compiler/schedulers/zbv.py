@@ -29,7 +29,7 @@ def zbv(stages: Stages, microbatches: int) -> Schedule:
         for letter in _letters(ranks, r, max(microbatches, 2 * ranks - 1)):
             row.append(Task(r if letter.isupper() else 2 * ranks - 1 - r, Kind(letter.upper()), count[letter]))
             count[letter] += 1
-        rows.append((stages.homes[r][0], [task for task in row if task.microbatch < microbatches]))
+        rows.append((stages.stage_ranks[r][0], [task for task in row if task.microbatch < microbatches]))
     return scheduled("zbv", stages, microbatches, rows)
 
 

@@ -31,7 +31,7 @@ from partc.compiler.search.work import Work
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 
-class Way(IntEnum):
+class Placing(IntEnum):
     """How a block is sharded over `tp`."""
 
     RECORDS = 0
@@ -54,7 +54,7 @@ class Block:
     sharding: Sharding
     weights: float
     hands_on: float
-    likeness: Hashable
+    cost_key: Hashable
     """What blocks that cost the same have in common."""
 
 
@@ -90,23 +90,23 @@ def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate
     known: dict[object, list[tuple[float, float]]] = {}
     rows = []
     for one in blocks:
-        if one.likeness not in known:
-            known[one.likeness] = [_cost(estimates, one, candidate, way) for way in Way]
-        rows.append(known[one.likeness])
+        if one.cost_key not in known:
+            known[one.cost_key] = [_cost(estimates, one, candidate, way) for way in Placing]
+        rows.append(known[one.cost_key])
     seconds = [np.array([pair[0] for pair in row]) for row in rows]
     memory = [np.array([pair[1] for pair in row]) for row in rows]
     between = [_between(estimates, one, candidate) for one in blocks[:-1]]
     return Chain(seconds, memory, between)
 
 
-def _cost(estimates: Estimates, block: Block, one: Candidate, way: Way) -> tuple[float, float]:
+def _cost(estimates: Estimates, block: Block, one: Candidate, way: Placing) -> tuple[float, float]:
     """Seconds of a step, and bytes, of a block."""
     degrees, processor = one.degrees, estimates.processor(one.degrees.ranks)
     trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
-    records = degrees.dp * one.microbatches * (degrees.tp if way is Way.RECORDS else 1)
+    records = degrees.dp * one.microbatches * (degrees.tp if way is Placing.RECORDS else 1)
     total = kept = 0.0
     for (work, is_sharded), many in block.counted.items():
-        shards = degrees.tp if way is Way.SHARDED and is_sharded else 1
+        shards = degrees.tp if way is Placing.SHARDED and is_sharded else 1
         again = 1 + one.recompute if trains else 1
         forward = again * work.seconds(processor, records, shards)
         total += (
@@ -114,13 +114,13 @@ def _cost(estimates: Estimates, block: Block, one: Candidate, way: Way) -> tuple
             * estimates.turns(degrees.ranks)
             * (forward + (work.backward(processor, records, shards) if trains else 0.0))
         )
-        kept += many * work.made / records / shards if trains else 0.0
-    if way is Way.SHARDED:
+        kept += many * work.output_elements / records / shards if trains else 0.0
+    if way is Placing.SHARDED:
         given = [*block.sharding.forward, *(block.sharding.backward if trains else ())]
         total += sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
-    cut = block.sharding.weights if way is Way.SHARDED else 0.0
+    cut = block.sharding.weights if way is Placing.SHARDED else 0.0
     own = block.weights - cut + cut / degrees.tp
-    seconds = total * one.microbatches + estimates.after(one, own, degrees.tp if way is Way.RECORDS else 1)
+    seconds = total * one.microbatches + estimates.after(one, own, degrees.tp if way is Placing.RECORDS else 1)
     return seconds, own * (2 + (estimates.slots or 0) if trains else 1) + kept
 
 
@@ -128,12 +128,14 @@ def _between(estimates: Estimates, block: Block, one: Candidate) -> np.ndarray:
     """Seconds between a block and the next one, by their ways; what is not handed on as it is, the compiler must bring."""
     size, tp = block.hands_on / one.degrees.dp / one.microbatches, one.degrees.tp
     cut, whole = layout_of((tp,), ((0,),)), layout_of((tp,), ((),))
-    link, found = estimates.link(1, tp), np.zeros((len(Way), len(Way)))
+    link, found = estimates.link(1, tp), np.zeros((len(Placing), len(Placing)))
     gathered = _seconds(cut, whole, size, link) + (
         _seconds(whole, cut, size, link) if estimates.slots is not None else 0
     )
-    found[Way.RECORDS, Way.SHARDED] = one.microbatches * gathered
-    found[Way.RECORDS, Way.WHOLE] = found[Way.WHOLE, Way.RECORDS] = found[Way.SHARDED, Way.RECORDS] = np.inf
+    found[Placing.RECORDS, Placing.SHARDED] = one.microbatches * gathered
+    found[Placing.RECORDS, Placing.WHOLE] = found[Placing.WHOLE, Placing.RECORDS] = found[
+        Placing.SHARDED, Placing.RECORDS
+    ] = np.inf
     return found
 
 

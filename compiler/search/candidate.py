@@ -61,7 +61,7 @@ class Candidate:
         return self.degrees.stages * self.stages_each
 
     @property
-    def homes(self) -> tuple[int, ...]:
+    def stage_groups(self) -> tuple[int, ...]:
         """Maps each stage to its group: in a loop, 0 1 0 1, or there and back, 0 1 1 0."""
         groups = range(self.degrees.stages)
         return (*groups, *reversed(groups)) if self.schedule == "zbv" else (*groups,) * self.stages_each

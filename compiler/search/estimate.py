@@ -124,32 +124,32 @@ class Estimates:
         """The estimate of a candidate with this sharding over `tp`; `parts`: what each stage has of the model."""
         return Estimate(self.seconds(one, sharding, parts), self.bytes(one, sharding))
 
-    def seconds(self, one: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> float:
-        degrees, count, groups = one.degrees, one.microbatches, one.degrees.stages
+    def seconds(self, candidate: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> float:
+        degrees, count, groups = candidate.degrees, candidate.microbatches, candidate.degrees.stages
         forward, backward, weights = self.task(sharding, degrees.dp * count, degrees.tp, degrees.ranks)
         backward *= self.backward if self.slots is not None else 0.0
-        again = forward if self.slots is not None and one.recompute else 0.0
+        again = forward if self.slots is not None and candidate.recompute else 0.0
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
-        sums = self._sums(sharding, one)
-        sessions = (3 if one.schedule in _SPLIT else 2) * one.stages_each
-        apart = self._apart(sharding, one) / groups * processor.session
+        sums = self._sums(sharding, candidate)
+        sessions = (3 if candidate.schedule in _SPLIT else 2) * candidate.stages_each
+        apart = self._apart(sharding, candidate) / groups * processor.session
         work = (forward + again + backward) / groups + sessions * processor.session + apart
-        weights = min(backward, weights) if one.schedule in _SPLIT else 0.0
-        waits = (apart + sums / groups) / one.stages_each / (2 if self.slots is not None else 1)
+        weights = min(backward, weights) if candidate.schedule in _SPLIT else 0.0
+        waits = (apart + sums / groups) / candidate.stages_each / (2 if self.slots is not None else 1)
         costs = [
             StageCost(
                 part.work * forward + processor.session + waits,
                 part.work * (again + backward - weights) + processor.session + waits,
-                part.work * weights + processor.session if one.schedule in _SPLIT else 0.0,
+                part.work * weights + processor.session if candidate.schedule in _SPLIT else 0.0,
             )
             for part in parts
         ]
         least = count * (shared * work + sums / groups)
         agreed = self.machine.links[0].collective(ALL_REDUCE, degrees.ranks, 0)
-        step = processor.step + agreed + max(self._scheduled(one, costs, parts), least)
-        update = self._updated(one, sharding)
-        reduced, gathered = self._reduced(one, sharding)
+        step = processor.step + agreed + max(self._scheduled(candidate, costs, parts), least)
+        update = self._updated(candidate, sharding)
+        reduced, gathered = self._reduced(candidate, sharding)
         overlap = self.link(degrees.tp, degrees.dp).overlap
         if count > 1:  # behind the last task: shards are updated while others are reduced or gathered
             return step + reduced + gathered + update - min(overlap * (reduced + gathered), update)
@@ -157,23 +157,23 @@ class Estimates:
         hidden = min(overlap * reduced * (_BESIDE_SUMS if degrees.tp > 1 else 1.0), shared * backward / groups + update)
         return step + update + reduced - hidden + gathered - min(overlap * gathered, update)
 
-    def _scheduled(self, one: Candidate, costs: Sequence[StageCost], parts: Sequence[StageWork]) -> float:
+    def _scheduled(self, candidate: Candidate, costs: Sequence[StageCost], parts: Sequence[StageWork]) -> float:
         """Seconds of the tasks of all microbatches."""
-        degrees, count, most = one.degrees, one.microbatches, 2 * one.degrees.stages
-        if one.stages == 1:
+        degrees, count, most = candidate.degrees, candidate.microbatches, 2 * candidate.degrees.stages
+        if candidate.stages == 1:
             return count * (costs[0].forward + (costs[0].full_backward if self.slots is not None else 0.0))
         link = self.link(degrees.tp * degrees.dp, 2)
         sends = [link.send(part.arriving / degrees.dp / count) + link.wake for part in parts]
-        if (key := (one.schedule, one.homes, count, *sends, *costs)) not in self._schedules:
-            totals = [self._total(one, min(count, some), costs, sends) for some in (degrees.stages, most)]
+        if (key := (candidate.schedule, candidate.stage_groups, count, *sends, *costs)) not in self._schedules:
+            totals = [self._total(candidate, min(count, some), costs, sends) for some in (degrees.stages, most)]
             more = max(0, count - most) / degrees.stages * (totals[1] - totals[0])
             self._schedules[key] = totals[1] + more
         return self._schedules[key]
 
     def _total(self, one: Candidate, count: int, costs: Sequence[StageCost], sends: Sequence[float]) -> float:
         """Seconds of the tasks of so many microbatches, as they are played."""
-        if (key := (one.schedule, one.homes, count)) not in self._orders:
-            stages = chain(one.homes, self.slots is not None)
+        if (key := (one.schedule, one.stage_groups, count)) not in self._orders:
+            stages = chain(one.stage_groups, self.slots is not None)
             schedule = NAMED[one.schedule or "gpipe"].make(stages, count)
             self._orders[key] = schedule, precedence(schedule)
         schedule, known = self._orders[key]
@@ -246,22 +246,22 @@ class Estimates:
             self._tasks[key] = forward, backward, weights
         return self._tasks[key]
 
-    def bytes(self, one: Candidate, sharding: Sharding) -> float:
+    def bytes(self, candidate: Candidate, sharding: Sharding) -> float:
         """Parameters with gradients and slots, and what microbatches under way keep."""
-        degrees = one.degrees
-        own = self._own(sharding, one)
+        degrees = candidate.degrees
+        own = self._own(sharding, candidate)
         ahead = degrees.stages - 1  # a loop has a group's later stages to run before its first backward pass
-        more = 0.0 if one.schedule == "zbv" else ahead * (1 - 1 / one.stages_each)
-        under_way = min(one.microbatches, degrees.stages + more)
-        part = degrees.dp * one.microbatches * degrees.stages
+        more = 0.0 if candidate.schedule == "zbv" else ahead * (1 - 1 / candidate.stages_each)
+        under_way = min(candidate.microbatches, degrees.stages + more)
+        part = degrees.dp * candidate.microbatches * degrees.stages
         made = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
-            return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * one.microbatches)
-        nodes *= 4 if one.recompute else 3
-        slots = self.slots / (degrees.dp if one.zero else 1)
-        kept = made * (_FORWARD_ACTIVATIONS * 2 if one.recompute else 1.0)
-        sessions = session_bytes(nodes, nodes * one.microbatches)
+            return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * candidate.microbatches)
+        nodes *= 4 if candidate.recompute else 3
+        slots = self.slots / (degrees.dp if candidate.zero else 1)
+        kept = made * (_FORWARD_ACTIVATIONS * 2 if candidate.recompute else 1.0)
+        sessions = session_bytes(nodes, nodes * candidate.microbatches)
         return own * (2 + slots) + kept * under_way / part + sessions
 
     def _own(self, sharding: Sharding, one: Candidate) -> float:
@@ -277,7 +277,7 @@ class Estimates:
 
     def _made(self, sharding: Sharding, shards: int) -> float:
         some = self.counted(sharding).items()
-        return sum(many * one.made / (shards if cut else 1) for (one, cut), many in some)
+        return sum(many * one.output_elements / (shards if cut else 1) for (one, cut), many in some)
 
     def turns(self, ranks: int) -> float:
         """The factor by which a rank is slower because it shares the cores of its host."""

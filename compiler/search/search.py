@@ -22,15 +22,15 @@ from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.linked import Linked, linked_dims
 from partc.compiler.proposal.names import template
-from partc.compiler.proposal.propose import Proposal, TakenOver, Work, parsed, taken_apart
+from partc.compiler.proposal.propose import BasePlan, Proposal, Work, parsed, taken_apart
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.search.blocks import Block, Way, blocks_of
+from partc.compiler.search.base_plan import Base
+from partc.compiler.search.blocks import Block, Placing, blocks_of
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding, StageWork
 from partc.compiler.search.modules import Modules
-from partc.compiler.search.taken_over import Base
 from partc.compiler.search.work import ModelWork
 from partc.compiler.start import start
 from partc.runtime.units import count, seconds
@@ -54,13 +54,13 @@ class Request:
 
 @dataclass
 class Search:
-    """A search; `program` is the model, `apart` the form of it that is sharded."""
+    """A search; `program` is the model, `unsharded` the form of it that is sharded."""
 
     source: Source
     name: str
     request: Request
     program: Typed
-    apart: Typed
+    unsharded: Typed
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Search:
     @cached_property
     def linked(self) -> list[Linked]:
         """The sets of dims that are cut together."""
-        return linked_dims(self.apart)
+        return linked_dims(self.unsharded)
 
     @cached_property
     def baselines(self) -> dict[str, Candidate]:
@@ -139,14 +139,16 @@ class Search:
             if not self.has_records(one) or (self.records or 0) % (degrees.dp * degrees.tp * one.microbatches) == 0
         ]
 
-    def estimate(self, one: Candidate) -> Estimate:
+    def estimate(self, candidate: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._parts(one.stages))
-        if not one.by_module:
+        found = self.estimates.of(candidate, self._sharded(candidate.degrees.tp)[1], self._parts(candidate.stages))
+        if not candidate.by_module:
             return found
-        modules = self.modules(one.degrees)
+        modules = self.modules(candidate.degrees)
         seconds, bytes = modules.difference(modules.ways)
-        return Estimate(found.seconds + seconds / one.degrees.stages, found.bytes + bytes / one.degrees.stages)
+        return Estimate(
+            found.seconds + seconds / candidate.degrees.stages, found.bytes + bytes / candidate.degrees.stages
+        )
 
     def modules(self, degrees: Degrees) -> Modules:
         """The ways of the modules over `tp`, which is the same for all candidates of these degrees."""
@@ -162,50 +164,50 @@ class Search:
         """Whether the batch of a candidate is cut over `tp`, too."""
         return one.by_module and self.modules(one.degrees).has_records
 
-    def proposal(self, one: Candidate) -> Proposal:
+    def proposal(self, candidate: Candidate) -> Proposal:
         """The plan of a candidate; CompileError where the compiler refuses it."""
-        degrees = one.degrees
-        stages = self._balanced(one.stages)
-        if len(stages) < one.stages > 1:
+        degrees = candidate.degrees
+        stages = self._balanced(candidate.stages)
+        if len(stages) < candidate.stages > 1:
             parts = count(len(stages), "part") if stages else "1 part"
-            fact = f"{one.stages} stages: the model has {parts} with weights, one behind the other"
+            fact = f"{candidate.stages} stages: the model has {parts} with weights, one behind the other"
             raise CompileError(Problem(self.name, fact, help=f"take {count(max(1, len(stages)), 'stage')} or fewer"))
-        sharding = self._written(one) if degrees.tp > 1 else None
+        sharding = self._written(candidate) if degrees.tp > 1 else None
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
-        batch = batch_of(self.source, over * one.microbatches)
-        sections = (*self._pipeline(one), *self.request.base.written(one.zero))
-        more = TakenOver((), sections, self.request.base.trains, listed=False)
-        work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
+        batch = batch_of(self.source, over * candidate.microbatches)
+        sections = (*self._pipeline(candidate), *self.request.base.written(candidate.zero))
+        more = BasePlan((), sections, self.request.base.trains, listed=False)
+        work = Work(self.source, self.name, degrees, batch, self.program, stages, base=more)
         return work.proposed(sharding)
 
-    def _written(self, one: Candidate) -> TensorParallel:
+    def _written(self, candidate: Candidate) -> TensorParallel:
         """The shardings of a candidate, each with what it saves."""
-        modules, sets = self.modules(one.degrees), self._sharded(one.degrees.tp)[0].sets
-        ways = modules.ways if one.by_module else modules.sharded
+        modules, sets = self.modules(candidate.degrees), self._sharded(candidate.degrees.tp)[0].sets
+        ways = modules.ways if candidate.by_module else modules.sharded
         number = {id(linked): k for k, linked in enumerate(sets, 1)}
 
         def told(some: Sequence[Linked]) -> str:
             saved = modules.saved(ways, [number[id(linked)] for linked in some])
             return f"; saves about {seconds(saved)} of a step" if saved > 0 else ""
 
-        whole = {k - 1: modules.reason(ways, k) for k, way in enumerate(ways) if k and way is not Way.SHARDED}
+        whole = {k - 1: modules.reason(ways, k) for k, way in enumerate(ways) if k and way is not Placing.SHARDED}
         paths = self.program.paths.values()
-        found = tensor_parallel(self.apart, paths, one.degrees.tp, None, whole, self.linked, told)
-        return replace(found, has_records=one.by_module and modules.has_records)
+        found = tensor_parallel(self.unsharded, paths, candidate.degrees.tp, None, whole, self.linked, told)
+        return replace(found, has_records=candidate.by_module and modules.has_records)
 
-    def _pipeline(self, one: Candidate) -> tuple[str, ...]:
+    def _pipeline(self, candidate: Candidate) -> tuple[str, ...]:
         """The lines of `pipeline`, with the stages where a group has several; else they are placed, by `placement`."""
-        if one.microbatches == 1 and not one.recompute:
+        if candidate.microbatches == 1 and not candidate.recompute:
             return ()
-        options = [f"microbatches: {one.microbatches}"]
-        options += [f"schedule: {one.schedule}"] if one.schedule else []
-        options += ["statistics: microbatch"] if self.request.base.statistics and one.microbatches > 1 else []
-        options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
-        if one.stages_each == 1:
+        options = [f"microbatches: {candidate.microbatches}"]
+        options += [f"schedule: {candidate.schedule}"] if candidate.schedule else []
+        options += ["statistics: microbatch"] if self.request.base.statistics and candidate.microbatches > 1 else []
+        options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if candidate.recompute else []
+        if candidate.stages_each == 1:
             return (f"pipeline: {{{', '.join(options)}}}", "")
-        lines = [f"pipeline:   # each group has {one.stages_each} stages", *(f"  {option}" for option in options)]
+        lines = [f"pipeline:   # each group has {candidate.stages_each} stages", *(f"  {option}" for option in options)]
         lines.append("  stages:")
-        for k, (stage, home) in enumerate(zip(self._balanced(one.stages), one.homes, strict=True)):
+        for k, (stage, home) in enumerate(zip(self._balanced(candidate.stages), candidate.stage_groups, strict=True)):
             lines.append(f"    # stage {k}, on group {home}: {stage.reason}")
             lines.append(f"    - [{', '.join(map(key, stage.lines()))}]")
         return (*lines, "")
@@ -238,7 +240,7 @@ class Search:
         if shards not in self._shardings:
             paths, found = self.program.paths.values(), TensorParallel((), (), ())
             if shards > 1:
-                found = tensor_parallel(self.apart, paths, shards, linked=self.linked)
+                found = tensor_parallel(self.unsharded, paths, shards, linked=self.linked)
             self._shardings[shards] = found, Sharding.of(self.estimates.work, found.places)
         return self._shardings[shards]
 

@@ -23,11 +23,11 @@ from partc.compiler.proposal.flow import stored_bytes, weights_read
 
 @dataclass(frozen=True)
 class Work:
-    """What alike nodes cost each: `weights` and `made` are the bytes of weights that one reads, and of what it makes."""
+    """What alike nodes cost each: `weights` and `output_elements` are the bytes of weights that one reads, and of what it makes."""
 
     cost: NodeCost
     weights: float
-    made: float
+    output_elements: float
 
     def seconds(self, processor: Processor, records: int, shards: int) -> float:
         """Forward, of one of so many shards of the records and of the layer."""

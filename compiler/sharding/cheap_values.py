@@ -69,7 +69,7 @@ def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]
     """Maps each node to the bytes of its sharded inputs, direct and indirect."""
     cut = {
         value: done.weigh(value)[1]
-        for value in (there.value for there in done.given.arriving)
+        for value in (there.value for there in done.pinned.arriving)
         if value.is_graph_input()
     }
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}

@@ -81,14 +81,14 @@ class Flow:
 
     `totals`: values of which microbatches are given the whole batch's. `shares`: operands, by node and place, that count once for every
     microbatch and stand among terms. `mixing`: by node why it does not do what it does of the whole batch. `cut`: the nodes that have
-    records, each with its rule and the factor of these. `alike`: values that are cut for a reader.
+    records, each with its rule and the factor of these. `same_records`: values that are cut for a reader.
     """
 
     def __init__(self, program: Typed, count: int) -> None:
         self.program, self.count, self.streams = program, count, program.training is None
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.given = {value: Shard(dim, dim_of(value, dim)) for value, dim in program.batch_dims.items()}
-        self.alike: dict[ir.Value, Shard] = {}
+        self.same_records: dict[ir.Value, Shard] = {}
         self._batch = frozenset(batch_symbols(program.batch_dims))
         self._by_symbol = _by_symbol(program) if not self.streams and not self._batch and count > 1 else {}
         while not self._walk():
@@ -111,7 +111,7 @@ class Flow:
         """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
         self.states: dict[ir.Value, State] = {
             **self.given,
-            **{value: one for value, one in self.alike.items() if value.producer() is None},
+            **{value: one for value, one in self.same_records.items() if value.producer() is None},
         }
         self.totals: dict[ir.Value, None] = {}
         self.shares: dict[tuple[ir.Node, int], None] = {}
@@ -119,10 +119,10 @@ class Flow:
         self.cut: dict[ir.Node, tuple[Rule, str]] = {}
         self._light = self._inputs_alone()
         self._counts: dict[ir.Value, ir.Node] = {}
-        before = len(self.alike)
+        before = len(self.same_records)
         for node in self.program.model.graph:
             self._node(node)
-            if len(self.alike) > before:
+            if len(self.same_records) > before:
                 return False
         return True
 
@@ -188,10 +188,10 @@ class Flow:
             if value is None or not have or (k in at and have == 1):
                 continue
             wanted = replace(shard, dim=(rule.inputs[k] or "").index(letter))
-            needed = [*self._alike(value, wanted)] if k not in at and shard.apart == 1 else [(value, None)]
+            needed = [*self._alike(value, wanted)] if k not in at and shard.stride == 1 else [(value, None)]
             if any(how is None for _, how in needed):
                 return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
-            self.alike.update((one, how) for one, how in needed if how is not None)
+            self.same_records.update((one, how) for one, how in needed if how is not None)
             return ""
         counts_from_zero = node.op_type in _SCATTERS and rule.reduce.get(letter) == "sum" and _is_zeros(node.inputs[0])
         is_known = node.domain == OWN_OPS or counts_from_zero
@@ -230,7 +230,9 @@ class Flow:
 
     def _shard_for_reader(self, node: ir.Node) -> None:
         """Shards a node whose operands have no records, but whose output a reader takes by records."""
-        made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
+        made = next(
+            ((k, self.same_records[out]) for k, out in enumerate(node.outputs) if out in self.same_records), None
+        )
         if made is None:
             return
         k, shard = made
@@ -242,7 +244,7 @@ class Flow:
 
     def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
         """The values to shard along with this one, each with its `Shard`; None in its place for a value whose records differ."""
-        node, there = value.producer(), self.shard(value) or self.alike.get(value)
+        node, there = value.producer(), self.shard(value) or self.same_records.get(value)
         if there is not None or dim_of(value, shard.dim) != shard.size:
             yield value, shard if there == shard else None
             return
@@ -363,7 +365,7 @@ def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
 
 def _stand_alike(node: ir.Node, rule: Rule, letter: str, shard: Shard) -> bool:
     """Whether records along a factor stand in the outputs as in the inputs: apart from each other only where all dims are of one size."""
-    if shard.apart == 1:
+    if shard.stride == 1:
         return True
     operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
     sizes = {dim_of(value, letters.index(letter)) for value, letters in operands if letters and letter in letters}

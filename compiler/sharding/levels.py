@@ -47,7 +47,7 @@ def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str
     done.run()
     for operand, where in scattered.items():
         instance, k = operand
-        layout, _ = done.given.outputs.pop(operand)
+        layout, _ = done.pinned.outputs.pop(operand)
         readers = done.readers.get((instance.node.outputs[k], len(instance.group)), ())
         if any(done.choices[reader].input(at) == layout for reader, at in readers):
             honoured.add(where)
@@ -78,14 +78,14 @@ def _scatter(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> li
     choice = done.choices[instance]
     for k, letters in enumerate(choice.rule.outputs):
         made = choice.output(k)
-        if letters is None or made is None or not made.partial or (instance, k) in done.given.outputs:
+        if letters is None or made is None or not made.partial or (instance, k) in done.pinned.outputs:
             continue
         axes = tuple(axis for axis, how in made.partial if how == "sum")
         letter = _first(instance, choice, letters[:-1], axes, done)
         if letter is None or len(axes) < len(made.partial):
             continue
         cuts = tuple(axes if dim == letters.index(letter) else cut for dim, cut in enumerate(made.cuts))
-        done.given.outputs[instance, k] = (Layout(made.mesh, cuts), _why(rule))
+        done.pinned.outputs[instance, k] = (Layout(made.mesh, cuts), _why(rule))
         found.append(k)
     return found
 

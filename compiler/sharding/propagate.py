@@ -55,7 +55,7 @@ class Propagation:
 
     instances: Sequence[NodeOnGroup]
     choices: Mapping[NodeOnGroup, NodeSharding]
-    given: Pinned
+    pinned: Pinned
     paths: Mapping[ir.Node, str]
     weigh: Callable[[ir.Value], tuple[int, int]]
     divides: Callable[[NodeOnGroup, str, int], bool]
@@ -75,13 +75,13 @@ class Propagation:
 
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
-        for instance in dict.fromkeys(instance for instance, _ in (*self.given.inputs, *self.given.outputs)):
+        for instance in dict.fromkeys(instance for instance, _ in (*self.pinned.inputs, *self.pinned.outputs)):
             self._hear(instance, self._from_plan)
         count = len(self.instances)
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
         self._settle(by_inputs, by_outputs)
-        if readers := [use.node for there in self.given.stored for use in there.value.uses()]:
+        if readers := [use.node for there in self.pinned.stored for use in there.value.uses()]:
             self.hears_stored = True
             for node in readers:
                 for place in self.places.get(node, ()):
@@ -134,7 +134,9 @@ class Propagation:
         """
         producer = value.producer()
         there = ValueOnGroup(value, group)
-        if arriving := self.given.arriving.get(there) or (self.given.stored.get(there) if self.hears_stored else None):
+        if arriving := self.pinned.arriving.get(there) or (
+            self.pinned.stored.get(there) if self.hears_stored else None
+        ):
             return arriving[0], PurePath(arriving[1]).name
         made = [self.instances[place] for place in self.places.get(producer, ())] if producer is not None else []
         instance = next((one for one in made if one.group == group), None)
@@ -145,7 +147,7 @@ class Propagation:
             return None
         k = value.index()
         assert k is not None
-        if wanted := self.given.outputs.get((instance, k)) if self.given.outputs else None:
+        if wanted := self.pinned.outputs.get((instance, k)) if self.pinned.outputs else None:
             return wanted[0], PurePath(wanted[1]).name
         layout = self.choices[instance].output(k)
         return None if layout is None else (layout_of(layout.mesh, layout.cuts), self.paths[producer])
@@ -174,14 +176,14 @@ class Propagation:
 
     def _from_plan(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
-        for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
+        for letters, given in ((rule.inputs, self.pinned.inputs), (rule.outputs, self.pinned.outputs)):
             for k, operand in enumerate(letters):
                 if (found := given.get((instance, k))) and any(found[0].cuts):
                     yield from self._votes(operand, found, (1, math.inf), arrives=True)
 
     def _from_inputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
-            if value is None or (self.given.inputs and (instance, k) in self.given.inputs):
+            if value is None or (self.pinned.inputs and (instance, k) in self.pinned.inputs):
                 continue
             found = self.layout_of(value, instance.group)
             if found is not None and any(found[0].cuts):
@@ -191,7 +193,7 @@ class Propagation:
         rule = self.choices[instance].rule
         for k, value in enumerate(instance.node.outputs):
             for reader, operand in self.readers.get((value, len(instance.group)), ()):
-                wanted = self.given.inputs.get((reader, operand)) if self.given.inputs else None
+                wanted = self.pinned.inputs.get((reader, operand)) if self.pinned.inputs else None
                 layout = wanted[0] if wanted else self.choices[reader].input(operand)
                 if layout is not None and any(layout.cuts):
                     yield from self._votes(rule.outputs[k], (layout, self.paths[reader.node]), self.weigh(value))

@@ -72,7 +72,7 @@ def shard(program: Placed) -> Sharded:
     if program.plan.ranks == 1 or not (together or rules):
         if wrong := seed_local_maps(program, {}):
             raise CompileError(wrong)
-        return program.into(Sharded, choices={}, given=Pinned())
+        return program.into(Sharded, choices={}, pinned=Pinned())
     instances = [
         NodeOnGroup(node, group)
         for node in program.model.graph
@@ -109,7 +109,7 @@ def shard(program: Placed) -> Sharded:
         program = replace(program, warnings=(*program.warnings, *told, *levels))
     if problems:
         raise CompileError(problems)
-    return program.into(Sharded, choices=choices, given=given)
+    return program.into(Sharded, choices=choices, pinned=given)
 
 
 def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:

@@ -43,7 +43,7 @@ from partc.compiler.ir.programs import (
 )
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Array, Shape, ValueInfo, bytes_text
-from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, is_of_shape, placed
+from partc.compiler.targets.of_ops import ANYWHERE, Scope, TargetAssignment, is_of_shape, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.shapes import with_shapes_of_inputs
 from partc.runtime.artifact.format import CPU
@@ -65,7 +65,7 @@ def with_constants(part: RankProgram) -> RankProgram:
     for body in part.bodies:
         inside = [step for step in _without(body.steps, body.outputs, found) if not isinstance(step, Call)]
         bodies[body] = replace(body, steps=tuple(inside))
-    given = {*part.results, *(value for step in part.steps if isinstance(step, Call) for value in step.inputs)}
+    given = {*part.live_out, *(value for step in part.steps if isinstance(step, Call) for value in step.inputs)}
     steps = _without(part.steps, given, found)
     if not found:
         return part
@@ -108,12 +108,12 @@ def without_unread(part: RankProgram) -> RankProgram:
     for body in part.bodies:
         inside = [step for step in needed(body.steps, body.outputs) if not isinstance(step, Call)]
         bodies[body] = replace(body, steps=tuple(inside)) if len(inside) < len(body.steps) else body
-    steps = needed(part.steps, part.results)
+    steps = needed(part.steps, part.live_out)
     if len(steps) == len(part.steps) and all(one is other for one, other in bodies.items()):
         return part
     steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
     every: list[Op] = [*steps, *(step for body in bodies.values() for step in body.steps)]
-    used = {*part.results, *(value for step in every for value in step.reads)}
+    used = {*part.live_out, *(value for step in every for value in step.reads)}
     return replace(part, steps=tuple(steps), weights=tuple(held for held in part.weights if held.value in used))
 
 
@@ -124,20 +124,20 @@ def copy_between_targets(program: Scheduled) -> Complete:
     made: dict[Hashable, RankProgram] = {}
     parts: list[RankProgram] = []
     number = ir.Value(name="scalar", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
-    step = program.beside.get(ProgramKind.STEP)
+    step = program.other_programs.get(ProgramKind.STEP)
     program = replace(program, values={**program.values, number: ValueInfo("tensor(float)", (), 4)})
     for part in program.parts:
-        if part.likeness not in made:
+        if part.share_key not in made:
             own = without_unread(with_shapes_of_inputs(program, with_constants(part)))
-            there = () if step is None else step.parts[part.rank].kept
+            there = () if step is None else step.parts[part.rank].state
             found = placed(program, own, {one.version.across: one.target for one in there if one.target})
-            made[part.likeness] = _Copying(program, own, found, number).done()
-        parts.append(replace(made[part.likeness], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
+            made[part.share_key] = _Copying(program, own, found, number).done()
+        parts.append(replace(made[part.share_key], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
     return program.into(Complete, parts=tuple(parts))
 
 
 @dataclass
-class _There:
+class _TargetCopies:
     """The values of a scope on each target; `fixed` ones are not copied on their own target."""
 
     scope: Scope
@@ -152,77 +152,77 @@ class _There:
 
     def need(self, value: Value, target: str, reader: Op | None) -> None:
         """Notes that a value is read on a target."""
-        if self.scope.lying.get(value, ANYWHERE) not in (ANYWHERE, target):
+        if self.scope.locations.get(value, ANYWHERE) not in (ANYWHERE, target):
             self.needs.setdefault(value, {}).setdefault(target, reader)
 
     def leaves(self, value: Value) -> bool:
         """Whether the value itself is its copy on cpu."""
         if value in self.leaving:
             return True
-        lies_there = self.scope.lying.get(value, ANYWHERE) == CPU
+        lies_there = self.scope.locations.get(value, ANYWHERE) == CPU
         return not lies_there and CPU in self.needs.get(value, ()) and value not in self.fixed
 
     def at(self, value: Value, target: str) -> Value:
         """A value on a target: itself or, of its name and the target's, another one."""
-        lying, leaves = self.scope.lying.get(value, ANYWHERE), self.leaves(value)
+        lying, leaves = self.scope.locations.get(value, ANYWHERE), self.leaves(value)
         if lying == ANYWHERE or (target == CPU and leaves) or (target == lying and not leaves):
             return value
         if (value, target) not in self.copies:
             of, shape = self.typed.get(value, (value.of, value.shape))
-            self.copies[value, target] = replace(value.beside(f".{target}"), of=of, shape=shape)
+            self.copies[value, target] = replace(value.derived(f".{target}"), of=of, shape=shape)
         return self.copies[value, target]
 
 
 class _Copying:
-    def __init__(self, program: Scheduled, part: RankProgram, found: Placed, number: ir.Value) -> None:
-        self.program, self.part, self.found = program, part, found
+    def __init__(self, program: Scheduled, part: RankProgram, found: TargetAssignment, number: ir.Value) -> None:
+        self.program, self.part, self.assignment = program, part, found
         self.typed: dict[Value, tuple[ir.Value, Shape]] = dict.fromkeys(part.scalars, (number, ()))
         calls = [step for step in part.steps if isinstance(step, Call)]
         self.calls = {body: [call for call in calls if call.body is body] for body in found.bodies}
-        self.row = _There(found.row, {*part.given}, self.typed)
-        self.bodies = {body: _There(inner, {*body.inputs}, self.typed) for body, inner in found.bodies.items()}
-        self.wanted = {body: self._wanted(body) for body in found.bodies}
-        self.given: dict[Body, dict[Value, list[str]]] = {}
+        self.row = _TargetCopies(found.row, {*part.live_in}, self.typed)
+        self.bodies = {body: _TargetCopies(inner, {*body.inputs}, self.typed) for body, inner in found.bodies.items()}
+        self.requested = {body: self._wanted(body) for body in found.bodies}
+        self.outputs_at: dict[Body, dict[Value, list[str]]] = {}
         """Maps each body and output to the targets on which the body makes it."""
         self.makers = {value: step for step in part.steps for value in step.makes}
 
     def done(self) -> RankProgram:
         """The program with its copies."""
         part, row = self.part, self.row
-        states = {one.next: self.found.row.lying[one.value] for one in part.kept if one.next is not None}
+        states = {one.next: self.assignment.row.locations[one.value] for one in part.state if one.next is not None}
         self._note_reads(states)
-        bodies = {body: self._body(body) for body in self.found.bodies}
+        bodies = {body: self._body(body) for body in self.assignment.bodies}
         copied: set[tuple[Value, str]] = set()
         for body, calls in self.calls.items():
-            for own, targets in self.given[body].items():
+            for own, targets in self.outputs_at[body].items():
                 at = body.outputs.index(own)
                 copied.update((call.outputs[at], target) for call in calls for target in targets)
         steps = _Writer(self, row, copied).written(part.steps, bodies)
         kept = tuple(
             replace(
                 one,
-                target=row.scope.lying[one.value],
+                target=row.scope.locations[one.value],
                 next=None if one.next is None else row.at(one.next, states[one.next]),
             )
-            for one in part.kept
+            for one in part.state
         )
-        updated = {one.value for one in part.kept if one.next is not None}
+        updated = {one.value for one in part.state if one.next is not None}
         wanted = {*self.program.model.graph.outputs}
         guard = next((row.at(one.value, CPU) for one in part.outputs if one.version.value not in wanted), None)
-        return replace(part, steps=tuple(in_runs(steps, updated, guard)), kept=kept)
+        return replace(part, steps=tuple(in_runs(steps, updated, guard)), state=kept)
 
     def _wanted(self, body: Body) -> dict[Value, list[str]]:
         """Maps each input of a body to the targets on which the body reads it; the first is the input's own target, and the only one
         where the body does not read it.
         """
-        scope = self.found.bodies[body]
+        scope = self.assignment.bodies[body]
         found: dict[Value, dict[str, None]] = {own: {} for own in body.inputs}
         for step in body.steps:
             for value, target in scope.reads(step):
-                if value in found and scope.lying[value] != ANYWHERE:
+                if value in found and scope.locations[value] != ANYWHERE:
                     found[value][target] = None
         return {
-            own: sorted(some, key=lambda one: one != scope.lying[own]) or [scope.lying[own]]
+            own: sorted(some, key=lambda one: one != scope.locations[own]) or [scope.locations[own]]
             for own, some in found.items()
         }
 
@@ -237,7 +237,7 @@ class _Copying:
         for step in self.part.steps:
             if isinstance(step, Call):
                 for own, value in zip(step.body.inputs, step.inputs, strict=True):
-                    for target in self.wanted[step.body][own]:
+                    for target in self.requested[step.body][own]:
                         note(value, target, step)
                 continue
             for value, target in row.scope.reads(step):
@@ -246,7 +246,7 @@ class _Copying:
             note(held.value, CPU, None)
         for value, target in states.items():
             note(value, target, None)
-        for body in self.found.bodies:
+        for body in self.assignment.bodies:
             self._note_body(body, used)
 
     def _note_body(self, body: Body, used: Mapping[Value, Mapping[str, None]]) -> None:
@@ -256,10 +256,10 @@ class _Copying:
             for value, target in there.scope.reads(step):
                 if value not in there.fixed:
                     there.need(value, target, step)
-        self.given[body] = {}
+        self.outputs_at[body] = {}
         for at, own in enumerate(body.outputs):
             uses = [used.get(call.outputs[at], {}) for call in calls]
-            lying = there.scope.lying[own]
+            lying = there.scope.locations[own]
             anywhere = dict.fromkeys(target for one in uses for target in one)
             for target in anywhere:
                 if all(target in one for one in uses):
@@ -267,17 +267,17 @@ class _Copying:
             made = [target for target in anywhere if target == lying or target in there.needs.get(own, ())]
             if any(target not in made for target in anywhere) and lying not in made:
                 made.append(lying)  # a copy in the row reads it
-            self.given[body][own] = made or [lying]
+            self.outputs_at[body][own] = made or [lying]
             self.row.leaving.update(call.outputs[at] for call in calls if there.leaves(own))
 
     def _body(self, body: Body) -> Body:
-        there, wanted = self.bodies[body], self.wanted[body]
+        there, wanted = self.bodies[body], self.requested[body]
         formal = {
             (own, target): own if k == 0 else there.at(own, target)
             for own, targets in wanted.items()
             for k, target in enumerate(targets)
         }
-        outputs = [there.at(own, target) for own, targets in self.given[body].items() for target in targets]
+        outputs = [there.at(own, target) for own, targets in self.outputs_at[body].items() for target in targets]
         steps = _Writer(self, there, set(), formal).written(body.steps, {})
         inner = [step for step in in_runs(steps) if not isinstance(step, Call)]
         return replace(body, inputs=tuple(formal.values()), outputs=tuple(outputs), steps=tuple(inner))
@@ -319,11 +319,11 @@ class _Writer:
     def __init__(
         self,
         work: _Copying,
-        there: _There,
+        there: _TargetCopies,
         given: set[tuple[Value, str]],
         formal: Mapping[tuple[Value, str], Value] | None = None,
     ) -> None:
-        self.work, self.there, self.formal = work, there, formal or {}
+        self.work, self.copies, self.formal = work, there, formal or {}
         self.due: dict[Op | None, list[tuple[Value, str]]] = {}
         """Maps each reader to the copies before it, except for those that bodies have `given`."""
         for value, targets in there.needs.items():
@@ -349,14 +349,14 @@ class _Writer:
         return [*found, *(self._copy(value, target, None) for value, target in self.due.get(None, ()))]
 
     def _at(self, value: Value, target: str) -> Value:
-        return self.formal.get((value, target)) or self.there.at(value, target)
+        return self.formal.get((value, target)) or self.copies.at(value, target)
 
     def _copy(self, value: Value, target: str, reader: Op | None) -> Copy:
-        scope, work = self.there.scope, self.work
-        lying = scope.lying[value]
+        scope, work = self.copies.scope, self.work
+        lying = scope.locations[value]
         return Copy(
-            self.there.at(value, lying),
-            self.there.at(value, target),
+            self.copies.at(value, lying),
+            self.copies.at(value, target),
             lying,
             target,
             work.path(self.makers, value),
@@ -367,11 +367,11 @@ class _Writer:
 
     def _on_target(self, step: Compute) -> Compute:
         """An op with its target, over what its operands are there; what its kernel reads on the host is the host's."""
-        scope, host = self.there.scope, host_inputs(step.node.domain, step.node.op_type)
+        scope, host = self.copies.scope, host_inputs(step.node.domain, step.node.op_type)
         target = scope.targets[step]
         if is_of_shape(step):
             target = self._without_copy(step.reads[0]) or target
-        outputs = {value: self._at(value, scope.lying[value]) for value in step.makes}
+        outputs = {value: self._at(value, scope.locations[value]) for value in step.makes}
         label = step.label
         return replace(
             step,
@@ -387,20 +387,20 @@ class _Writer:
 
     def _without_copy(self, value: Value) -> str:
         """A target on which a value is without a copy; empty of a constant."""
-        lying = self.there.scope.lying.get(value, ANYWHERE)
+        lying = self.copies.scope.locations.get(value, ANYWHERE)
         given = [target for own, target in self.formal if own is value]
         return lying if lying in given or not given else given[0]
 
     def _call(self, call: Call, bodies: Mapping[Body, Body]) -> Call:
         body, work = call.body, self.work
         inputs = [
-            self.there.at(value, target)
+            self.copies.at(value, target)
             for own, value in zip(body.inputs, call.inputs, strict=True)
-            for target in work.wanted[body][own]
+            for target in work.requested[body][own]
         ]
         outputs = [
-            self.there.at(value, target)
+            self.copies.at(value, target)
             for own, value in zip(body.outputs, call.outputs, strict=True)
-            for target in work.given[body][own]
+            for target in work.outputs_at[body][own]
         ]
         return replace(call, body=bodies[body], inputs=tuple(inputs), outputs=tuple(outputs))

@@ -34,7 +34,7 @@ class Scope:
     """The ops of a row or of a body with their targets, and where the values lie that they read and make."""
 
     steps: Sequence[Op]
-    lying: dict[Value, str]
+    locations: dict[Value, str]
     targets: dict[Op, str] = field(default_factory=dict)
     numbers: set[Value] = field(default_factory=set)
     """Values that are arithmetic with shapes."""
@@ -54,14 +54,14 @@ class Scope:
 
 
 @dataclass
-class Placed:
+class TargetAssignment:
     """A rank's program with targets: its row, and by body the scope of it."""
 
     row: Scope
     bodies: dict[Body, Scope]
 
 
-def placed(program: Targeted, part: RankProgram, states: Mapping[object, str]) -> Placed:
+def placed(program: Targeted, part: RankProgram, states: Mapping[object, str]) -> TargetAssignment:
     """The targets of a program's ops; `states` is where tensors lie, by their versions (`across`), that it does not replace."""
     return _Placing(program, part, states).done()
 
@@ -85,21 +85,21 @@ class _Placing:
         self.makers = {value: step for step in part.steps for value in step.makes}
         lying = dict.fromkeys((held.value for held in part.weights), ANYWHERE)
         lying |= dict.fromkeys((*(held.value for held in part.inputs), *part.scalars), CPU)
-        for one in part.kept:
+        for one in part.state:
             lying[one.value] = self._of_state(one, states)
             self.forced |= {one.next: lying[one.value]} if one.next is not None else {}
         self.row = Scope(part.steps, lying)
 
-    def done(self) -> Placed:
+    def done(self) -> TargetAssignment:
         """The targets of all ops."""
         self._forward(self.row)
         self._backward(self.row)
         for step in self.part.steps:
             if isinstance(step, Call):
-                inner = self.scopes[step.body].lying
+                inner = self.scopes[step.body].locations
                 for own, value in zip(step.body.inputs, step.inputs, strict=True):
-                    inner[own] = inner[own] or self.row.lying.get(value, ANYWHERE)
-        return Placed(self.row, self.scopes)
+                    inner[own] = inner[own] or self.row.locations.get(value, ANYWHERE)
+        return TargetAssignment(self.row, self.scopes)
 
     def _of_state(self, one: State, states: Mapping[object, str]) -> str:
         """The target of a tensor of the state: that of its next value."""
@@ -122,30 +122,30 @@ class _Placing:
                 of_shape = is_of_shape(step)
                 if of_shape or (target == CPU and self._is_number(scope, step)):
                     scope.numbers.update(step.makes)
-                scope.lying |= dict.fromkeys(step.makes, CPU if of_shape else target)
+                scope.locations |= dict.fromkeys(step.makes, CPU if of_shape else target)
             elif isinstance(step, Call):
                 self._call(scope, step)
             else:
                 assert not isinstance(step, Copy)
-                scope.lying |= dict.fromkeys(step.makes, CPU)
+                scope.locations |= dict.fromkeys(step.makes, CPU)
 
     def _call(self, scope: Scope, call: Call) -> None:
         body = call.body
         ends = list(zip(body.inputs, call.inputs, strict=True))
         if body not in self.scopes:
-            lying = {own: scope.lying.get(value, ANYWHERE) for own, value in ends}
+            lying = {own: scope.locations.get(value, ANYWHERE) for own, value in ends}
             inner = Scope(body.steps, lying, numbers={own for own, value in ends if value in scope.numbers})
             self.scopes[body] = inner
             self._forward(inner)
             self._backward(inner)
         inner = self.scopes[body]
         for own, value in zip(body.outputs, call.outputs, strict=True):
-            scope.lying[value] = inner.lying[own]
+            scope.locations[value] = inner.locations[own]
             scope.numbers.update([value] if own in inner.numbers else ())
 
     def _target(self, scope: Scope, step: Compute) -> str:
         if is_of_shape(step):
-            return scope.lying.get(step.reads[0], ANYWHERE) or CPU
+            return scope.locations.get(step.reads[0], ANYWHERE) or CPU
         if self._is_number(scope, step) or not all(map(_is_tensor, (*step.reads, *step.makes))):
             return CPU
         if said := self._said(step):
@@ -156,7 +156,7 @@ class _Placing:
         placement = self.program.placement.get(step.source)
         if placement is not None and placement.rule == CONSTANT and step.task is TaskKind.FORWARD:
             return ANYWHERE
-        where = (scope.lying.get(value, ANYWHERE) for value in (*_data(step), *step.captured.values()))
+        where = (scope.locations.get(value, ANYWHERE) for value in (*_data(step), *step.captured.values()))
         counts = Counter(one for one in where if one != ANYWHERE)
         return max(counts, key=lambda one: counts[one]) if counts else ANYWHERE
 
@@ -167,7 +167,7 @@ class _Placing:
             return False
         if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")).is_floating_point():
             return False
-        known = [value for value in _data(step) if scope.lying.get(value, ANYWHERE) != ANYWHERE]
+        known = [value for value in _data(step) if scope.locations.get(value, ANYWHERE) != ANYWHERE]
         return bool(known) and all(value in scope.numbers for value in known)
 
     def _backward(self, scope: Scope) -> None:
@@ -182,7 +182,7 @@ class _Placing:
             if isinstance(step, Compute) and scope.targets[step] == ANYWHERE:
                 made = [first[value] for value in step.makes if value in first]
                 scope.targets[step] = made[0] if made else CPU
-                scope.lying |= dict.fromkeys(step.makes, scope.targets[step])
+                scope.locations |= dict.fromkeys(step.makes, scope.targets[step])
             first |= dict(scope.reads(step))
 
 

@@ -68,7 +68,7 @@ class _Shapes:
             made = Value(f"size.{dim}", constant=np.array([dim], np.int64))
         else:
             source, axis = self.dims[dim]
-            made = source.untyped(f".size.{axis}")
+            made = source.derived_untyped(f".size.{axis}")
             self.early.append(added("Shape", [source], [made], {"start": axis, "end": axis + 1}))
         self.known[dim] = made
         return made

@@ -50,7 +50,7 @@ class _Bucket:
     move: Fused
     values: list[ir.Value] = field(default_factory=list)
     terms: list[Value] = field(default_factory=list)
-    made: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
     kinds: list[Hashable] = field(default_factory=list)
     elements: int = 0
@@ -85,7 +85,7 @@ class Buckets:
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
-        bucket.made.append(made)
+        bucket.outputs.append(made)
         bucket.then.append(then)
         bucket.kinds.append(kind)
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
@@ -101,13 +101,13 @@ class Buckets:
 
     def _move(self, key: tuple[str, str, str]) -> None:
         bucket = self._open.pop(key)
-        count = len(bucket.made)
+        count = len(bucket.outputs)
         name = name_of(bucket.values[0]).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
         first = {kind: place for place, kind in reversed([*enumerate(bucket.kinds)])}
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]
-        terms, made = [bucket.terms[k] for k in order], [bucket.made[k] for k in order]
+        terms, made = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
         self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
         for k in order:
             bucket.then[k]()

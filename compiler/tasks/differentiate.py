@@ -31,19 +31,19 @@ from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED, name_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
-from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import Training
+from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.lower.kept import operand_as
 from partc.compiler.lower.local_view import Localized, LocalView
+from partc.compiler.lower.masked_replicas import operand_as
+from partc.compiler.lower.model_collectives import is_written, write_backward
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
-from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import CotangentNames
-from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
+from partc.compiler.tasks.duals import Passing, dual_layout, dual_of_input, takes_extreme, typed
 from partc.compiler.tasks.node_gradients import NodeGradients, row_keys
 from partc.compiler.tasks.reduce_gradients import GradientReduction
 from partc.compiler.tasks.row_gradients import Rows, RowTerm, named_rows
@@ -69,7 +69,7 @@ def differentiate(program: Localized) -> Localized:
     backward.run()
     sums.flush()
     named = {
-        ShardedValue(cotangents[one.parameter], one.home.group, one.share.layout): one.value
+        ShardedValue(cotangents[one.parameter], one.owner.group, one.share.layout): one.value
         for one in sums.gradients
         if one.ids is None
     }
@@ -179,17 +179,17 @@ class Backward:
             return
         state = self.job.number(STATE)
         given = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
-        values = StandIns()
+        values = ValueMap()
         own = values.of(seed, ir.TensorType(kind), ir.Shape(shape))
         made = seed_nodes(values.of(state), own, np.full(shape, number, np.float32))
         for one in (*made.constants, *(out for node in made.nodes for out in node.outputs)):
             if one not in values:
-                values[one] = self.job.beside(group, seed, name_of(one).removeprefix(name_of(own)))
+                values[one] = self.job.derived_on(group, seed, name_of(one).removeprefix(name_of(own)))
         for one, array in made.constants.items():
             self.job.constant(group, values[one], array)
         self.job.declare(group, state, *given)
         kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
-        self.job.kept.add(group, state, kept)
+        self.job.state.add(group, state, kept)
         self.comm.append(group, *values.ops(made.nodes))
 
     def _node(self, instance: NodeOnGroup) -> None:
@@ -270,7 +270,7 @@ class Backward:
             if takes_extreme(self.program, instance, k):
                 fact = f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient"
                 self._refuse(instance.node, fact, "leave that dim whole")
-            layout, passing = wanted_layout(self.program, instance, k, given if passes else {})
+            layout, passing = dual_layout(self.program, instance, k, given if passes else {})
             target = ShardedValue(self.cotangents[value], home.group, normal(layout))
             dys[self.at[home]] = self.sums.total(given, target)
         return dys, passing

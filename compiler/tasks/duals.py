@@ -53,7 +53,7 @@ def _told(value: ir.Value, symbols: Collection[str]) -> Shape | None:
     return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
 
 
-def wanted_layout(
+def dual_layout(
     program: Targeted, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[object]]
 ) -> tuple[Layout, Passing | None]:
     """The layout in which the cotangent of output `k` is wanted, and what of it passes through the node; `given` by its layout.
@@ -106,7 +106,7 @@ def dual_of_input(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
         return replicated_on(value, instance.group).layout
     if k in choice.rule.apart:
         return layout
-    return dual(choice, layout.cuts, choice.passing if k in choice.partial | choice.kept else ())
+    return dual(choice, layout.cuts, choice.passing if k in choice.partial | choice.masked else ())
 
 
 def dual(choice: NodeSharding, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:

@@ -11,7 +11,7 @@ from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.sharded import Group, Ranks, ranks_of, split
-from partc.compiler.ir.stand_ins import StandIns
+from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import computed
@@ -34,7 +34,7 @@ class UpdateWriter:
         self._declare(ranks, made, number_type())
         self._write(ranks, computed(op_type, given, [made], None, None, **attributes))
 
-    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: StandIns) -> None:
+    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: ValueMap) -> None:
         """Writes nodes over values; what they make besides is added to these."""
         for value in (value for node in nodes for value in node.outputs if value.name):
             if value not in values:
@@ -69,8 +69,8 @@ class GradientNorm(UpdateWriter):
             if one.parameter in seen:
                 continue
             seen.add(one.parameter)
-            group = one.home.group
-            squares = self.job.beside(group, one.value, ".squares")
+            group = one.owner.group
+            squares = self.job.derived_on(group, one.value, ".squares")
             self.target = self.program.update_targets.get(one.parameter, "")
             self._add_squares(group, one, squares)
             self.target = ""
@@ -94,7 +94,7 @@ class GradientNorm(UpdateWriter):
         if count > 1:
             total = self.total
             self._declare(everyone, total, number_type())
-            move = AllReduce(tuple(range(count)), Layout.whole((count,), 0), (0,), "sum")
+            move = AllReduce(tuple(range(count)), Layout.replicated((count,), 0), (0,), "sum")
             value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
             self.comm.fused(move, [value], [self.squares], [total], 1, "norm of all gradients")
         return total
@@ -118,7 +118,7 @@ class GradientNorm(UpdateWriter):
         if dtype in (None, ir.DataType.FLOAT):
             self._emit(group, "ReduceSumSquare", [one.value], made, keepdims=0)
             return
-        wide = self.job.beside(group, made, f".{dtype.name.lower()}")
+        wide = self.job.derived_on(group, made, f".{dtype.name.lower()}")
         self._declare(group, wide, ir.Value(name="", type=ir.TensorType(dtype), shape=ir.Shape(())))
         self._write(group, computed("ReduceSumSquare", [one.value], [wide], keepdims=0))
         self._emit(group, "Cast", [wide], made, to=ir.DataType.FLOAT.value)

@@ -17,9 +17,9 @@ from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import shards_along
-from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand_as
+from partc.compiler.lower.masked_replicas import operand_as
+from partc.compiler.lower.rank_constants import by_place
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.values.operands import replicated_on
@@ -28,21 +28,21 @@ from partc.runtime.spellings import first_free
 
 
 class _Shards(dict[str, int]):
-    """Maps each factor to the index of the rank's shard; records in `asked` which factors the rule has looked up."""
+    """Maps each factor to the index of the rank's shard; records in `requested` which factors the rule has looked up."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__(numbers)
-        self.asked: dict[str, int] = {}
+        self.requested: dict[str, int] = {}
 
     def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
         number = super().get(key, default)
         if key in self:
-            self.asked[key] = number
+            self.requested[key] = number
         return number
 
     def __getitem__(self, key: str) -> int:
-        self.asked[key] = super().__getitem__(key)
-        return self.asked[key]
+        self.requested[key] = super().__getitem__(key)
+        return self.requested[key]
 
 
 def local_forms(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> list[tuple[LocalForm, Group]]:
@@ -112,7 +112,7 @@ class _Operands:
                 taken.add(handles[value])
             return handles[value]
 
-        read, made = versions.read[instance], versions.made[instance]
+        read, made = versions.read[instance], versions.definitions[instance]
         inputs = [handle(None if copy is None else operand_as(comm, instance, k, copy)) for k, copy in enumerate(read)]
         outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
         captured = {
@@ -146,7 +146,7 @@ def _form(
     names = operands.inputs, operands.outputs
     local = Local(node, rule, cut, shards, *names, operands.whole, operands.local, pieces=operands.pieces)
     rule.local(local)
-    return operands.form(local.nodes, local.constants), shards.asked
+    return operands.form(local.nodes, local.constants), shards.requested
 
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:

@@ -29,11 +29,11 @@ from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
-from partc.compiler.lower.kept import keep_operands
 from partc.compiler.lower.local_view import Localized, LocalView
+from partc.compiler.lower.masked_replicas import keep_operands
+from partc.compiler.lower.model_collectives import is_written, write_forward
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
-from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
@@ -91,11 +91,11 @@ def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering)
     for cache, following in program.caches.items():
         for home in versions.defs.get(cache, ()):
             if following is None:  # another program writes it
-                comm.job.kept.add(home.group, at[home], State(at[home], home, None, name_of(cache), "cache"))
+                comm.job.state.add(home.group, at[home], State(at[home], home, None, name_of(cache), "cache"))
                 continue
             made = ShardedValue(following, home.group, home.layout)
             if made in at:
-                comm.job.kept.add(home.group, at[home], State(at[home], home, at[made], name_of(cache), "cache"))
+                comm.job.state.add(home.group, at[home], State(at[home], home, at[made], name_of(cache), "cache"))
                 continue
             fact = f"the cache '{cache.name}' is read in one layout and made in another"
             where = program.name if program.plan.generate is None else program.plan.generate.where()
@@ -114,13 +114,13 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
         return ()
     keep_operands(comm, instance)
     forms = local_forms(comm, versions, instance)
-    return tuple([(_put(comm, versions.made[instance], form, ranks), ranks) for form, ranks in forms])
+    return tuple([(_put(comm, versions.definitions[instance], form, ranks), ranks) for form, ranks in forms])
 
 
 def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
     """Writes the local form of a node that makes `made` on its ranks; the form as written, or as they have it of a larger group."""
     node, job = form.source, comm.job
-    written = job.made.setdefault(node, [])
+    written = job.forms.setdefault(node, [])
     outputs = {form.values[name] for name in form.outputs}
     there = [(one, some) for one, some in written if outputs and outputs <= {one.values[name] for name in one.outputs}]
     new = ranks_of(ranks)

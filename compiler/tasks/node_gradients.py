@@ -27,7 +27,7 @@ from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, rank
 from partc.compiler.ir.value_info import Array, Shape
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Placed
-from partc.compiler.lower.kept import operand, operand_as
+from partc.compiler.lower.masked_replicas import operand, operand_as
 from partc.compiler.ops.registry import is_differentiable
 from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
@@ -45,30 +45,30 @@ class NodeGradient:
 
     form: LocalForm
     ranks: Group
-    found: Found
+    backward: Found
     values: Mapping[str, Value]
     places: Places
 
     @cached_property
-    def given(self) -> dict[str, str]:
+    def cotangent_places(self) -> dict[str, str]:
         """Maps each operand's handle to the place of its cotangent; a gradient by rows has two places, by its `row_keys`."""
         handles = self.places.handles
-        given = {handles[name]: dx for name, dx in self.found.gradients.items()}
-        for name, one in self.found.by_rows.items():
+        given = {handles[name]: dx for name, dx in self.backward.gradients.items()}
+        for name, one in self.backward.by_rows.items():
             keys = row_keys(handles[name])
             given |= {keys.ids: one.ids, keys.rows: one.rows}
         return given
 
     @cached_property
-    def made(self) -> set[str]:
+    def backward_places(self) -> set[str]:
         """The places of what the backward nodes make."""
-        return {operand_name(out) for node in self.found.nodes for out in node.outputs}
+        return {operand_name(out) for node in self.backward.nodes for out in node.outputs}
 
     @cached_property
     def constants(self) -> dict[str, Array]:
         """The constants that the forward form does not have."""
         known = {self.places[name] for name in self.form.constants}
-        return {name: one for name, one in self.found.constants.items() if name not in known}
+        return {name: one for name, one in self.backward.constants.items() if name not in known}
 
 
 class NodeGradients:
@@ -138,19 +138,26 @@ class NodeGradients:
             found = replace(found, forward=[*form.nodes])
         return NodeGradient(form, ranks, found, {places[name]: one for name, one in there.items()}, places)
 
-    def _differentiated(self, asked: Requested, around: Mapping[str, str] | None = None) -> Found:
+    def _differentiated(self, requested: Requested, around: Mapping[str, str] | None = None) -> Found:
         """The gradient that is asked of some nodes; `around`: the handles of what their bodies read by other names."""
         differentiated = partial(
-            differentiate_nodes, asked.nodes, asked.seeds, asked.wanted, around=around, by_rows=asked.by_rows
+            differentiate_nodes,
+            requested.nodes,
+            requested.seeds,
+            requested.outputs,
+            around=around,
+            by_rows=requested.by_rows,
         )
-        if asked.ends:
+        if requested.ends:
             # Shapes follow from constants, so those of a rank are shown; gradients must not.
             first, last = (
-                differentiated(values=asked.values, constants=one, scope=self._scope()) for one in asked.ends
+                differentiated(values=requested.values, constants=one, scope=self._scope()) for one in requested.ends
             )
             if first.is_like(last):
                 return first
-        return differentiated(values=[*asked.values, *asked.unknown], constants=asked.constants, scope=self._scope())
+        return differentiated(
+            values=[*requested.values, *requested.unknown], constants=requested.constants, scope=self._scope()
+        )
 
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
         """The operands of the node and its bodies, as they are on the group; constants are shown where nothing changes them."""
@@ -196,8 +203,8 @@ class NodeGradients:
             everywhere |= ranks_of(one.ranks)
         cotangents: list[dict[str, Value]] = [{} for _ in found]
         for name, hints in spellings.items():
-            own = [(one.given.get(name, ""), one, some) for one, some in zip(found, cotangents, strict=True)]
-            nameless = [(dx, some) for dx, one, some in own if dx in one.made and dx not in some]
+            own = [(one.cotangent_places.get(name, ""), one, some) for one, some in zip(found, cotangents, strict=True)]
+            nameless = [(dx, some) for dx, one, some in own if dx in one.backward_places and dx not in some]
             if nameless:
                 dx_value = self.job.value(everywhere, *hints)
                 for dx, some in nameless:
@@ -205,30 +212,36 @@ class NodeGradients:
         made: dict[str, Value] = {}
         for one, some in zip(found, cotangents, strict=True):
             values = self._write(instance, one, some)
-            made |= {name: values[dx] for name, dx in one.given.items()}
+            made |= {name: values[dx] for name, dx in one.cotangent_places.items()}
         return made
 
-    def _write(self, instance: NodeOnGroup, one: NodeGradient, cotangents: Mapping[str, Value]) -> dict[str, Value]:
+    def _write(
+        self, instance: NodeOnGroup, gradient: NodeGradient, cotangents: Mapping[str, Value]
+    ) -> dict[str, Value]:
         """Writes the backward ops of one form, and extends its forward ops by the values that these read; all values by handle."""
-        form, found, ranks = one.form, one.found, ranks_of(one.ranks)
+        form, found, ranks = gradient.form, gradient.backward, ranks_of(gradient.ranks)
         path, group = self.program.paths[instance.node], facts_of(instance.group).text
-        values = {**one.values, **cotangents}
-        texts = {one.places.text(name): name for name in (*one.made, *one.constants) if name not in cotangents}
+        values = {**gradient.values, **cotangents}
+        texts = {
+            gradient.places.text(name): name
+            for name in (*gradient.backward_places, *gradient.constants)
+            if name not in cotangents
+        }
         for text in sorted(texts):
             values[texts[text]] = self.job.value(ranks, text, f"{text}.{path}", f"{text}.{path}@{group}")
         forward = [
-            self._extended(op, node, ranks, values, one.places)
+            self._extended(op, node, ranks, values, gradient.places)
             for op, node in zip(form.ops, found.forward, strict=True)
         ]
-        tail = self._early(instance.node, one, ranks, values)
-        for name, array in one.constants.items():
+        tail = self._early(instance.node, gradient, ranks, values)
+        for name, array in gradient.constants.items():
             self.job.constant(ranks, values[name], array)
         for k, (before, after) in enumerate(zip(form.ops, forward, strict=True)):
             rest = tail if k == len(form.ops) - 1 else []
             if after is not before or rest:
                 self.job.replace(ranks, before, [(after, ranks), *rest])
         self.comm.append(ranks, *over_values(found.nodes, instance.node, values))
-        known = {*[one.places[name] for name in form.inner], *one.values}
+        known = {*[gradient.places[name] for name in form.inner], *gradient.values}
         for name, value in found.scope.values.items():
             if name in values and name not in known and ranks & ~self.job.listed.ranks(values[name]):
                 if value not in self._typed:
@@ -252,7 +265,7 @@ class NodeGradients:
     def _early(self, source: ir.Node, one: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
         """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
-        for node in one.found.early:
+        for node in one.backward.early:
             name = name_of(node.outputs[0])
             assert node.inputs[0] is not None
             given = values[name_of(node.inputs[0])]

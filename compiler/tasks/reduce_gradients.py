@@ -44,25 +44,25 @@ Over: TypeAlias = str | Literal[True] | None
 """The mesh axis whose ranks share the work; True: all ranks that hold the same."""
 
 
-def shared_out(program: Targeted, home: ShardedValue, over: Over) -> ShardedValue:
+def shared_out(program: Targeted, version: ShardedValue, over: Over) -> ShardedValue:
     """The version of a parameter that each rank updates: sharded further along the first divisible dim, if there is one."""
     if not over:
-        return home
-    axes = program.plan.axes_of(home.group) or (("", len(home.group)),)
+        return version
+    axes = program.plan.axes_of(version.group) or (("", len(version.group)),)
     places = tuple(place for place, (name, _) in enumerate(axes) if over is True or name == over)
-    common = on_common_mesh(home.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
-    shape = program.values[home.value].shape
+    common = on_common_mesh(version.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
+    shape = program.values[version.value].shape
     if common is None or shape is None:
-        return home
+        return version
     layout, marked = common
     used = {axis for cuts in layout.cuts for axis in cuts}
     free = tuple(axis for axis in marked.cuts[0] if axis not in used)
     shards = math.prod(layout.mesh[axis] for axis in free)
     dim = divided_dim(shape, [layout.num_shards(dim) for dim in range(len(shape))], shards)
     if dim is None:
-        return home
+        return version
     cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
-    return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
+    return ShardedValue(version.value, version.group, normal(Layout(layout.mesh, cuts)))
 
 
 def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
@@ -87,7 +87,7 @@ class GradientReduction:
         self.totals: dict[ShardedValue, Value] = {}
         """Maps each version to its complete cotangents."""
         self.gradients: list[Gradient] = []
-        self.taken: dict[Value, Ranks] = {}
+        self.reserved: dict[Value, Ranks] = {}
         """Maps each value to the ranks on which it is a parameter's gradient."""
         self._sent: dict[Value, Ranks] = {}
         self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient")
@@ -98,7 +98,7 @@ class GradientReduction:
             job = comm.job
             for value in training.parameters:
                 total = job.value(job.everyone, f"{value.name}.grad.sum")
-                self._sums[value] = total, job.beside(job.everyone, total, ".next")
+                self._sums[value] = total, job.derived_on(job.everyone, total, ".next")
 
     def total(self, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue) -> Value:
         """The sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
@@ -117,39 +117,40 @@ class GradientReduction:
         return total
 
     def parameter(
-        self, value: ir.Value, given: Mapping[ShardedValue, Sequence[Value]], defs: Sequence[ShardedValue]
+        self, value: ir.Value, gradients: Mapping[ShardedValue, Sequence[Value]], defs: Sequence[ShardedValue]
     ) -> None:
         """Reduces the gradient of a parameter on the first of its definitions `defs`, and sends it to the others."""
         if self.training.rules.accumulate > 1:
-            given = {
-                version: [self._added(value, version, terms, at)] for at, (version, terms) in enumerate(given.items())
+            gradients = {
+                version: [self._added(value, version, terms, at)]
+                for at, (version, terms) in enumerate(gradients.items())
             }
         defs = self._own_homes(defs)
         main = defs[0]
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.at[main]}.grad"
-        if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
+        if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in gradients):
             cotangent, kind = target.value, ir.TensorType(ir.DataType.BFLOAT16)
             low = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
             info = self.comm.values[cotangent]
             self.comm.values.add(low, replace(info, type=type_text(kind), item_bytes=2))
             target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
             rounded: dict[ShardedValue, list[Value]] = {}
-            for one, terms in given.items():  # behind the sum over all parts of a batch
+            for one, terms in gradients.items():  # behind the sum over all parts of a batch
                 whole, to = self._sum(self.comm, one, terms), ShardedValue(low, one.group, one.layout)
-                made = self.comm.job.beside(one.group, whole, ".bfloat16")
+                made = self.comm.job.derived_on(one.group, whole, ".bfloat16")
                 rounded[to] = [self._cast(one, to, whole, made)]
-            given = rounded
-        if len(given) == 1:
-            ((version, terms),) = given.items()
+            gradients = rounded
+        if len(gradients) == 1:
+            ((version, terms),) = gradients.items()
             moves = lower(version.layout, target.layout, version.group, target.group)
             if can_join(moves):
                 self._bucketed(
                     value, version, self._sum(self.comm, version, terms), target, cast(Fused, moves[0]), defs, wanted
                 )
                 return
-        self._ready(value, self._total(self.update, given, target, wanted), target, defs)
+        self._ready(value, self._total(self.update, gradients, target, wanted), target, defs)
 
     def table(
         self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue], *, dense: bool = False
@@ -167,7 +168,7 @@ class GradientReduction:
         kept, following = self._sums[value]
         if at:
             kept = job.value(version.group, f"{value.name}.grad.sum.{at + 1}")
-            following = job.beside(version.group, kept, ".next")
+            following = job.derived_on(version.group, kept, ".next")
         job.declare(version.group, kept, version.value, self.comm.values.local_shape(version))
         made = self._emit(self.comm, version, "Add", [kept, total], following)
         self.accumulated.append(AccumulatedGradient(value, version, kept))
@@ -208,18 +209,18 @@ class GradientReduction:
         ready = partial(self._ready, value, made, target, defs)
         self.buckets.add(move, target.value, given, term, made, ready, updated_alike)
 
-    def _ready(self, value: ir.Value, given: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
+    def _ready(self, value: ir.Value, gradients: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""
         if target.value is not self.cotangents[value]:
             rounded, target = target, ShardedValue(self.cotangents[value], target.group, target.layout)
             exact = self.comm.job.value(target.group, f"{self.at[defs[0]]}.grad")
-            given = self._cast(rounded, target, given, exact)
-        given = self._own(target, given, f"{self.at[defs[0]]}.grad")
+            gradients = self._cast(rounded, target, gradients, exact)
+        gradients = self._own(target, gradients, f"{self.at[defs[0]]}.grad")
         share = ShardedValue(value, target.group, target.layout)
-        self.gradients.append(Gradient(value, defs[0], given, share))
+        self.gradients.append(Gradient(value, defs[0], gradients, share))
         for home in defs[1:]:
             wanted = ShardedValue(self.cotangents[value], home.group, home.layout)
-            other = self._brought(self.update, target, given, wanted, f"{self.at[home]}.grad")
+            other = self._brought(self.update, target, gradients, wanted, f"{self.at[home]}.grad")
             own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
 
@@ -229,20 +230,20 @@ class GradientReduction:
         self.comm.job.declare(version.group, made, target.value, self.comm.values.local_shape(target))
         return made
 
-    def _own(self, version: ShardedValue, given: Value, wanted: str) -> Value:
+    def _own(self, version: ShardedValue, gradients: Value, wanted: str) -> Value:
         """A value for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
         here = ranks_of(version.group)
-        if (self.taken.get(given, 0) | self.comm.job.constants.ranks(given)) & here:
+        if (self.reserved.get(gradients, 0) | self.comm.job.constants.ranks(gradients)) & here:
             made = self.comm.job.value(version.group, wanted)
-            given = self._emit(self.update, version, "Identity", [given], made)
-        self.taken[given] = self.taken.get(given, 0) | here
-        return given
+            gradients = self._emit(self.update, version, "Identity", [gradients], made)
+        self.reserved[gradients] = self.reserved.get(gradients, 0) | here
+        return gradients
 
     def _brought(
         self,
         comm: CommLowering,
         version: ShardedValue,
-        given: Value,
+        gradients: Value,
         target: ShardedValue,
         wanted: str = "",
         *,
@@ -250,25 +251,25 @@ class GradientReduction:
     ) -> Value:
         """Reshards a cotangent to another layout or group; the value there. `only`: nothing is added to it there."""
         if version == target:
-            return given
+            return gradients
         job, primal = comm.job, name_of(target.value).removesuffix(".grad")
         final = sum_spellings(wanted or name_of(target.value), target)
         if not only:
-            final = brought_spellings(str(given), wanted or name_of(target.value), target)
+            final = brought_spellings(str(gradients), wanted or name_of(target.value), target)
         if version.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a value of its own.
             here = ranks_of(version.group)
-            if self._sent.get(given, 0) & here:
-                given = self._emit(comm, version, "Identity", [given], job.value(version.group, *final))
-            self._sent[given] = self._sent.get(given, 0) | here
+            if self._sent.get(gradients, 0) & here:
+                gradients = self._emit(comm, version, "Identity", [gradients], job.value(version.group, *final))
+            self._sent[gradients] = self._sent.get(gradients, 0) | here
         there = ranks_of(target.group)
-        apart = not there & (ranks_of(version.group) | job.known(given))
-        kept = apart and (str(given) == final[0] if wanted else not version.layout.partial or target.layout.partial)
+        apart = not there & (ranks_of(version.group) | job.known(gradients))
+        kept = apart and (str(gradients) == final[0] if wanted else not version.layout.partial or target.layout.partial)
         if not kept:
             out = job.value(ranks_of(version.group) | there, *final)
         else:  # shards of another shape are another value of the same name
-            out = given if version.layout.shards == target.layout.shards else job.beside(there, given, "")
-        return reshard(comm, version, given, target, out, f"gradient of '{primal}'")
+            out = gradients if version.layout.shards == target.layout.shards else job.derived_on(there, gradients, "")
+        return reshard(comm, version, gradients, target, out, f"gradient of '{primal}'")
 
     def _sum(
         self, comm: CommLowering, version: ShardedValue, terms: Sequence[Value], wanted: str = "", *, final: bool = True

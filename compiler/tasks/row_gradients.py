@@ -55,12 +55,12 @@ class RowTerm:
 
 
 @dataclass(frozen=True)
-class _Lying:
+class _PlacedRows:
     """Ids and rows as they lie on a group, and what they are there."""
 
     ids: ShardedValue
     rows: ShardedValue
-    given: Rows
+    records: Rows
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class _Begun:
     """A gradient on its way: its lists as their ranks have them, the parameter's definitions, and the name that is wanted."""
 
     value: ir.Value
-    lists: Sequence[_Lying]
+    lists: Sequence[_PlacedRows]
     defs: Sequence[ShardedValue]
-    wanted: str
+    result: str
     then: Callable[[list[Gradient]], None]
 
 
@@ -132,31 +132,33 @@ class RowReduction:
 
         return finish
 
-    def _gathered_together(self, some: Sequence[_Begun]) -> Callable[[], list[_Lying]]:
+    def _gathered_together(self, some: Sequence[_Begun]) -> Callable[[], list[_PlacedRows]]:
         if len(some) > 1:
             return self._joined(some)
         rows = self._gathered(some[0])
         return lambda: [rows]
 
-    def _finish(self, one: _Begun, whole: _Lying) -> None:
+    def _finish(self, one: _Begun, whole: _PlacedRows) -> None:
         # Rows of its own are not rounded where they stay, so the sum of all goes to other definitions as it is.
         others = (self._brought(whole, home, f"{self.at[home]}.grad", exact=True) for home in one.defs[1:])
         found = [whole, *others]
         made = zip(one.defs, found, strict=True)
-        one.then([Gradient(one.value, home, each.given.rows, home, each.given.ids) for home, each in made])
+        one.then([Gradient(one.value, home, each.records.rows, home, each.records.ids) for home, each in made])
 
-    def _gathered(self, one: _Begun) -> _Lying:
+    def _gathered(self, one: _Begun) -> _PlacedRows:
         """The rows of all lists of a parameter where its first definition lies."""
-        main, wanted, only = one.defs[0], one.wanted, len(one.lists) == 1
+        main, wanted, only = one.defs[0], one.result, len(one.lists) == 1
         brought = [self._brought(given, main, wanted, only=only) for given in one.lists]
         if only:
             return brought[0]
-        return self._listed(main, self._appended(self.comm, main.group, [each.given for each in brought], wanted, True))
+        return self._listed(
+            main, self._appended(self.comm, main.group, [each.records for each in brought], wanted, True)
+        )
 
     def _joinable(self, one: _Begun) -> Hashable | None:
         """A key that is equal for rows that can be joined in one AllGather along their first dim; None for others."""
         given, main = one.lists[0], one.defs[0]
-        shape = given.given.rows.shape
+        shape = given.records.rows.shape
         if (
             len(one.lists) > 1
             or given.rows.group != main.group
@@ -170,48 +172,54 @@ class RowReduction:
             return None
         return main.group, given.rows.layout, shape[0], given.rows.value.dtype
 
-    def _joined(self, some: Sequence[_Begun]) -> Callable[[], list[_Lying]]:
+    def _joined(self, started: Sequence[_Begun]) -> Callable[[], list[_PlacedRows]]:
         """Gathers the ids of several parameters as columns of one value, and their rows side by side; what comes back takes them apart."""
-        lists, group, names = [one.lists[0] for one in some], some[0].defs[0].group, named_rows(some[0].wanted)
-        axis = self.job.constant(group, self.job.value(group, f"{some[0].wanted}.axis"), np.array([1], np.int64))
+        lists, group, names = [one.lists[0] for one in started], started[0].defs[0].group, named_rows(started[0].result)
+        axis = self.job.constant(group, self.job.value(group, f"{started[0].result}.axis"), np.array([1], np.int64))
         columns = [
-            self.comm.beside(group, "Unsqueeze", [one.given.ids, axis], one.given.ids, "column") for one in lists
+            self.comm.derived_op(group, "Unsqueeze", [one.records.ids, axis], one.records.ids, "column")
+            for one in lists
         ]
-        widths = [_width(one.given.rows) for one in lists]
-        kind, said = lists[0].rows.value.type, f"gradients of {len(some)} tables"
+        widths = [_width(one.records.rows) for one in lists]
+        kind, said = lists[0].rows.value.type, f"gradients of {len(started)} tables"
         assert kind is not None
-        ids = self._side_by_side(lists[0], columns, len(some), _INT64, f"{names.ids}.joined", said)
+        ids = self._side_by_side(lists[0], columns, len(started), _INT64, f"{names.ids}.joined", said)
         rows = self._side_by_side(
-            lists[0], [one.given.rows for one in lists], sum(widths), kind, f"{names.rows}.joined", said
+            lists[0], [one.records.rows for one in lists], sum(widths), kind, f"{names.rows}.joined", said
         )
 
-        def apart() -> list[_Lying]:
-            wanted = [named_rows(one.wanted) for one in some]
+        def apart() -> list[_PlacedRows]:
+            wanted = [named_rows(one.result) for one in started]
             made = [Rows(*(self.job.value(group, name) for name in (one.ids, one.rows))) for one in wanted]
-            parts = [self.job.beside(group, one.ids, ".column") for one in made]
-            self._split(group, ids, [1] * len(some), parts)
+            parts = [self.job.derived_on(group, one.ids, ".column") for one in made]
+            self._split(group, ids, [1] * len(started), parts)
             self._split(group, rows, widths, [one.rows for one in made])
-            flat = self.job.constant(group, self.job.value(group, f"{some[0].wanted}.flat"), np.array([-1], np.int64))
+            flat = self.job.constant(
+                group, self.job.value(group, f"{started[0].result}.flat"), np.array([-1], np.int64)
+            )
             found = []
             for given, one, part in zip(lists, made, parts, strict=True):
                 self.comm.emit(group, "Reshape", [part, flat], one.ids)
                 mesh, values = given.rows.layout.mesh, (given.ids.value, given.rows.value)
-                here = [ShardedValue(value, group, Layout.whole(mesh, k + 1)) for k, value in enumerate(values)]
+                here = [ShardedValue(value, group, Layout.replicated(mesh, k + 1)) for k, value in enumerate(values)]
                 self.comm.declare(here[0], one.ids)
                 self.comm.declare(here[1], one.rows)
-                found.append(_Lying(here[0], here[1], one))
+                found.append(_PlacedRows(here[0], here[1], one))
             return found
 
         return apart
 
     def _side_by_side(
-        self, like: _Lying, terms: list[Value], width: int, kind: ir.TypeProtocol, wanted: str, said: str
+        self, like: _PlacedRows, terms: list[Value], width: int, kind: ir.TypeProtocol, wanted: str, said: str
     ) -> Value:
         """Gathers values of so many columns in all as one, cut as the rows of `like`."""
         group, layout = like.rows.group, like.rows.layout
         count = self.values[like.rows.value].shape
         value = self._value(wanted, kind, None if count is None else (count[0], width))
-        source, target = ShardedValue(value, group, layout), ShardedValue(value, group, Layout.whole(layout.mesh, 2))
+        source, target = (
+            ShardedValue(value, group, layout),
+            ShardedValue(value, group, Layout.replicated(layout.mesh, 2)),
+        )
         joined = self.job.value(group, f"{wanted}{PARTIAL}")
         self.comm.emit(group, "Concat", terms, joined, None, axis=1)
         self.comm.declare(source, joined)
@@ -222,23 +230,23 @@ class RowReduction:
         sizes = self.comm.constant(group, given, "widths", widths)
         self.comm.append(group, computed("Split", [given, sizes], made, Value(".split", given), axis=1))
 
-    def made_dense(self, one: Gradient, cotangent: ir.Value) -> Gradient:
+    def made_dense(self, gradient: Gradient, cotangent: ir.Value) -> Gradient:
         """The gradient as large as the table: zeros, to which the rows are added."""
-        group, version = one.home.group, ShardedValue(cotangent, one.home.group, one.home.layout)
+        group, version = gradient.owner.group, ShardedValue(cotangent, gradient.owner.group, gradient.owner.layout)
         shape = self.values.local_shape(version)
         assert shape is not None
         assert cotangent.dtype is not None
-        assert one.ids is not None
-        made = self.job.value(group, str(one.value).removesuffix(".rows"))
+        assert gradient.ids is not None
+        made = self.job.value(group, str(gradient.value).removesuffix(".rows"))
         sizes = self.comm.constant(group, made, "shape", [int(dim) for dim in shape])
         axis = self.comm.constant(group, made, "axis", [1])
-        places = self.comm.beside(group, "Unsqueeze", [one.ids, axis], made, "places")
+        places = self.comm.derived_op(group, "Unsqueeze", [gradient.ids, axis], made, "places")
         zero = ir.tensor(np.zeros(1, cotangent.dtype.numpy()))
-        zeros = self.job.beside(group, made, ".zeros")
+        zeros = self.job.derived_on(group, made, ".zeros")
         self.comm.emit(group, "ConstantOfShape", [sizes], zeros, value=zero)
-        self.comm.emit(group, "ScatterND", [zeros, places, one.value], made, reduction="add")
+        self.comm.emit(group, "ScatterND", [zeros, places, gradient.value], made, reduction="add")
         self.comm.declare(version, made)
-        return Gradient(one.parameter, one.home, made, one.share)
+        return Gradient(gradient.parameter, gradient.owner, made, gradient.share)
 
     def _of_all_parts(self, group: Group, one: Rows) -> Rows:
         """The rows of all parts of a batch: an op with that of one part as its operand, which stands for those of all."""
@@ -251,10 +259,10 @@ class RowReduction:
             made.append(self.job.value(group, f"{str(given).removesuffix(PARTIAL)}.parts"))
             self.comm.emit(group, "Concat", [given], made[-1], None, axis=0)
             self.job.declare(group, made[-1], self._value(str(made[-1]), _kind(given), whole), whole)
-            self.job.appended.add(group, made[-1], None)
+            self.job.concatenated.add(group, made[-1], None)
         return Rows(*made)
 
-    def _listed(self, version: ShardedValue, given: Rows) -> _Lying:
+    def _listed(self, version: ShardedValue, given: Rows) -> _PlacedRows:
         """The layout of ids and rows on a group: partial values are parts of the list."""
         table, layout = version.value, version.layout
         first = (*layout.cuts[0], *(axis for axis, _ in layout.partial))
@@ -268,7 +276,7 @@ class RowReduction:
             self._value(str(given.ids), _INT64, None if count is None else (count,)),
             self._value(str(given.rows), table.type, None if count is None else (count, *width[1:])),
         )
-        return _Lying(ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), given)
+        return _PlacedRows(ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), given)
 
     def _value(self, name: str, kind: ir.TypeProtocol, shape: Shape | None) -> ir.Value:
         value = ir.Value(name=name.removesuffix(PARTIAL), type=kind, shape=None if shape is None else ir.Shape(shape))
@@ -288,28 +296,28 @@ class RowReduction:
         return made
 
     def _brought(
-        self, given: _Lying, home: ShardedValue, wanted: str, *, only: bool = True, exact: bool = False
-    ) -> _Lying:
+        self, gradients: _PlacedRows, home: ShardedValue, wanted: str, *, only: bool = True, exact: bool = False
+    ) -> _PlacedRows:
         """Brings rows to where a version of the table lies."""
         group, layout = home.group, home.layout
-        ids = ShardedValue(given.ids.value, group, normal(Layout(layout.mesh, layout.cuts[:1])))
-        rows = ShardedValue(given.rows.value, group, layout)
+        ids = ShardedValue(gradients.ids.value, group, normal(Layout(layout.mesh, layout.cuts[:1])))
+        rows = ShardedValue(gradients.rows.value, group, layout)
         names = named_rows(wanted)
         if not only:
             names = RowGradient(
-                *(f"{str(one).removesuffix(PARTIAL)}.all" for one in (given.given.ids, given.given.rows))
+                *(f"{str(one).removesuffix(PARTIAL)}.all" for one in (gradients.records.ids, gradients.records.rows))
             )
         cause = f"gradient of '{home.value.name}'"
         made = []
         for source, target, one, out in (
-            (given.ids, ids, given.given.ids, names.ids),
-            (given.rows, rows, given.given.rows, names.rows),
+            (gradients.ids, ids, gradients.records.ids, names.ids),
+            (gradients.rows, rows, gradients.records.rows, names.rows),
         ):
             if source == target:
                 made.append(one)
                 continue
             made.append(self._moved(source, one, target, out, cause, exact=exact))
-        return _Lying(ids, rows, Rows(*made))
+        return _PlacedRows(ids, rows, Rows(*made))
 
     def _moved(
         self, source: ShardedValue, given: Value, target: ShardedValue, out: str, cause: str, *, exact: bool = False
@@ -326,7 +334,7 @@ class RowReduction:
         value = self._value(f"{out}.bfloat16", kind, self.values[source.value].shape)
         one, other = (ShardedValue(value, version.group, version.layout) for version in (source, target))
         ranks = ranks_of(source.group) | ranks_of(target.group)
-        given = self.job.beside(ranks, rows, ".bfloat16")
+        given = self.job.derived_on(ranks, rows, ".bfloat16")
         self.comm.emit(source.group, "Cast", [rows], given, None, to=int(ir.DataType.BFLOAT16))
         self.comm.declare(one, given)
         there = reshard(self.comm, one, given, other, self.job.value(ranks, f"{out}.bfloat16"), cause)

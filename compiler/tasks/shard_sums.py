@@ -17,7 +17,7 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
-from partc.compiler.ir.stand_ins import StandIns
+from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
@@ -27,7 +27,7 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.duals import typed
 from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
 
-Append = Callable[[Group, Sequence[ir.Node], StandIns], None]
+Append = Callable[[Group, Sequence[ir.Node], ValueMap], None]
 
 
 @dataclass
@@ -45,21 +45,21 @@ class ShardSums:
         cuts = one.share.layout.cuts
         return [dim for dim in range(len(cuts)) if cuts[dim] or one.parameter in self.known]
 
-    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: StandIns) -> None:
+    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: ValueMap) -> None:
         """Writes the steps that make a parameter's next value and slots, over values."""
         before = self.known.get(one.parameter)
         sums = [step for step in steps if isinstance(step, ShardSum)]
         for step in steps if before is None else without_terms(steps, made):
             if isinstance(step, ir.Node):
-                self.append(one.home.group, [step], values)
+                self.append(one.owner.group, [step], values)
             elif before is None:
                 self.known.setdefault(one.parameter, []).append(self._summed(one, step, values))
             elif step.total is not step.terms:
                 values[step.total] = self._brought(one, step, *before[sums.index(step)])
 
-    def _summed(self, one: Gradient, step: ShardSum, values: StandIns) -> tuple[ShardedValue, Value]:
+    def _summed(self, one: Gradient, step: ShardSum, values: ValueMap) -> tuple[ShardedValue, Value]:
         """Adds terms up over the shards along the dims of a sum; the sum, and its value."""
-        group, layout, name = one.home.group, self._layout(one, step), name_of(step.total)
+        group, layout, name = one.owner.group, self._layout(one, step), name_of(step.total)
         local = tuple(step.terms.shape or ())
         shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
         value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
@@ -75,7 +75,7 @@ class ShardSums:
 
     def _brought(self, one: Gradient, step: ShardSum, first: ShardedValue, total: Value) -> Value:
         """Brings a sum to another group; its value there."""
-        target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
+        target = ShardedValue(first.value, one.owner.group, normal(self._layout(one, step)))
         if target == first:
             return total
         made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), name_of(step.total))

@@ -34,8 +34,8 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
-from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import ParameterOptions, Training
+from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.job import Job
@@ -50,7 +50,7 @@ from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
 from partc.compiler.training.optimizers import clip_scale, merge_node, row_update_node, takes_rows_again, update_steps
 from partc.runtime.artifact.format import GRADIENT_NORM
 
-Append = Callable[[Group, Sequence[ir.Node], StandIns], None]
+Append = Callable[[Group, Sequence[ir.Node], ValueMap], None]
 _IDS = ir.TensorType(ir.DataType.INT64)
 
 
@@ -69,41 +69,41 @@ class RowUpdates:
             clipped or not takes_rows_again(form.function, bool(self.training.rules.clipping.value))
         )
 
-    def merged(self, one: Gradient) -> Gradient:
+    def merged(self, gradient: Gradient) -> Gradient:
         """The gradient with each id once."""
-        assert one.ids is not None
-        base, group = str(one.value).removesuffix(".rows"), one.home.group
+        assert gradient.ids is not None
+        base, group = str(gradient.value).removesuffix(".rows"), gradient.owner.group
         ids, rows = (self.job.value(group, f"{base}.merged.{word}") for word in ("ids", "rows"))
-        values = StandIns()
-        made = [values.of(ids, _IDS), values.of(rows, one.parameter.type)]
-        self.append(group, [merge_node(values.of(one.ids), values.of(one.value), made)], values)
-        return replace(one, value=rows, ids=ids, distinct=True)
+        values = ValueMap()
+        made = [values.of(ids, _IDS), values.of(rows, gradient.parameter.type)]
+        self.append(group, [merge_node(values.of(gradient.ids), values.of(gradient.value), made)], values)
+        return replace(gradient, value=rows, ids=ids, distinct=True)
 
     def update(
         self,
-        one: Gradient,
+        gradient: Gradient,
         table: ir.Value,
         slots: Sequence[ir.Value],
         scalars: dict[str, ir.Value],
         made: Sequence[ir.Value],
-        values: StandIns,
+        values: ValueMap,
     ) -> None:
         """Writes the update of a table and its slots, over values."""
-        assert one.ids is not None
-        learned: ParameterOptions = self.training.parameters[one.parameter]
+        assert gradient.ids is not None
+        learned: ParameterOptions = self.training.parameters[gradient.parameter]
         node = row_update_node(
-            self.training.optimizer_of(one.parameter),
+            self.training.optimizer_of(gradient.parameter),
             table,
-            values.of(one.ids),
-            values.of(one.value, table.type),
+            values.of(gradient.ids),
+            values.of(gradient.value, table.type),
             slots,
             scalars,
             made,
             weight_decay=learned.weight_decay,
-            lr_multiplier=self.training.lr_multiplier(one.parameter),
+            lr_multiplier=self.training.lr_multiplier(gradient.parameter),
             clip_value=self.training.rules.clipping.value or 0.0,
         )
-        self.append(one.home.group, [node], values)
+        self.append(gradient.owner.group, [node], values)
 
 
 @dataclass(frozen=True)
@@ -123,27 +123,27 @@ class Queues:
 
     training: Training
     job: Job
-    append: Callable[[Group, Sequence[ir.Node], StandIns], None]
+    append: Callable[[Group, Sequence[ir.Node], ValueMap], None]
     keep: Callable[[Gradient, Pending, int], None]
 
     def late(self, gradients: Sequence[Gradient], shape: Callable[[Gradient], tuple[int, ...]]) -> list[Gradient]:
         """The gradients that update in a step, of shards of these shapes."""
         return [self._late(one, shape(one)) for one in gradients]
 
-    def _late(self, one: Gradient, shape: Sequence[int]) -> Gradient:
-        count = self.training.parameters[one.parameter].staleness
+    def _late(self, gradient: Gradient, shape: Sequence[int]) -> Gradient:
+        count = self.training.parameters[gradient.parameter].staleness
         if not count:
-            return one
+            return gradient
 
-        base, group = str(one.value).removesuffix(".grad"), one.home.group
+        base, group = str(gradient.value).removesuffix(".grad"), gradient.owner.group
         waiting = [self.job.value(group, f"{base}.pending.{k + 1}") for k in range(count)]
-        for k, (value, source) in enumerate(zip(waiting, [*waiting[1:], one.value], strict=True)):
-            made = self.job.beside(group, value, ".next")
-            values = StandIns()
-            given, after = (values.of(each, one.parameter.type, ir.Shape(shape)) for each in (source, made))
+        for k, (value, source) in enumerate(zip(waiting, [*waiting[1:], gradient.value], strict=True)):
+            made = self.job.derived_on(group, value, ".next")
+            values = ValueMap()
+            given, after = (values.of(each, gradient.parameter.type, ir.Shape(shape)) for each in (source, made))
             self.append(group, [ir.Node("", "Identity", [given], outputs=[after], name=after.name)], values)
-            self.keep(one, Pending(value, made), k + 1)
-        return replace(one, value=waiting[0])
+            self.keep(gradient, Pending(value, made), k + 1)
+        return replace(gradient, value=waiting[0])
 
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
@@ -206,7 +206,7 @@ class Updates(UpdateWriter):
         if not gradients:
             self._keep_scale(None, None)
         self.gathers.flush()
-        updated = {(one.parameter, one.home) for one in gradients}
+        updated = {(one.parameter, one.owner) for one in gradients}
         for value in self.training.parameters:
             for home in self.versions.defs.get(value, ()):
                 if (value, home) not in updated:
@@ -223,7 +223,7 @@ class Updates(UpdateWriter):
     def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
         """Lists a gradient that waits for its update."""
         tensor, shape = tensor_of(one.parameter), ir.Shape(self._sizes(one))
-        self._declare(one.home.group, pending.value, ir.Value(name="", type=one.parameter.type, shape=shape))
+        self._declare(one.owner.group, pending.value, ir.Value(name="", type=one.parameter.type, shape=shape))
         listed = self.job.derived(f"{tensor}.pending.{number}")
         self._keep(one.share, pending.value, pending.next, listed, "optimizer", tensor)
 
@@ -242,7 +242,7 @@ class Updates(UpdateWriter):
         run, filled = list[Gradient](), 0
         for one in gradients:
             run.append(one)
-            if one.share != one.home:
+            if one.share != one.owner:
                 filled += prod(self._sizes(one)) * (self.values[one.parameter].item_bytes or 1)
             if filled >= self.gathers.filling.limit or not self.training.optimizer_of(one.parameter).is_elementwise:
                 yield run
@@ -250,78 +250,81 @@ class Updates(UpdateWriter):
         if run:
             yield run
 
-    def _shard(self, one: Gradient) -> Value:
+    def _shard(self, gradient: Gradient) -> Value:
         """The part of a parameter that a rank updates: all that it has, or with ZeRO the shard that is cut out of it."""
-        home = self.at[one.home]
-        if one.share == one.home:
+        home = self.at[gradient.owner]
+        if gradient.share == gradient.owner:
             return home
-        shard, cause = self.job.beside(one.home.group, home, ".share"), f"update of '{one.parameter.name}'"
-        return reshard(self.comm, one.home, home, one.share, shard, cause)
+        shard, cause = (
+            self.job.derived_on(gradient.owner.group, home, ".share"),
+            f"update of '{gradient.parameter.name}'",
+        )
+        return reshard(self.comm, gradient.owner, home, gradient.share, shard, cause)
 
-    def _update(self, one: Gradient, shard: Value, clipped: bool) -> tuple[list[Value], list[Value]]:
+    def _update(self, gradient: Gradient, shard: Value, clipped: bool) -> tuple[list[Value], list[Value]]:
         """Writes the update of a shard; the slots of its optimizer, and what takes the places of the shard and of the slots."""
-        optimizer = self.training.optimizer_of(one.parameter)
-        self.target = self.program.update_targets.get(one.parameter, "")
-        home, group = self.at[one.home], one.home.group
-        shape, kind = self.values.local_shape(one.share) or (), one.parameter.type
+        optimizer = self.training.optimizer_of(gradient.parameter)
+        self.target = self.program.update_targets.get(gradient.parameter, "")
+        home, group = self.at[gradient.owner], gradient.owner.group
+        shape, kind = self.values.local_shape(gradient.share) or (), gradient.parameter.type
 
         def typed_as(value: Value, ones: Sequence[int] = ()) -> ir.Value:
             dims = [1 if dim - len(shape) in ones else size for dim, size in enumerate(shape)]
             return values.of(value, kind, ir.Shape(dims))
 
         kept = optimizer.slots_of(len(shape))
-        slots = [self.job.beside(group, home, f".{slot}") for slot in kept]
-        made = [self.job.beside(group, of, ".next") for of in (shard, *slots)]
+        slots = [self.job.derived_on(group, home, f".{slot}") for slot in kept]
+        made = [self.job.derived_on(group, of, ".next") for of in (shard, *slots)]
         fed = {scalar: self.job.scalar(group, name) for scalar, name in self.training.scalars_of(optimizer).items()}
         if clipped:
             fed["scale"] = self.scale
-        values = StandIns()
+        values = ValueMap()
         slot_values = [typed_as(slot, ones) for slot, ones in zip(slots, kept.values(), strict=True)]
         outputs = [typed_as(value, ones) for value, ones in zip(made, ((), *kept.values()), strict=True)]
         scalars = {scalar: values.of(value) for scalar, value in fed.items()}
-        if one.ids is not None:
-            self.rows.update(one, typed_as(shard), slot_values, scalars, outputs, values)
+        if gradient.ids is not None:
+            self.rows.update(gradient, typed_as(shard), slot_values, scalars, outputs, values)
         else:
-            self._write_update(one, typed_as(shard), slot_values, scalars, outputs, values)
+            self._write_update(gradient, typed_as(shard), slot_values, scalars, outputs, values)
         for value, typed_value in zip((*slots, *made), (*slot_values, *outputs), strict=True):
             self._declare(group, value, typed_value)
         return slots, made
 
-    def _replace(self, one: Gradient, slots: Sequence[Value], made: Sequence[Value]) -> None:
+    def _replace(self, gradient: Gradient, slots: Sequence[Value], made: Sequence[Value]) -> None:
         """Lists what takes the places of a parameter, which is gathered from updated shards with ZeRO, and of its optimizer's slots."""
-        optimizer, tensor = self.training.optimizer_of(one.parameter), tensor_of(one.parameter)
-        following = made[0] if one.share == one.home else self._gather(one, made[0])
-        self._keep(one.home, self.at[one.home], following, tensor, "parameter")
-        kept = optimizer.slots_of(len(self.values.local_shape(one.share) or ()))
+        optimizer, tensor = self.training.optimizer_of(gradient.parameter), tensor_of(gradient.parameter)
+        following = made[0] if gradient.share == gradient.owner else self._gather(gradient, made[0])
+        self._keep(gradient.owner, self.at[gradient.owner], following, tensor, "parameter")
+        kept = optimizer.slots_of(len(self.values.local_shape(gradient.share) or ()))
         for (slot, ones), state, after in zip(kept.items(), slots, made[1:], strict=True):
             listed = self.job.derived(f"{tensor}.{slot}")
-            lies = self._home_of_slot(one, listed, ones)
+            lies = self._home_of_slot(gradient, listed, ones)
             self._keep(lies, state, after, listed, "optimizer", tensor, optimizer.initial(slot))
 
     def _write_update(
         self,
-        one: Gradient,
+        gradient: Gradient,
         shard: ir.Value,
         slots: Sequence[ir.Value],
         scalars: Mapping[str, ir.Value],
         made: Sequence[ir.Value],
-        values: StandIns,
+        values: ValueMap,
     ) -> None:
         """Writes the update of a parameter by a dense gradient: one node, or several with sums over shards between them."""
         steps = update_steps(
-            self.training.optimizer_of(one.parameter),
+            self.training.optimizer_of(gradient.parameter),
             shard,
-            values.of(one.value, shard.type, shard.shape),
+            values.of(gradient.value, shard.type, shard.shape),
             slots,
             scalars,
             made,
-            weight_decay=self.training.parameters[one.parameter].weight_decay,
-            lr_multiplier=self.training.lr_multiplier(one.parameter),
+            weight_decay=self.training.parameters[gradient.parameter].weight_decay,
+            lr_multiplier=self.training.lr_multiplier(gradient.parameter),
             clip_value=self.training.rules.clipping.value or 0.0,
-            shape=self._shape(one.parameter),
-            cut=self.sums.cut(one),
+            shape=self._shape(gradient.parameter),
+            cut=self.sums.cut(gradient),
         )
-        self.sums.write(one, steps, made, values)
+        self.sums.write(gradient, steps, made, values)
 
     def _shape(self, parameter: ir.Value) -> tuple[int, ...]:
         """The shape of a whole parameter, which is known."""
@@ -337,12 +340,12 @@ class Updates(UpdateWriter):
         listed = typed(self.values, self.program.symbols, ir.Value(name=name, type=one.parameter.type, shape=whole))[0]
         return ShardedValue(listed, one.share.group, normal(without_dims(one.share.layout, dims)))
 
-    def _gather(self, one: Gradient, made: Value) -> Value:
+    def _gather(self, gradient: Gradient, made: Value) -> Value:
         """Gathers the next parameter from the shares that ranks have updated."""
-        after = self.job.beside(one.home.group, self.at[one.home], ".next")
-        following = ir.Value(name=str(after), type=one.parameter.type, shape=one.parameter.shape)
-        self.values.add(following, self.values[one.parameter])
-        share, whole = (ShardedValue(following, copy.group, copy.layout) for copy in (one.share, one.home))
+        after = self.job.derived_on(gradient.owner.group, self.at[gradient.owner], ".next")
+        following = ir.Value(name=str(after), type=gradient.parameter.type, shape=gradient.parameter.shape)
+        self.values.add(following, self.values[gradient.parameter])
+        share, whole = (ShardedValue(following, copy.group, copy.layout) for copy in (gradient.share, gradient.owner))
         self.job.declare(whole.group, after, following, self.values.local_shape(whole))
         moves = lower(share.layout, whole.layout, share.group, whole.group)
         if can_join(moves):
@@ -350,7 +353,7 @@ class Updates(UpdateWriter):
             assert shape is not None
             self.gathers.add(cast(Fused, moves[0]), following, made, shape, after)
             return after
-        return reshard(self.comm, share, made, whole, after, f"update of '{one.parameter.name}'")
+        return reshard(self.comm, share, made, whole, after, f"update of '{gradient.parameter.name}'")
 
     def _keep(
         self,
@@ -363,17 +366,17 @@ class Updates(UpdateWriter):
         initial: float = 0.0,
     ) -> None:
         """Lists a state tensor on the ranks of `home`."""
-        self.job.kept.add(home.group, value, State(value, home, made, tensor, kind, parameter, initial))
+        self.job.state.add(home.group, value, State(value, home, made, tensor, kind, parameter, initial))
 
-    def _replacing(self, home: ShardedValue, following: ir.Value) -> Value:
+    def _replacing(self, version: ShardedValue, following: ir.Value) -> Value:
         """Reshards the value that replaces a state tensor, made by a forward node, to the tensor's layout."""
         defs = self.versions.defs.get(following, [])
-        source = next((one for one in defs if one.group == home.group), defs[0])
+        source = next((one for one in defs if one.group == version.group), defs[0])
         at = self.versions.canonical.get(source, source)
-        wanted = ShardedValue(following, home.group, home.layout)
+        wanted = ShardedValue(following, version.group, version.layout)
         if at != wanted and wanted not in self.at:
-            made = self.job.beside(home.group, self.at[home], ".next")
-            cause = f"update of '{home.value.name}'"
+            made = self.job.derived_on(version.group, self.at[version], ".next")
+            cause = f"update of '{version.value.name}'"
             self.values.bind(wanted, reshard(self.comm, at, self.at[at], wanted, made, cause))
         return self.at[wanted if wanted in self.at else at]
 
@@ -390,7 +393,7 @@ class Updates(UpdateWriter):
         scale = self.training.scale
         if scale is not None and scale.dynamic:
             state, steps = self.job.number(STATE), self.job.number(STEPS)
-            values = StandIns()
+            values = ValueMap()
             following = next_nodes(scale, *(values.of(one) for one in (state, steps, total)))
             for one, array in following.constants.items():
                 values[one] = self.job.constant(everyone, self.job.value(everyone, name_of(one)), array)
@@ -417,7 +420,7 @@ class Updates(UpdateWriter):
 
     def _clip_scale(self, square: Value, made: Value, bound: float) -> None:
         """Makes what scales gradients down to a norm, of whose own norm `square` is the square."""
-        values = StandIns()
+        values = ValueMap()
         scale = values.of(made, ir.TensorType(ir.DataType.FLOAT), ir.Shape(()))
         self._append(self.job.everyone, [clip_scale(values.of(square), scale, bound)], values)
 
@@ -441,5 +444,5 @@ class Updates(UpdateWriter):
             value = self.job.number(name)
             self._declare(everyone, value, number("", kind))
             listed = typed(self.values, self.program.symbols, number(str(value), kind))[0]
-            self.job.kept.drop(value)
+            self.job.state.drop(value)
             self._keep(replicated_on(listed, everyone), value, following, name, "scale", initial=initial)

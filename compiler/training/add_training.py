@@ -59,8 +59,8 @@ from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.graph_appender import DENOMINATOR, GraphAppender, Inferred
-from partc.compiler.training.in_parts import PART
-from partc.compiler.training.shared import give_own, parted
+from partc.compiler.training.microbatch_model import PART
+from partc.compiler.training.shared import parted, separate_shared
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
 from partc.runtime.units import first_of
@@ -201,7 +201,7 @@ def add_training(program: Loaded) -> Prepared:
     rules = rules.model_copy(update={"metrics": metrics})
     operands = {path: operands_of(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
-    step = program.beside.get(ProgramKind.STEP)
+    step = program.other_programs.get(ProgramKind.STEP)
     outputs = None if step is None or step.training is None else step.training.untrained.outputs
     training = add_loss_and_metrics(
         model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards, outputs=outputs
@@ -241,7 +241,7 @@ def add_loss_and_metrics(
     graph = model.graph
     split_sequences(model)
     split_uneven_means(model)
-    trainable, shared = give_own(model, trainable, _shared_by(rules))
+    trainable, shared = separate_shared(model, trainable, _shared_by(rules))
     others = [name_of(value) for value in candidates(model) if value.name not in trainable]
     how = _parameter_options(rules, trainable, others)
     _begin_anew(graph, rules, list(how))
@@ -263,7 +263,7 @@ def add_loss_and_metrics(
             raise CompileError(_taken(STEP))
     if part.backward:
         give_gradient_forms(model, lambda table: table.name in how and not how[name_of(table)].frozen)
-    known_outputs = outputs.found if outputs is not None and outputs.settled(known) else {}
+    known_outputs = outputs.types if outputs is not None and outputs.settled(known) else {}
     inferred: Inferred = {
         value: known_outputs[name_of(value)] for value in graph.outputs if name_of(value) in known_outputs
     }

@@ -187,7 +187,7 @@ class GraphAppender:
             value.type = ir.TensorType(ir.DataType.FLOAT)
         return value, shape
 
-    def given(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
+    def graph_input(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
         """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
         found = next((value for value in self.graph.inputs if value.name == name), None)
         if found is None and name in self._names:

@@ -47,7 +47,7 @@ class _Writer:
         self.constants[value] = array
         return value
 
-    def made(self, word: str, op_type: str, operands: Sequence[ir.Value], kind: ir.DataType) -> ir.Value:
+    def compute(self, word: str, op_type: str, operands: Sequence[ir.Value], kind: ir.DataType) -> ir.Value:
         """What a node over numbers makes."""
         return self.put(op_type, operands, number(f"{self.base.name}.{word}", kind))
 
@@ -77,16 +77,16 @@ def next_nodes(scale: LossScale, state: ir.Value, steps: ir.Value, total: ir.Val
     backoff, largest = write.constant("backoff", scale.backoff), write.constant("largest", LARGEST)
     smallest, interval = write.constant("smallest", SMALLEST), write.constant("interval", scale.interval, _INT64)
     one, zero = write.constant("one", 1, _INT64), write.constant("zero", 0, _INT64)
-    finite = write.made("finite", "Less", [total, infinity], _BOOL)
-    counted = write.made("counted", "Add", [steps, one], _INT64)
-    enough = write.made("enough", "GreaterOrEqual", [counted, interval], _BOOL)
-    larger = write.made("larger", "Mul", [state, growth], _FLOAT)
-    grown = write.made("grown", "Min", [larger, largest], _FLOAT)
-    smaller = write.made("smaller", "Mul", [state, backoff], _FLOAT)
-    shrunk = write.made("shrunk", "Max", [smaller, smallest], _FLOAT)
-    kept = write.made("kept", "Where", [enough, grown, state], _FLOAT)
-    next_state = write.made("next", "Where", [finite, kept, shrunk], _FLOAT)
-    going_on = write.made("going_on", "Where", [enough, zero, counted], _INT64)
+    finite = write.compute("finite", "Less", [total, infinity], _BOOL)
+    counted = write.compute("counted", "Add", [steps, one], _INT64)
+    enough = write.compute("enough", "GreaterOrEqual", [counted, interval], _BOOL)
+    larger = write.compute("larger", "Mul", [state, growth], _FLOAT)
+    grown = write.compute("grown", "Min", [larger, largest], _FLOAT)
+    smaller = write.compute("smaller", "Mul", [state, backoff], _FLOAT)
+    shrunk = write.compute("shrunk", "Max", [smaller, smallest], _FLOAT)
+    kept = write.compute("kept", "Where", [enough, grown, state], _FLOAT)
+    next_state = write.compute("next", "Where", [finite, kept, shrunk], _FLOAT)
+    going_on = write.compute("going_on", "Where", [enough, zero, counted], _INT64)
     next_steps = write.put("Where", [finite, going_on, zero], number(f"{steps.name}.next", _INT64))
     return ScaleNodes(write.nodes, write.constants, (next_state, next_steps))
 

@@ -85,7 +85,7 @@ def parameter_sizes(model: ir.Model, paths: Mapping[ir.Node, str] | None = None)
     return [sizes[name] for name in names for _ in range(copies.get(name, 1))]
 
 
-def give_own(
+def separate_shared(
     model: ir.Model, trainable: list[str], said: Callable[[str], bool | None]
 ) -> tuple[list[str], list[tuple[Shared, bool]]]:
     """Splits shared weights where modules get their own; returns the trainable weights, and each shared weight with the decision.

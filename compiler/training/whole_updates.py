@@ -75,12 +75,12 @@ class WholeUpdate:
         return self.call.value(part, ir.Shape([1 if k - len(shape) in ones else dim for k, dim in enumerate(shape)]))
 
 
-def lamb(one: WholeUpdate) -> list[Step]:
+def lamb(update: WholeUpdate) -> list[Step]:
     """You et al. 2020, algorithm 2: the direction of AdamW, scaled by the norm of the parameter over its own."""
-    call, direction = one.call, one.value("direction")
-    both = {"parameter": one.tensors["parameter"], "direction": direction}
-    first = call.node("LambDirection", one.tensors, [direction, *one.outputs[1:]], "direction")
-    return [first, *_scaled(one, both, "LambSquares", "LambRatio", "LambApply", one.outputs[:1])]
+    call, direction = update.call, update.value("direction")
+    both = {"parameter": update.tensors["parameter"], "direction": direction}
+    first = call.node("LambDirection", update.tensors, [direction, *update.outputs[1:]], "direction")
+    return [first, *_scaled(update, both, "LambSquares", "LambRatio", "LambApply", update.outputs[:1])]
 
 
 def lars(one: WholeUpdate) -> list[Step]:
@@ -88,24 +88,24 @@ def lars(one: WholeUpdate) -> list[Step]:
     return _scaled(one, one.tensors, "LarsSquares", "LarsRatio", "LarsApply", one.outputs)
 
 
-def adafactor(one: WholeUpdate) -> list[Step]:
+def adafactor(update: WholeUpdate) -> list[Step]:
     """Shazeer and Stern 2018: the squares of a matrix's gradients are kept by row and by column."""
-    call, tensors, direction = one.call, one.tensors, one.value("direction")
+    call, tensors, direction = update.call, update.tensors, update.value("direction")
     both = {"parameter": tensors["parameter"], "direction": direction}
-    apply = _scaled(one, both, "AdafactorSquares", "AdafactorRatio", "AdafactorApply", one.outputs[:1])
-    if len(one.shape) < 2:
-        return [call.node("AdafactorVector", tensors, [direction, *one.outputs[1:]], "direction"), *apply]
+    apply = _scaled(update, both, "AdafactorSquares", "AdafactorRatio", "AdafactorApply", update.outputs[:1])
+    if len(update.shape) < 2:
+        return [call.node("AdafactorVector", tensors, [direction, *update.outputs[1:]], "direction"), *apply]
     axes = {"row_var": (-1,), "col_var": (-2,)}
-    terms = [one.value(name, dims) for name, dims in zip(("row_means", "column_means"), axes.values(), strict=True)]
-    means = [one.summed(value, dims, dims) for value, dims in zip(terms, axes.values(), strict=True)]
-    now = {slot: one.value(f"{slot}.current", dims) for slot, dims in axes.items()}
+    terms = [update.value(name, dims) for name, dims in zip(("row_means", "column_means"), axes.values(), strict=True)]
+    means = [update.summed(value, dims, dims) for value, dims in zip(terms, axes.values(), strict=True)]
+    now = {slot: update.value(f"{slot}.current", dims) for slot, dims in axes.items()}
     moments = [
         call.node(
             "AdafactorMoment", {"moment": tensors[slot], "means": mean.total}, [now[slot], following], f"{slot}.update"
         )
-        for slot, mean, following in zip(axes, means, one.outputs[1:], strict=True)
+        for slot, mean, following in zip(axes, means, update.outputs[1:], strict=True)
     ]
-    total = one.summed(one.value("total", (-1, -2)), (-2,), (-1, -2))
+    total = update.summed(update.value("total", (-1, -2)), (-2,), (-1, -2))
     given = {"gradient": tensors["gradient"], **now, "total": total.total}
     return [
         call.node("AdafactorMeans", tensors, terms, "means"),
@@ -118,34 +118,41 @@ def adafactor(one: WholeUpdate) -> list[Step]:
     ]
 
 
-def row_adagrad(one: WholeUpdate) -> list[Step]:
+def row_adagrad(update: WholeUpdate) -> list[Step]:
     """Adagrad with one number a row: the mean of the squares of the row's gradient."""
-    call, tensors, direction = one.call, one.tensors, one.value("direction")
-    if len(one.shape) < 2:
-        return [call.node("Adagrad", tensors, one.outputs, "update")]
-    dims = tuple(range(1 - len(one.shape), 0))
-    mean = one.summed(one.value("row_means", dims), dims, dims)
-    now = one.value("sum.current", dims)
+    call, tensors, direction = update.call, update.tensors, update.value("direction")
+    if len(update.shape) < 2:
+        return [call.node("Adagrad", tensors, update.outputs, "update")]
+    dims = tuple(range(1 - len(update.shape), 0))
+    mean = update.summed(update.value("row_means", dims), dims, dims)
+    now = update.value("sum.current", dims)
     return [
         call.node("RowAdagradMeans", tensors, [mean.terms], "means"),
         mean,
-        call.node("RowAdagradSum", {"sum": tensors["sum"], "means": mean.total}, [now, one.outputs[1]], "sum.update"),
+        call.node(
+            "RowAdagradSum", {"sum": tensors["sum"], "means": mean.total}, [now, update.outputs[1]], "sum.update"
+        ),
         call.node("RowAdagradDirection", {**tensors, "current": now}, [direction], "direction"),
-        call.node("RowAdagradApply", {**tensors, "direction": direction}, one.outputs[:1], "update"),
+        call.node("RowAdagradApply", {**tensors, "direction": direction}, update.outputs[:1], "update"),
     ]
 
 
 def _scaled(
-    one: WholeUpdate, given: Mapping[str, ir.Value], squares: str, ratio: str, apply: str, outputs: Sequence[ir.Value]
+    update: WholeUpdate,
+    given: Mapping[str, ir.Value],
+    squares: str,
+    ratio: str,
+    apply: str,
+    outputs: Sequence[ir.Value],
 ) -> list[Step]:
     """The update of a parameter with a rate of its own, which two sums of squares over all of it make."""
-    made, factor = one.call.value("squares", ir.Shape([2])), one.call.value("ratio", ir.Shape([]))
-    total = one.summed(made, range(len(one.shape)))
+    made, factor = update.call.value("squares", ir.Shape([2])), update.call.value("ratio", ir.Shape([]))
+    total = update.summed(made, range(len(update.shape)))
     return [
-        one.call.node(squares, given, [made], "squares"),
+        update.call.node(squares, given, [made], "squares"),
         total,
-        one.call.node(ratio, {"squares": total.total}, [factor], "ratio"),
-        one.call.node(apply, {**given, "ratio": factor}, outputs, "update"),
+        update.call.node(ratio, {"squares": total.total}, [factor], "ratio"),
+        update.call.node(apply, {**given, "ratio": factor}, outputs, "update"),
     ]
 
 

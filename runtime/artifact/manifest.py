@@ -77,7 +77,7 @@ class Artifact:
         """What the artifact says of making tokens, from whichever program it is seen."""
         return self._index.generation
 
-    def beside(self, program: str = "") -> Artifact:
+    def program_named(self, program: str = "") -> Artifact:
         """The same artifact, seen from another of its programs, by default the main one; ArtifactError where there is none such."""
         found = copy.copy(self)
         found.manifest = self._of(program)

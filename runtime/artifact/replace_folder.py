@@ -26,14 +26,14 @@ from ..files.replace import (
     OLD,
     WriteError,
     exchange,
+    hidden_files,
     hidden_name,
-    is_left,
-    left_beside,
+    is_abandoned,
     locked_folder,
     move_folder,
     remove,
+    remove_abandoned,
     remove_inside,
-    remove_left,
     write_errors,
 )
 from .format import MANIFEST, stays_inside
@@ -67,10 +67,10 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     place = Path(os.path.abspath(out))
     with write_errors(out):
         place.parent.mkdir(parents=True, exist_ok=True)
-        for left in left_beside(place):  # where a writer died between two renames
-            if left.name.endswith(OLD) and not os.path.lexists(place) and is_left(left):
+        for left in hidden_files(place):  # where a writer died between two renames
+            if left.name.endswith(OLD) and not os.path.lexists(place) and is_abandoned(left):
                 move_folder(left, place)
-        remove_left(place, remove_own)
+        remove_abandoned(place, remove_artifact)
         hidden = old = hidden_name(place)
         try:
             with locked_folder(hidden):
@@ -80,7 +80,7 @@ def replacing_folder(out: Path) -> Iterator[Path]:
                     old = _swap(hidden, place)
         except BaseException:
             with contextlib.suppress(OSError):
-                remove_own(hidden)  # which may be the old one already
+                remove_artifact(hidden)  # which may be the old one already
             raise
         _remove_old(old, out)
 
@@ -148,7 +148,7 @@ def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
     return sorted(found)
 
 
-def remove_own(folder: Path) -> None:
+def remove_artifact(folder: Path) -> None:
     """Removes a folder that partc wrote: the files that its manifest lists, the manifest last, or, where a writer died before
     it wrote one, all of it. What else came into an artifact stays, and the folders around it.
     """
@@ -163,7 +163,7 @@ def _remove_old(old: Path, out: Path) -> None:
     """Removes the old folder; where that fails the next writer does it."""
     with contextlib.suppress(OSError):
         strangers = _strangers(old, listed_files(old) or frozenset())
-        remove_own(old)
+        remove_artifact(old)
         if strangers:
             raise WriteError(f"{out}: is written; what came into the old folder meanwhile lies in {old}")
 
@@ -177,7 +177,7 @@ def _swap(hidden: Path, place: Path) -> Path:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            remove_own(place)  # of a lower layer of an overlay, where folders cannot be renamed
+            remove_artifact(place)  # of a lower layer of an overlay, where folders cannot be renamed
     try:
         move_folder(hidden, place)
     except OSError:

@@ -43,13 +43,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of all ranks; `whole` says whether the file has its end. `error`: of clocks of other hosts, in seconds.
+    """The spans of all ranks; `is_complete` says whether the file has its end. `error`: of clocks of other hosts, in seconds.
 
     `ranks`: how many there were; one without anything to do has no spans.
     """
 
     spans: list[Span]
-    whole: bool
+    is_complete: bool
     error: float
     ranks: int
     has_ops: bool = False

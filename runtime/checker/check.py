@@ -31,7 +31,7 @@ class Checked:
     """What was looked at, and what was found.
 
     `state` counts the tensors that ranks keep. `named` is what a training names outside of the folder, which only the user can say is
-    wanted. `kept` is what the rows of a sound pipeline keep, of `microbatches` in all.
+    wanted. `memory` is what the rows of a sound pipeline keep, of `microbatches` in all.
     """
 
     violations: list[Violation]
@@ -42,7 +42,7 @@ class Checked:
     collectives: int = 0
     state: StateCounts = field(default_factory=StateCounts)
     named: Sequence[Named] = ()
-    kept: Sequence[RowsMemory] = ()
+    memory: Sequence[RowsMemory] = ()
     microbatches: int = 0
     trains: bool = False
     lacks_weights: bool = False
@@ -78,7 +78,7 @@ def check(folder: str | Path) -> Checked:
 
 
 class _Run:
-    """A run of all checks over one program: `found` are the violations, `failed` names the checks and files that have any.
+    """A run of all checks over one program: `violations` are the violations, `failed` names the checks and files that have any.
 
     The folder is looked at once, with the main program; what is then known is in the subject `main` of the runs of other programs.
     """
@@ -90,17 +90,17 @@ class _Run:
         if main is not None:
             self.subject.wrong, self.subject.known = main.wrong, main.known
         self.artifact = artifact
-        self.found: list[Violation] = []
+        self.violations: list[Violation] = []
         self.failed: set[str] = set()
         if artifact.manifest.is_main:
             self._run(FILES)
-            self.subject.wrong = frozenset(one.file for one in self.found)
+            self.subject.wrong = frozenset(one.file for one in self.violations)
         self._read()
         self._run(ACROSS, TRAINING)
 
     def _beside(self, program: str) -> list[Violation]:
         """The violations of another program of the artifact."""
-        found = _Run(self.artifact.beside(program), self.subject).found
+        found = _Run(self.artifact.program_named(program), self.subject).violations
         return [replace(one, file=f"{MANIFEST}: {program}") if one.file == MANIFEST else one for one in found]
 
     def _run(self, *scopes: str) -> None:
@@ -136,7 +136,7 @@ class _Run:
                     and self._finds(f"{check.proves} of {file}", check.run, one)
                 ):
                     failed.add(check.proves)
-            forget_copies(single.model, {record.next for record in single.kept})
+            forget_copies(single.model, {record.next for record in single.state})
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:
@@ -148,11 +148,11 @@ class _Run:
                 raise
             kind = f"{type(error).__name__}: {error}".splitlines()[0]
             fact = f"{proves} cannot be proven: the check itself failed with {kind}"
-            self.found += (
-                [] if self.found else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
+            self.violations += (
+                [] if self.violations else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
             )
             return True
-        self.found += found
+        self.violations += found
         return bool(found)
 
 
@@ -165,7 +165,7 @@ def _checked(run: _Run) -> Checked:
     subject, manifest = run.subject, run.subject.manifest
     named = outside(subject.folder, manifest.training) if manifest.training and NO_CODE not in run.failed else []
     return Checked(
-        run.found,
+        run.violations,
         manifest.ranks,
         1 + sum(not record.absent for record in manifest.files.values()),
         sum(len(model.graph.node) for model in subject.models.values()),
@@ -173,7 +173,7 @@ def _checked(run: _Run) -> Checked:
         len(manifest.collectives),
         subject.counts,
         named,
-        [] if run.found else _rows_memory(subject),
+        [] if run.violations else _rows_memory(subject),
         max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),
         manifest.training is not None,
         manifest.lacks_weights,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partc.runtime.artifact.training.named import carried_code
-from partc.runtime.checker.across.alike import check_alike
 from partc.runtime.checker.across.constants import check_constants
+from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
@@ -61,15 +61,15 @@ CHECKS = (
     Check(
         "the weights",
         GRAPH,
-        lambda one: check_weights(one.folder, one.file.name, one.file.model, one.manifest, one.wrong, one.file.kept),
+        lambda one: check_weights(one.folder, one.file.name, one.file.model, one.manifest, one.wrong, one.file.state),
     ),
     Check(RANKS, GRAPH, lambda one: check_ranks(one.file.name, one.file.model, one.manifest)),
-    Check("the targets", GRAPH, lambda one: check_targets(one.file.name, one.file.model, one.file.kept)),
+    Check("the targets", GRAPH, lambda one: check_targets(one.file.name, one.file.model, one.file.state)),
     Check("ONNX", GRAPH, lambda one: check_onnx(one.file.name, one.file.model), SOUND),
     Check(
         "the run list",
         GRAPH,
-        lambda one: check_run_list(one.folder, one.file.name, one.manifest, one.file.kept),
+        lambda one: check_run_list(one.folder, one.file.name, one.manifest, one.file.state),
         SOUND,
     ),
     Check("the types", GRAPH, lambda one: check_types(one.file.name, one.file.model, one.manifest), SOUND),

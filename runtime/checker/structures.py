@@ -65,7 +65,7 @@ def structures(folder: Path) -> list[Structure]:
     seen: dict[Hashable, int] = {}
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
-        for one in map(artifact.beside, artifact.programs) if artifact else ():
+        for one in map(artifact.program_named, artifact.programs) if artifact else ():
             manifest, known = one.manifest, set[bytes]()
             for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))):
                 model = read_model(inside / file)

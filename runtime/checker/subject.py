@@ -33,7 +33,7 @@ class SingleFile:
     """A rank file that is checked by itself: its graph, its row of tasks where it has tasks, and what its ranks keep."""
 
     name: str = ""
-    kept: Sequence[StateRecord] = ()
+    state: Sequence[StateRecord] = ()
     model: ModelProto = field(default_factory=ModelProto)
     row: Row | None = None
 

@@ -27,25 +27,25 @@ _LOOK = 0.01
 class BackgroundSave:
     """A save that is under way."""
 
-    def __init__(self, one: Save, ranks: int, share: Share) -> None:
+    def __init__(self, save: Save, ranks: int, share: Share) -> None:
         """Begins it; collective. CheckpointError on all ranks where the folder cannot be written."""
         try:
-            on_all_ranks(one.target, share, one.begin)
-            on_all_ranks(one.target, share, one.find)
+            on_all_ranks(save.target, share, save.begin)
+            on_all_ranks(save.target, share, save.find)
         except CheckpointError:
-            one.discard()
-            one.release()
+            save.discard()
+            save.release()
             raise
-        self._save, self._ranks, self._ended = one, ranks, threading.Event()
+        self._save, self._ranks, self._ended = save, ranks, threading.Event()
         self._written, self._outcome = threading.Event(), ""
-        mine = {owned.value for some in one.owned.values() for owned in some if owned.rank == one.rank}
-        one.pieces = [(record, array.copy()) for record, array in one.pieces if record.value in mine]
+        mine = {owned.value for some in save.owned.values() for owned in some if owned.rank == save.rank}
+        save.pieces = [(record, array.copy()) for record, array in save.pieces if record.value in mine]
         self._said: tuple[str, ...] = ()
         """The outcomes of all ranks' files, exchanged in `finish`."""
         self._failure: Exception | None = None
         self._refused: Exception | None = None
         """Why this rank could not write its own file."""
-        self._thread = threading.Thread(target=self._run, name=f"partc save {one.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"partc save {save.rank}", daemon=True)
         self._thread.start()
 
     @property

@@ -164,7 +164,7 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def left_behind(folder: Path) -> Iterator[tuple[Path, str, str]]:
+def stale_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """The hidden folders of saves that did not end: each with the name that it had or was to have, and what was done."""
     for path in sorted(folder.iterdir()):
         if (hidden := _HIDDEN.fullmatch(path.name)) is not None:

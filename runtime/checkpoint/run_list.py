@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..files.counted import CHECKPOINT_LIST, read_json
 from ..files.regular import read_regular
 from ..files.replace import move_folder, remove_inside, write_text
-from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index, step_folder
+from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, read_index, stale_files, step_folder
 
 WRITTEN = ".written.json"
 _OURS = re.compile(r"rank_\d{4,}\.safetensors|" + re.escape(INDEX))
@@ -138,7 +138,7 @@ def discard(path: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Removes what saves that did not end have left; a checkpoint that gave way to none comes back."""
-    for path, name, doing in left_behind(folder):
+    for path, name, doing in stale_files(folder):
         if doing == OLD and not os.path.lexists(folder / name) and not path.is_symlink():
             move_folder(path, folder / name)
         else:

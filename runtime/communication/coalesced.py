@@ -33,13 +33,13 @@ class CoalescedCollective:
         tag: int,
     ) -> None:
         self.call, self.ranks, self.sizes = call, ranks, list(sizes)
-        self.given = sum(self.sizes)
-        elements = self.given * 8 // dtype.bits
+        self.input_bytes = sum(self.sizes)
+        elements = self.input_bytes * 8 // dtype.bits
         flat = CollectiveCall(call.op, call.group, call.tag, call.path, "packed", "landing", call.reduce)
         self.work = CollectivePlan(flat, ranks, (elements,), dtype, transport, tag)
-        self.made = dtype.bytes_of(self.work.result)
-        self.packed = self.given
-        self.landing = self.made + self.work.landing
+        self.output_bytes = dtype.bytes_of(self.work.result)
+        self.packed = self.input_bytes
+        self.landing = self.output_bytes + self.work.landing
         assert not call.in_one_buffer
         assert not self.work.packed
 
@@ -49,10 +49,12 @@ class CoalescedCollective:
         """The collective on this memory."""
         dtype, count = self.work.dtype, len(self.ranks)
         gathers = bool(self.call.kind.joins)
-        whole, own = Tensor(dtype, self.work.shape, packed[: self.given]), landing[: self.made]
+        whole, own = Tensor(dtype, self.work.shape, packed[: self.input_bytes]), landing[: self.output_bytes]
         flat = Tensor(dtype, self.work.result, own)
-        bound = self.work.bind(whole, flat, landing[:0], landing[self.made : self.landing], at_once)
-        before = partial(_copy, _rows([one.data for one in sources], packed[: self.given], 1 if gathers else count))
+        bound = self.work.bind(whole, flat, landing[:0], landing[self.output_bytes : self.landing], at_once)
+        before = partial(
+            _copy, _rows([one.data for one in sources], packed[: self.input_bytes], 1 if gathers else count)
+        )
         after = partial(_copy, _rows([one.data for one in results], own, count if gathers else 1, apart=True))
         return BoundCollective(bound.start, partial(_all, before, bound.before), partial(_all, bound.after, after))
 

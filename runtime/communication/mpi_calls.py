@@ -24,7 +24,7 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
-from ..job.place import is_launched, refuse_alone, refuse_left, refuse_pmix
+from ..job.place import is_launched, refuse_alone, refuse_inherited, refuse_pmix
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
 
@@ -76,7 +76,7 @@ def begin(watch: Watch) -> MPI.Intracomm:
     `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
-        refuse_left(os.environ)
+        refuse_inherited(os.environ)
         refuse_pmix(os.environ, MPI.Get_library_version())
         maker, version = MPI.get_vendor()
         for name, value in settings(version[0]).items():

@@ -132,27 +132,27 @@ def described(port: Port) -> str:
     return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
 
 
-def _type_fault(given: np.dtype[np.generic], wanted: Dtype | None) -> str:
+def _type_fault(dtype: np.dtype[np.generic], required: Dtype | None) -> str:
     """Why a type does not become another; empty where it does."""
-    if wanted is None:
-        return "" if given.kind in "OUST" else "help: give text"
-    known = by_numpy(given.newbyteorder("="))
-    if known == wanted:
+    if required is None:
+        return "" if dtype.kind in "OUST" else "help: give text"
+    known = by_numpy(dtype.newbyteorder("="))
+    if known == required:
         return ""
     if known is None:
-        same = given.kind == "V" and wanted.wide and given.itemsize == wanted.numpy.itemsize
+        same = dtype.kind == "V" and required.wide and dtype.itemsize == required.numpy.itemsize
         return "" if same else "help: give numbers"
-    if given.kind in "iub":
-        if _range(wanted) or wanted.name == "bool":
-            return "help: convert it by a transform" if wanted.name == "bool" else ""
-        bits = known.bits - (given.kind == "i") if given.kind != "b" else 1
-        if bits <= _EXACT.get(wanted.shown, 0):
+    if dtype.kind in "iub":
+        if _range(required) or required.name == "bool":
+            return "help: convert it by a transform" if required.name == "bool" else ""
+        bits = known.bits - (dtype.kind == "i") if dtype.kind != "b" else 1
+        if bits <= _EXACT.get(required.shown, 0):
             return ""
-        return f"{given} has values that {wanted.shown} cannot hold\n  help: convert it by a transform"
-    if given.kind == "f" or known.wide == "float32":
-        floats = not _range(wanted) and wanted.name != "bool"
+        return f"{dtype} has values that {required.shown} cannot hold\n  help: convert it by a transform"
+    if dtype.kind == "f" or known.wide == "float32":
+        floats = not _range(required) and required.name != "bool"
         return "" if floats else "help: whole numbers are not made of floats; convert it by a transform"
-    return "" if given.kind == "c" and wanted.name.startswith("complex") else "help: convert it by a transform"
+    return "" if dtype.kind == "c" and required.name.startswith("complex") else "help: convert it by a transform"
 
 
 def _range(dtype: Dtype) -> tuple[int, int] | None:

@@ -176,20 +176,20 @@ def open_data(
     return Dataset(spec, min(counts.values(), default=0), sources, transform)
 
 
-def _of_user(found: UserSource, spec: Spec, naming: Naming) -> Source:
+def _of_user(source: UserSource, spec: Spec, naming: Naming) -> Source:
     """The records of a user's object, read as it can be."""
     ragged = {*spec.pad, *([spec.length] if spec.length else [])}
-    match found.kind:
+    match source.kind:
         case Kind.ARROW:
-            return ArrowSource(found.value, found.where, naming, ragged)
+            return ArrowSource(source.value, source.where, naming, ragged)
         case Kind.SHARDS:
-            return ShardSource(found.value, found.where, naming, ragged)
+            return ShardSource(source.value, source.where, naming, ragged)
         case Kind.COLUMNS:
-            return _of_columns(found, naming)
+            return _of_columns(source, naming)
         case kind if kind in STREAMS:
-            raise UsageError(f"{found.where}: its `source` is a {type(found.value).__name__}, which has no index")
+            raise UsageError(f"{source.where}: its `source` is a {type(source.value).__name__}, which has no index")
         case kind:
-            return CodeSource(found.value, found.where, ragged, naming, one_by_one=kind is Kind.ONE_BY_ONE)
+            return CodeSource(source.value, source.where, ragged, naming, one_by_one=kind is Kind.ONE_BY_ONE)
 
 
 def _of_columns(found: UserSource, naming: Naming) -> FileSource:

@@ -64,7 +64,7 @@ def open_stream(
     if not problems:
         stream: Stream
         if found.kind is Kind.LOADER:
-            stream = LoaderStream(found, batch, seed, drop_last, reader.span if inputs.own else None)
+            stream = LoaderStream(found, batch, seed, drop_last, reader.span if inputs.ports else None)
         elif batch is None:
             raise UsageError(
                 "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"

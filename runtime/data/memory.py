@@ -20,17 +20,17 @@ class Memory:
 
     def __init__(self, most: int | None = None) -> None:
         self.most = default_bytes() if most is None else most
-        self.taken = 0
+        self.reserved = 0
 
     def take(self, count: int, what: str, instead: str = MAPPED) -> None:
         """Counts the bytes of something that is about to be allocated; ValueError where they are too many, with what to do instead."""
-        if self.taken + count > self.most:
-            before = f", with {self.taken:,} of other data," if self.taken else ""
+        if self.reserved + count > self.most:
+            before = f", with {self.reserved:,} of other data," if self.reserved else ""
             raise ValueError(
                 f"{what} takes {count:,} bytes of memory{before} and {self.most:,} are allowed\n"
                 f"  help: give --max-bytes more, or {instead}"
             )
-        self.taken += count
+        self.reserved += count
 
 
 def default_bytes() -> int:

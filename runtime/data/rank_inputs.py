@@ -25,11 +25,11 @@ class RankInputs:
         self.rank = rank
         self.needed = [_records_first(port) for port in ports if port.ranks]
         """What any rank reads, the dim of the records before the others."""
-        self.own = [port for port in self.needed if rank in port.ranks]
+        self.ports = [port for port in self.needed if rank in port.ranks]
 
     def spans(self, size: int) -> dict[str, tuple[int, int]]:
         """Maps each input to the records of a batch that this rank reads."""
-        return {port.name: _span(port, self.rank, size) for port in self.own}
+        return {port.name: _span(port, self.rank, size) for port in self.ports}
 
     def shard(self, conversion: Conversion, records: Array) -> Array:
         """This rank's shard of an input, of its records: contiguous and of the input's type."""

@@ -55,7 +55,7 @@ class Reader:
 
     def read(self, position: Position, indices: Index) -> Batch:
         """Maps each input to what this rank reads of a batch of these records: contiguous and of the input's type."""
-        if not self._inputs.own:
+        if not self._inputs.ports:
             return {}
         size = len(indices)
         spans = self._inputs.spans(size)

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from ..artifact.format import CPU, CUDA, DEVICE
 from ..errors import UsageError
 
-Asked: TypeAlias = Mapping[str, str]
+RequestedDevices: TypeAlias = Mapping[str, str]
 """Maps each target to the device that was requested for it, and `device` to the target that it means."""
 
 _CUDA_PROVIDER, _CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -85,7 +85,7 @@ def parse_devices(texts: Sequence[str]) -> dict[str, str]:
     return asked
 
 
-def check_devices(asked: Asked) -> None:
+def check_devices(asked: RequestedDevices) -> None:
     """UsageError for targets or devices that there are not."""
     problems = []
     for target, device in asked.items():
@@ -102,7 +102,7 @@ def check_devices(asked: Asked) -> None:
         raise UsageError("\n".join([*problems, f"  help: {_HELP}"]))
 
 
-def devices_from(asked: Asked | None, place: int = 0) -> Devices:
+def devices_from(asked: RequestedDevices | None, place: int = 0) -> Devices:
     """The devices of a rank that is the `place`-th of its machine; ranks take the machine's GPUs in turn."""
     asked = asked or {}
     check_devices(asked)

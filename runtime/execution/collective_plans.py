@@ -51,7 +51,7 @@ def plan_collectives(
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
                 found[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
             elif call.parts and not call.in_one_buffer:
-                sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name]) for name in call.given]
+                sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name]) for name in call.inputs]
                 found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
                 plan = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)

@@ -16,8 +16,8 @@ from partc.runtime.artifact.tensors.tensor import Value
 from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
-from ..devices.devices import Asked
-from ..job.turn import PROGRAM, Turn, one_call
+from ..devices.devices import RequestedDevices
+from ..job.turn import PROGRAM, CallGuard, one_call
 from ..program.sessions import Settings
 from .inputs import Whole
 from .program import CLOSED, OnError, Outputs, Program, refuse_recovery
@@ -39,10 +39,10 @@ class LocalProgram:
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
         pairs = zip(transports, settings, strict=True)
-        self.turn = turn = Turn(waits=True)
+        self.turn = turn = CallGuard(waits=True)
         self._threads = RankThreads(self._world)
         turn.working = self._threads.identifiers
-        turns = [Turn(waits=False, admits=self._admits) for _ in transports]
+        turns = [CallGuard(waits=False, admits=self._admits) for _ in transports]
         self._ranks = [
             Program(artifact, transport, own, on_error, turn=one)
             for (transport, own), one in zip(pairs, turns, strict=True)
@@ -85,10 +85,10 @@ class LocalProgram:
         return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
     @one_call(PROGRAM, "loading")
-    def beside(self, name: str) -> LocalProgram:
+    def sibling_program(self, name: str) -> LocalProgram:
         """Another program of the artifact over the same state, such as `prefill` of one that makes tokens; it ends with this one."""
         found = copy.copy(self)
-        found._ranks = self._all([partial(program.beside, name) for program in self._ranks])
+        found._ranks = self._all([partial(program.sibling_program, name) for program in self._ranks])
         found.manifest = found._ranks[0].manifest
         self._others.append(found)
         return found
@@ -171,7 +171,7 @@ def load_local(
     trust: bool = False,
     stall: float = 30.0,
     on_error: Literal["raise", "recover"] = "raise",
-    devices: Asked | None = None,
+    devices: RequestedDevices | None = None,
     op_times: Path | None = None,
 ) -> LocalProgram:
     """All ranks of the artifact in `folder` as threads of this process, without MPI; `program`, `devices`, `on_error` and `op_times` as for

@@ -86,16 +86,16 @@ class InputReader:
             check_numbers(self.port, value, self.rank)
         return True
 
-    def read(self, given: object, values: dict[str, Value]) -> None:
+    def read(self, fed: object, values: dict[str, Value]) -> None:
         """Puts the value of an input, of which this rank has a shard, among the `values`; ValueError says what is wrong with it."""
         self.forget()
-        if self._box is None and type(given) is np.ndarray and given.dtype is self._kept and given.ndim == self._axes:
-            self.sizes = self._last = given.shape
-            self.read_again(given, values)
+        if self._box is None and type(fed) is np.ndarray and fed.dtype is self._kept and fed.ndim == self._axes:
+            self.sizes = self._last = fed.shape
+            self.read_again(fed, values)
             return
-        value = values[self.name] = self._shard(_value(self.port, given), given)
-        if type(given) is np.ndarray and given.dtype is self._kept:
-            self._last = given.shape
+        value = values[self.name] = self._shard(_value(self.port, fed), fed)
+        if type(fed) is np.ndarray and fed.dtype is self._kept:
+            self._last = fed.shape
         check_numbers(self.port, value, self.rank)
 
     def forget(self) -> None:
@@ -126,17 +126,17 @@ class InputReader:
         return Tensor.of(part, value.dtype) if isinstance(value, Tensor) else part
 
 
-def _value(port: Port, given: object) -> Value:
+def _value(port: Port, value: object) -> Value:
     """An input as the runtime handles it; ValueError says what is wrong with it."""
-    given = given.value if isinstance(given, Whole) else given
+    value = value.value if isinstance(value, Whole) else value
     dtype = dense(port.type)
     if dtype is None and port.type != "tensor(string)":
-        return _general(given, port.type)
+        return _general(value, port.type)
     rank = None if port.shape is None else len(port.shape)
-    if dtype is not None and type(given) is np.ndarray and given.dtype is dtype.numpy and given.ndim == rank:
-        return Tensor.of(given, dtype)
+    if dtype is not None and type(value) is np.ndarray and value.dtype is dtype.numpy and value.ndim == rank:
+        return Tensor.of(value, dtype)
     try:
-        array = np.asarray(given)
+        array = np.asarray(value)
     except ValueError:
         raise ValueError("is not an array: its rows differ in length") from None
     if rank is not None and array.ndim != rank:
@@ -153,23 +153,23 @@ def _value(port: Port, given: object) -> Value:
     return Tensor.of(array.astype(dtype.numpy, copy=False), dtype)
 
 
-def _general(given: object, text: str) -> Value:
+def _general(value: object, text: str) -> Value:
     """A sequence, optional or map, its element types held against the port's."""
     head, _, rest = text.partition("(")
     inner = rest[:-1]
     match head:
         case "optional":
-            return None if given is None else _general(given, inner)
+            return None if value is None else _general(value, inner)
         case "seq":
-            if not isinstance(given, list | tuple):
-                raise ValueError(f"is a {type(given).__name__}, the model takes a list ({text})")
-            return [_general(item, inner) for item in given]
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"is a {type(value).__name__}, the model takes a list ({text})")
+            return [_general(item, inner) for item in value]
         case "map":
-            if not isinstance(given, Mapping):
-                raise ValueError(f"is a {type(given).__name__}, the model takes a dict ({text})")
-            return dict(given)
+            if not isinstance(value, Mapping):
+                raise ValueError(f"is a {type(value).__name__}, the model takes a dict ({text})")
+            return dict(value)
         case "tensor":
-            array, dtype = np.asarray(given), BY_NAME.get(inner)
+            array, dtype = np.asarray(value), BY_NAME.get(inner)
             fits = by_numpy(array.dtype) == dtype if dtype else array.dtype.kind in "OUST"
             if not fits:
                 raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")

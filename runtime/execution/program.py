@@ -25,10 +25,10 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
 from ..communication.transport import Agreements, Transport, Vector
-from ..devices.devices import Asked
+from ..devices.devices import RequestedDevices
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError, no_memory, out_of_memory
 from ..job.status_board import AGREEING, SLOT, open_board
-from ..job.turn import PROGRAM, Turn, one_call
+from ..job.turn import PROGRAM, CallGuard, one_call
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .agreement import StepAgreement
@@ -69,9 +69,9 @@ class Program:
         settings: Settings,
         on_error: OnError,
         state: State | None = None,
-        turn: Turn | None = None,
+        turn: CallGuard | None = None,
     ) -> None:
-        self.turn = turn or Turn(waits=transport.size == 1)
+        self.turn = turn or CallGuard(waits=transport.size == 1)
         self.artifact = artifact
         self.manifest: Manifest = artifact.manifest
         self.rank: int = transport.rank
@@ -103,8 +103,8 @@ class Program:
 
     @one_call(PROGRAM, local=True)
     def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
-        """Measures every task of every step from the next one on, which has this number, until it is stopped; `beside` measures another
-        program.
+        """Measures every task of every step from the next one on, which has this number, until it is stopped; `sibling_program` measures
+        another program.
         """
         return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
@@ -204,10 +204,10 @@ class Program:
         return self._transport.all_gather_text(text)
 
     @one_call(PROGRAM)
-    def beside(self, name: str) -> Program:
+    def sibling_program(self, name: str) -> Program:
         """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
         own = self._transport, replace(self._settings, profile=""), self._on_error, self.state
-        other = Program(self.artifact.beside(name), *own, self.turn.shared())
+        other = Program(self.artifact.program_named(name), *own, self.turn.shared())
         self.artifact.refuse_replaced()
         other._connect()
         return other
@@ -318,7 +318,7 @@ def load(
     trust: bool = False,
     stall: float = 30.0,
     on_error: OnError = "raise",
-    devices: Asked | None = None,
+    devices: RequestedDevices | None = None,
     first: Callable[[], object] | None = None,
     op_times: Path | None = None,
 ) -> Program:

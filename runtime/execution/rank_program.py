@@ -26,7 +26,7 @@ from ..program.lifetimes import in_place_aliases
 from ..program.locations import locations, used_targets
 from ..program.ort import give_back_freed
 from ..program.rank_file import RankFile, check_ports, read_rank_file
-from ..program.sessions import Builder, Runner, Settings
+from ..program.sessions import Builder, SegmentSession, Settings
 from ..program.steps import Copy, Segment, StartCollective, Step, Update, WaitCollective
 from ..program.value_table import (
     Storage,
@@ -121,7 +121,7 @@ class RankProgram:
     """Steps, sessions and values of one rank."""
 
     steps: list[Step]
-    runners: dict[int, Runner]
+    runners: dict[int, SegmentSession]
     values: ValueTable
     constants: dict[str, Cell]
     outputs: list[str]
@@ -160,7 +160,7 @@ class RankProgram:
         """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
         values = self.values
         aliases = self.arenas.aliases = in_place_aliases(
-            self.steps, values.live_ranges, values.slots, excluded, values.are_alike, self.replacement.in_place
+            self.steps, values.live_ranges, values.slots, excluded, values.have_one_type, self.replacement.in_place
         )
         calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
         return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
@@ -213,10 +213,10 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     updates: dict[int, list[Updater | RowUpdater]] = {}
     values, plan = lay_out(file, types, shapes, promises, weights, targets, begins=state is None)
     if state is None:
-        begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
+        begun = file.model if file.manifest.is_main else artifact.program_named().model(rank)
         there = {name: memories[target] for name, target in targets.items()}
         groups = file.manifest.generation.groups if file.manifest.generation is not None else 1
-        state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there, groups)
+        state = make_state(file.state, rank, plan.state, begun, artifact.folder, there, groups)
         updates = {
             index: [_updater(group, settings, types, state) for group in groups]
             for index, groups in plan.groups.items()
@@ -298,10 +298,10 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
         raise ArtifactError("\n".join(map(str, problems)))
 
 
-def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
+def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, SegmentSession], dict[str, str]]:
     """Maps each step to its session, and returns the types of all values."""
     builder = Builder(file, folder, types_from_manifest(file), settings)
-    runners: dict[int, Runner] = {}
+    runners: dict[int, SegmentSession] = {}
     for index, step in enumerate(file.steps):
         if isinstance(step, Segment):
             runners[index] = builder.build(step)

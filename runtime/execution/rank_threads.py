@@ -166,7 +166,7 @@ class RankThreads:
         return reported
 
 
-def left_behind() -> bool:
+def is_rank_running() -> bool:
     """Whether a rank's thread runs on, so that the process cannot end in order."""
     return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..communication.transport import Transport
-from ..devices.devices import Asked, devices_from
+from ..devices.devices import RequestedDevices, devices_from
 from ..program.sessions import Settings
 
 
 def settings_for(
-    transport: Transport, threads: int | None, devices: Asked | None, op_times: Path | None = None
+    transport: Transport, threads: int | None, devices: RequestedDevices | None, op_times: Path | None = None
 ) -> Settings:
     """By default sessions run on the rank's own cores, and on the CPU; the times of ops are measured if they have a folder."""
     profile = str(op_times / f"rank{transport.rank}") if op_times is not None else ""

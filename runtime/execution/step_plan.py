@@ -40,19 +40,19 @@ from ..program.steps import (
 )
 from ..program.value_table import Storage
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
-from .memory.freed import Freed, fill, fills_freed
+from .memory.freed import PoisonFreed, fill, fills_freed
 from .memory.layout import arenas, at_sizes
 from .memory.roles import ActionKind, Role
 from .moves.at_large import AtLarge
 from .moves.message_calls import MessageCalls
 from .rank_program import RankProgram
-from .sizes.reach import Reach
+from .sizes.reach import SizeRange
 from .symbol_bindings import Bindings
 from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
 from .targets.workers import Action
-from .under_way import beside_messages
+from .under_way import during_messages
 
 Shape: TypeAlias = tuple[int, ...]
 BYTE = BY_NAME["uint8"]
@@ -74,7 +74,7 @@ class StepPlan:
         self.bindings = bindings
         self.widest = bindings
         """The sizes for which its places were made."""
-        self.reaches: dict[frozenset[str], Reach | None] = {}
+        self.reaches: dict[frozenset[str], SizeRange | None] = {}
         self.transport = transport
         self.wire, self.at_once = wire, at_once
         symbols = program.binder.manifest.symbols
@@ -103,12 +103,12 @@ class StepPlan:
         """The first of the slots whose rows of caches are bound, where a step has those of some."""
         self.cells.update(program.rows.places() if program.rows is not None else {})
         self.places: dict[int, int] = {}
-        self.beside = beside_messages(program.steps, at_once)
+        self.beside = during_messages(program.steps, at_once)
         self.runs = {run[-1]: run for run in copy_runs(program.steps)}
         self.roles: list[Role] = []
         self.switches = switches(program.targets.of_steps, program.steps)
         self.lanes: Lanes | None = None
-        self.freed: Freed | None = None
+        self.freed: PoisonFreed | None = None
         lanes = lanes_of(program) if together else {}
         lives = self.values.lifetimes(program.arenas.aliases, self.shapes)
         lives += scratch_lifetimes(program.steps, self.works)
@@ -201,7 +201,7 @@ class StepPlan:
                 life.name: part(blocks.get(targets.get(life.name, ""), host), offsets[life.name], BYTE, (life.bytes,))
                 for life in lives
             }
-            self.freed = Freed(lives, places, [host, *blocks.values()])
+            self.freed = PoisonFreed(lives, places, [host, *blocks.values()])
         self.offsets, self.blocks = offsets, {CPU: host, **blocks}
         for name in self.shapes:
             self.lay(name)
@@ -309,7 +309,9 @@ class StepPlan:
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):
-            sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
+            sources, results = (
+                [self._tensor(name) for name in names] for names in (step.call.inputs, step.call.outputs)
+            )
             packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
             return self._begin_bound(
                 index, step, work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
@@ -320,7 +322,7 @@ class StepPlan:
 
     def _begin_bound(self, index: int, step: StartCollective, bound: BoundCollective) -> Action:
         start, begun, tag = bound.start, self.begun, step.call.tag
-        if not step.call.made:
+        if not step.call.outputs:
             return partial(self._leave, index, bound)
 
         def begin() -> None:
@@ -349,7 +351,7 @@ class StepPlan:
     def _begin_anew(self, index: int, step: StartCollective, work: CollectivePlan) -> None:
         """Begin a collective whose input has another place each time."""
         bound = self._bound(step, work)
-        if not step.call.made:
+        if not step.call.outputs:
             self._leave(index, bound)
             return
         if bound.before:

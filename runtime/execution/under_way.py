@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from ..program.steps import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
-def beside_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:
+def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:
     """The indices of segments and updates while something may be under way.
 
     A send may be, until the step ends. A collective that is `at_once` begins with its wait.

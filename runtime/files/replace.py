@@ -93,7 +93,7 @@ def _hidden(path: Path) -> Iterator[Path]:
     refuse_other(path)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path)
+        remove_abandoned(path)
         hidden = hidden_name(path)
         try:
             yield hidden
@@ -145,7 +145,7 @@ def _short(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])
 
 
-def left_beside(path: Path) -> list[Path]:
+def hidden_files(path: Path) -> list[Path]:
     """What writers of `path` have hidden next to it, alive or dead."""
     try:
         entries = sorted(os.listdir(path.parent))
@@ -175,7 +175,7 @@ def locked_folder(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def is_left(hidden: Path) -> bool:
+def is_abandoned(hidden: Path) -> bool:
     """Whether its writer is dead. Without locks it counts as alive."""
     if fcntl is None:
         return False
@@ -238,10 +238,10 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def remove_left(path: Path, remove: Callable[[Path], None] = remove) -> None:
+def remove_abandoned(path: Path, remove: Callable[[Path], None] = remove) -> None:
     """Removes what dead writers of `path` left; what cannot be removed stays."""
-    for hidden in left_beside(path):
-        if is_left(hidden):
+    for hidden in hidden_files(path):
+        if is_abandoned(hidden):
             with contextlib.suppress(OSError):
                 remove(hidden)
 

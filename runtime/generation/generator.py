@@ -54,7 +54,7 @@ class Generator:
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
         names = [PREFILL, *([] if self.record.encoder is None else [ENCODE]), *self.record.narrow]
-        self._beside = {name: program.beside(name) for name in names}
+        self._beside = {name: program.sibling_program(name) for name in names}
         self._programs = {DECODE: program, **self._beside}
         ports = [port for one in self._programs.values() for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
@@ -137,7 +137,7 @@ class Generator:
             draws.finish(chosen)  # each rank its own rows
         agreed = None
         if self._tokens:
-            told = [draws.told()] if draws is not None and together else []
+            told = [draws.shard_vector()] if draws is not None and together else []
             agreed = self._tokens[step.group].begin(np.concatenate([chosen, *told]))
 
         def taken() -> list[NewToken]:

@@ -195,47 +195,47 @@ def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
         raise InputError("\n".join(problems))
 
 
-def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
+def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
     """The faults of a request, a text for each."""
-    yield from _faults_of_encoder(one, record.encoder)
-    one = one.begun(record)
-    size, most = len(one.prompt), one.most(record)
+    yield from _faults_of_encoder(request, record.encoder)
+    request = request.begun(record)
+    size, most = len(request.prompt), request.most(record)
     if not size and record.encoder is not None:
         fact = "its prompt has no token for the decoder"
         yield f"{fact}\n  help: give the token with which the model's decoder begins, or compile with 'start'"
     elif not size:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
-    if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
+    if outside := [token for token in (*request.prompt, *request.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
-    if most < (least := 0 if one.scores_prompt else 1):
+    if most < (least := 0 if request.scores_prompt else 1):
         yield f"it asks for {most} tokens; at least {least}"
     elif size + most > record.length:
         fact = f"a prompt of {size} tokens and {most} more are {size + most}; a sequence has at most {record.length}"
         yield f"{fact}\n  help: ask for fewer, or compile with a larger 'length'"
-    if not 0 <= one.temperature < float("inf"):
-        yield f"its temperature is {one.temperature}; it is 0 or more"
-    elif 0 < one.temperature < _LEAST_TEMPERATURE:
-        yield f"its temperature is {one.temperature}; it is 0, which takes the likeliest token, or at least {_LEAST_TEMPERATURE}"
-    elif one.temperature and not record.logits:
+    if not 0 <= request.temperature < float("inf"):
+        yield f"its temperature is {request.temperature}; it is 0 or more"
+    elif 0 < request.temperature < _LEAST_TEMPERATURE:
+        yield f"its temperature is {request.temperature}; it is 0, which takes the likeliest token, or at least {_LEAST_TEMPERATURE}"
+    elif request.temperature and not record.logits:
         fact = "it draws tokens, and the artifact gives the likeliest alone ('sampling: false')"
         yield f"{fact}\n  help: leave out 'temperature', or compile with 'sampling: true'"
-    yield from _faults_of_changes(one, record)
-    if one.logprobs is not None and not 0 <= one.logprobs <= MOST_LOGPROBS:
-        yield f"its logprobs is {one.logprobs}; it is 0 to {MOST_LOGPROBS}"
-    if one.scores_prompt and one.logprobs is None:
+    yield from _faults_of_changes(request, record)
+    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+        yield f"its logprobs is {request.logprobs}; it is 0 to {MOST_LOGPROBS}"
+    if request.scores_prompt and request.logprobs is None:
         yield "it asks for the scores of its prompt without logprobs\n  help: give logprobs, 0 for those of its tokens alone"
-    if one.schema is not None and record.logits:
-        if one.min_tokens:
+    if request.schema is not None and record.logits:
+        if request.min_tokens:
             yield "it has a schema and min_tokens, and the schema says when it ends\n  help: leave one out"
-        yield from faults_of_schema(one.schema, one.ends(record), record.vocabulary, most)
-    if one.top_k < 0:
-        yield f"its top_k is {one.top_k}; it is 0 (all tokens) or more"
-    if not 0 < one.top_p <= 1:
-        yield f"its top_p is {one.top_p}; it is above 0 and at most 1"
-    if not 0 <= one.min_p <= 1:
-        yield f"its min_p is {one.min_p}; it is 0 to 1"
-    if not 0 <= one.seed < _SEED:
-        yield f"its seed is {one.seed}; it is 0 to 2**64 - 1"
+        yield from faults_of_schema(request.schema, request.ends(record), record.vocabulary, most)
+    if request.top_k < 0:
+        yield f"its top_k is {request.top_k}; it is 0 (all tokens) or more"
+    if not 0 < request.top_p <= 1:
+        yield f"its top_p is {request.top_p}; it is above 0 and at most 1"
+    if not 0 <= request.min_p <= 1:
+        yield f"its min_p is {request.min_p}; it is 0 to 1"
+    if not 0 <= request.seed < _SEED:
+        yield f"its seed is {request.seed}; it is 0 to 2**64 - 1"
 
 
 def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:

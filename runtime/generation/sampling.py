@@ -108,8 +108,8 @@ class Draws:
     ) -> None:
         """Puts the tokens into `chosen`, and -1 for rows that others draw. What is not a token there stays: those logits are not finite.
 
-        `agree` gives the maxima of all ranks' numbers; without it this process has all shards of its rows. `told`: the maxima of what all
-        have told, where that is over.
+        `agree` gives the maxima of all ranks' numbers; without it this process has all shards of its rows. `shard_vector`: the maxima of
+        what all have told, where that is over.
         """
         chosen[self._others] = -1
         if agree is None:
@@ -118,7 +118,7 @@ class Draws:
                     chosen[row] = self._alone(row, one)
             return
         while self._pending:
-            given = agree(self.told()) if told is None else told
+            given = agree(self.shard_vector()) if told is None else told
             for place, (row, one) in enumerate(self._pending.items()):
                 if chosen[row] < self.shards.vocabulary:
                     token = self._drawn(row, place, given, one) if self._draws(row) else None
@@ -147,7 +147,7 @@ class Draws:
         count = candidate_count(drawing.request, further, shard.size)
         return candidates(logits, shard.begin, count, drawing.request, self._scratch)
 
-    def told(self) -> Vector:
+    def shard_vector(self) -> Vector:
         """This process's message about its shards: for each row that is drawn, for each of its shards, the sum of weights, and the keys
         of candidates; `NONE` for other ranks' shards. Its size is one of few, whatever is drawn.
         """

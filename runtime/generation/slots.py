@@ -59,7 +59,7 @@ class _Sequence:
     encoded: bool = False
 
     @property
-    def left(self) -> int:
+    def unread(self) -> int:
         """The tokens of the prompt that no step has read."""
         return max(len(self.request.prompt) - self.position, 0)
 
@@ -71,12 +71,12 @@ class _Sequence:
     @property
     def is_read(self) -> bool:
         """Whether its next step has a chunk of its prompt, or encodes it."""
-        return bool(self.left) and not (self.request.scores_prompt and self.encoded)
+        return bool(self.unread) and not (self.request.scores_prompt and self.encoded)
 
     @property
     def last(self) -> int:
         """The token that a decode is given of it."""
-        return self.request.prompt[self.position] if self.left else self.tokens[-1]
+        return self.request.prompt[self.position] if self.unread else self.tokens[-1]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Step:
         return {
             row: Drawing(one.request, one.tokens, one.changes)
             for row, (_, count, one) in self.taking.items()
-            if (one.request.temperature or one.changes) and count >= one.left
+            if (one.request.temperature or one.changes) and count >= one.unread
         }
 
     @property
@@ -122,7 +122,7 @@ class Step:
         for row, (_, count, one) in self.taking.items():
             if (many := one.request.logprobs) is None or chosen[row] >= vocabulary:
                 continue
-            if (left := one.left - count) > 0 and one.request.scores_prompt:
+            if (left := one.unread - count) > 0 and one.request.scores_prompt:
                 found[row] = one.request.prompt[-left], many
             elif left <= 0 and one.request.max_tokens:
                 found[row] = chosen[row], many
@@ -258,10 +258,10 @@ class Slots:
                 self._prefixes.read(slot, one.position)
             token = min(int(chosen[row]), self.record.vocabulary)
             finish: Finish = ""
-            if token < self.record.vocabulary and (one.left or not one.request.max_tokens):
+            if token < self.record.vocabulary and (one.unread or not one.request.max_tokens):
                 if one.request.scores_prompt:
-                    finish = "" if one.request.max_tokens or one.left > 1 else "length"
-                    token = one.request.prompt[-max(one.left, 1)]
+                    finish = "" if one.request.max_tokens or one.unread > 1 else "length"
+                    token = one.request.prompt[-max(one.unread, 1)]
                     made.append(NewToken(one.number, token, finish, score=scores.get(row), of_prompt=True))
                 if finish:
                     self._end(slot)
@@ -335,7 +335,7 @@ class Slots:
         for slot, one in sorted(waiting.items(), key=lambda pair: pair[1].number):
             if (run := slot // size) not in taking:
                 slots[run] = slot
-                taking[run] = slot, min(one.left, record.chunk), one
+                taking[run] = slot, min(one.unread, record.chunk), one
         return slots, taking
 
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:

@@ -20,7 +20,7 @@ The spin adapts. To wake a core that has nothing to do takes as long as hundreds
 thread could have run and had no core. A rank for which that is more than a tenth of the time tells the others of its host, and all spin
 for `SHORTEST_SPIN`: for `SHORTEST_CAUTION` at first, and twice as long each time that it happens again.
 
-Where ranks outnumber cores none spins: one that waits for a number gives its core up once (`Turns`), and then sleeps.
+Where ranks outnumber cores none spins: one that waits for a number gives its core up once (`YieldTurns`), and then sleeps.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class FutexCount:
         self._futex.wake(self._address)
 
 
-class Caution:
+class ShortSpin:
     """A time for which the ranks of a host leave the cores to others, doubled each time that one of them begins it again soon.
 
     `until`: its end, in memory that they share.
@@ -158,7 +158,7 @@ class SpinTime:
     without a core.
     """
 
-    def __init__(self, caution: Caution) -> None:
+    def __init__(self, caution: ShortSpin) -> None:
         self._short = caution
         self._file = os.open(_COUNTS, os.O_RDONLY | os.O_CLOEXEC)
         self._looked, self._waited = perf_counter(), self._without_core()
@@ -181,16 +181,16 @@ class SpinTime:
         return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
 
 
-class Turns:
+class YieldTurns:
     """How a rank that shares its core lets others run before it sleeps: of these it waits for most, and they need not wake it then.
 
     A process of another job that wants the core gets it, too, and keeps it for long. After such a turn the ranks sleep at once for a time.
     """
 
-    def __init__(self, caution: Caution, give_up_core: Callable[[], object] = os.sched_yield) -> None:
+    def __init__(self, caution: ShortSpin, give_up_core: Callable[[], object] = os.sched_yield) -> None:
         self._none, self._give_up_core = caution, give_up_core
 
-    def given(self, ready: Callable[[], bool]) -> bool:
+    def is_ready_after(self, ready: Callable[[], bool]) -> bool:
         """Whether it is ready after a turn of the others, if there was one."""
         begun = perf_counter()
         if self._none.lasts(begun):
@@ -202,7 +202,7 @@ class Turns:
         return ready()
 
 
-class Parking:
+class RankWait:
     """The place of one rank among those of its host. `spin`: how long it spins; `turns`: those of a rank that shares its core.
 
     A rank that has neither sleeps at once.
@@ -214,7 +214,7 @@ class Parking:
         place: int,
         fence: Callable[[], None],
         spin: SpinTime | None,
-        turns: Turns | None = None,
+        turns: YieldTurns | None = None,
     ) -> None:
         self._words, self._place, self.fence = words, place, fence
         self._own = words.cells[place]
@@ -254,7 +254,7 @@ class Parking:
         `count` as there: what is asked of it takes no call, and without it no turn is given.
         """
         if self._spin is None:
-            return count is not None and self._turns is not None and self._turns.given(ready)
+            return count is not None and self._turns is not None and self._turns.is_ready_after(ready)
         looks, cell = (_NO_LOOKS, self._own) if count is None else (_LOOKS, count.cell)
         end = 0.0
         while True:

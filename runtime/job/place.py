@@ -88,14 +88,14 @@ def is_launched() -> bool:
     return not is_known
 
 
-def refuse_left(environment: Mapping[str, str]) -> None:
+def refuse_inherited(environment: Mapping[str, str]) -> None:
     """UsageError where the variables of PMIx name no server: no launcher is there, and MPI would end the process as it begins."""
     has_server = any(name.startswith("PMIX_SERVER_URI") for name in environment)
     if "PMIX_RANK" in environment and not has_server and (place := surrounding_job(environment)) and not is_launched():
-        raise UsageError(left_over(environment, place))
+        raise UsageError(inherited_variables(environment, place))
 
 
-def left_over(environment: Mapping[str, str], place: Place) -> str:
+def inherited_variables(environment: Mapping[str, str], place: Place) -> str:
     """The message for variables of a job whose launcher has not started this process."""
     names = sorted(name for name in environment if name.startswith(_FAMILIES))
     return (
@@ -114,7 +114,7 @@ def refuse_alone(environment: Mapping[str, str], size: int, library: str, launch
     if size > 1 or place is None or (place.rank == 0 if place.size is None else place.size == 1):
         return
     if not launched:
-        raise UsageError(left_over(environment, place))
+        raise UsageError(inherited_variables(environment, place))
     started = "several" if place.size is None else str(place.size)
     raise UsageError(
         f"the launcher of {place.launcher} started {started} processes, and the MPI library that mpi4py loads, {library}, "

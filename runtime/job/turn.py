@@ -59,7 +59,7 @@ class _Shared:
     calls: int = 0
 
 
-class Turn:
+class CallGuard:
     """The calls of one program or trainer. `waits`: whether calls of other threads wait for the one under way.
 
     `admits`: whether a thread, by its identifier, may make calls at all.
@@ -74,9 +74,9 @@ class Turn:
         self._process = os.getpid()
         self.state = state or _Shared()
 
-    def shared(self) -> Turn:
+    def shared(self) -> CallGuard:
         """The calls of another program over the same state, which ends by itself."""
-        return Turn(self.waits, self._admits, self.state)
+        return CallGuard(self.waits, self._admits, self.state)
 
     @property
     def forked(self) -> bool:
@@ -154,7 +154,7 @@ class HasTurn(Protocol):
     """Makes one call at a time."""
 
     @property
-    def turn(self) -> Turn: ...
+    def turn(self) -> CallGuard: ...
 
 
 Owner = TypeVar("Owner", bound=HasTurn)

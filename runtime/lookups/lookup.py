@@ -217,15 +217,15 @@ class Lookup:
         self._count(once.inverse.size, once.ids.size, received)
         return found, asked
 
-    def push(self, asked: Pulled, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def push(self, pulled: Pulled, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """At an owner the ids that it was asked, and the sum of what each giver gives to each, in the order of givers."""
-        assert asked.counts is not None
+        assert pulled.counts is not None
         owners, mine = len(self.owners), self.transport.rank
-        counts = asked.counts.array().tolist()
+        counts = pulled.counts.array().tolist()
         ends = [0, *accumulate(counts[:owners])]
         summed = np.empty((0, self.row_bytes), np.uint8)
-        if rows is not None and asked.places is not None:
-            inverse: Ids = asked.places.array().reshape(-1).view(np.int64)
+        if rows is not None and pulled.places is not None:
+            inverse: Ids = pulled.places.array().reshape(-1).view(np.int64)
             total = self._sums(rows.array().reshape(inverse.size, prod(self.call.row)), inverse, ends[-1])
             summed = np.ascontiguousarray(total).view(np.uint8).reshape(ends[-1], self.row_bytes)
         parts = {owner: summed[ends[k] : ends[k + 1]] for k, owner in enumerate(self.owners)}
@@ -245,8 +245,8 @@ class Lookup:
         leaving = [self._send(parts[to].reshape(-1), to) for to in self._turn if to in parts and parts[to].size]
         for request in (*coming, *leaving):
             self._wait(request)
-        self._count(0 if asked.places is None else asked.places.array().size, ends[-1], received)
-        return asked.ids, made
+        self._count(0 if pulled.places is None else pulled.places.array().size, ends[-1], received)
+        return pulled.ids, made
 
     def give_up(self) -> None:
         """Takes part in a Pull with nothing to give: it ends for all other ranks by a StepError."""

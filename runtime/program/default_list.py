@@ -103,4 +103,4 @@ def _communication(at: int, node: NodeProto, where: str) -> Iterable[str]:
     call = read_call(node, where)
     if isinstance(call, LookupCall):
         return (f"L{call.tag}",)
-    return (f"A{call.tag}", f"W{call.tag}") if call.made else (f"A{call.tag}",)
+    return (f"A{call.tag}", f"W{call.tag}") if call.outputs else (f"A{call.tag}",)

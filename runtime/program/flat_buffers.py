@@ -41,15 +41,15 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
     for call in file.calls:
         if not call.parts or call.kind.joins:
             continue
-        fixed = {name: fixed_shape(shapes.get(name)) for name in call.made}
+        fixed = {name: fixed_shape(shapes.get(name)) for name in call.outputs}
         if unknown := [name for name, shape in fixed.items() if shape is None]:
             raise ArtifactError(
                 f"{file.where}: {call.op} of several values: the shape of '{unknown[0]}' is not fixed\n"
                 "  help: compile again"
             )
-        elements = tuple(prod(fixed[name] or ()) for name in call.made)
+        elements = tuple(prod(fixed[name] or ()) for name in call.outputs)
         found.append(
-            FlatBuffer(call.result or f"{call.value} and on", file.collectives[call.tag].type, call.made, elements)
+            FlatBuffer(call.result or f"{call.value} and on", file.collectives[call.tag].type, call.outputs, elements)
         )
     return found
 

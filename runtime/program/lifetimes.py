@@ -123,14 +123,14 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield step.value, index
         case StartCollective():
             call = step.call
-            yield from ((name, finishes.get(call.tag, index) if not call.kind.boxes else index) for name in call.given)
-            yield from ((name, index) for name in call.made)
+            yield from ((name, finishes.get(call.tag, index) if not call.kind.boxes else index) for name in call.inputs)
+            yield from ((name, index) for name in call.outputs)
         case Update():
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
         case WaitCollective():
-            yield from ((name, index) for name in step.call.made)
+            yield from ((name, index) for name in step.call.outputs)
         case LookUp():
-            yield from ((name, index) for name in (*step.call.given, *step.call.made))
+            yield from ((name, index) for name in (*step.call.inputs, *step.call.outputs))
 
 
 def _leaving(step: Step) -> str | None:

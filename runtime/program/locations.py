@@ -30,7 +30,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
             found[step.result] = devices.target(step.to)
         elif isinstance(step, Segment) and step.target:
             sizes = {name for node in step.nodes if node.op_type in _SIZES and not node.domain for name in node.output}
-            names = dict(step.results)
+            names = dict(step.output_pairs)
             sizes = {names[name] for name in sizes if name in names}
             found |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
         elif isinstance(step, Update) and step.target:
@@ -77,7 +77,7 @@ def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
         case Send() | PostRecv():
             return CPU, (step.value,)
         case StartCollective() | LookUp():
-            return CPU, (*step.call.given, *step.call.made)
+            return CPU, (*step.call.inputs, *step.call.outputs)
     return CPU, ()
 
 

@@ -90,7 +90,7 @@ class RankFile:
         return [step.call for step in self.steps if isinstance(step, LookUp)]
 
     @cached_property
-    def results(self) -> dict[str, AnyCall]:
+    def calls_by_output(self) -> dict[str, AnyCall]:
         """Maps each result of a collective or a lookup to its call; a collective of several values has the name of their common memory."""
         calls: list[AnyCall] = [*self.calls, *self.lookups]
         return {call.result: call for call in calls if call.result}
@@ -154,7 +154,7 @@ class RankFile:
                 case Send() | PostRecv():
                     found.add(step.value)
                 case StartCollective() | LookUp():
-                    found.update((*step.call.given, *step.call.made))
+                    found.update((*step.call.inputs, *step.call.outputs))
         return found.union(*((one.value, one.next) for one in self.state))
 
     @cached_property

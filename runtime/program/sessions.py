@@ -56,7 +56,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Runner:
+class SegmentSession:
     """A segment with its session on a `device`. `objects`: strings, sequences, optionals or maps go in or out, so that it is called with
     Python objects; then `widened` gives the outputs whose element type numpy lacks a wide twin that shows them.
     """
@@ -118,16 +118,16 @@ class Builder:
             self.types.setdefault(tensor.name, f"tensor({element(tensor.data_type)})")
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
 
-    def build(self, segment: Segment) -> Runner:
+    def build(self, segment: Segment) -> SegmentSession:
         """The session of a segment, one for all calls of a body; ArtifactError where onnxruntime does not take it."""
         key = id(segment.formal)
         if key not in self.built:
             self.built[key] = self._build(segment)
         session, objects, widened = self.built[key]
         kinds = {output.name: output.type for output in session.get_outputs()}
-        for formal, name in segment.results:
+        for formal, name in segment.output_pairs:
             self.types.setdefault(name, kinds[formal])
-        return Runner(segment, session, objects, widened, self.settings.devices.of(segment.target))
+        return SegmentSession(segment, session, objects, widened, self.settings.devices.of(segment.target))
 
     def copy(self, source: str, result: str) -> None:
         """The type of a copy is that of what is copied."""
@@ -140,7 +140,7 @@ class Builder:
         formal = segment.formal
         kinds = {output.name: output.type for output in session.get_outputs()}
         kinds |= {one: self.types[name] for one, name in segment.operands}
-        for one, name in segment.results:
+        for one, name in segment.output_pairs:
             kinds[one] = self.types.get(name, kinds[one])
         objects = not all(dense(kinds[name]) for name in (*formal.inputs, *formal.outputs))
         widened = _widen(model, formal, kinds) if objects else {}
@@ -218,7 +218,7 @@ class Builder:
             if name not in self.types:
                 raise ArtifactError(f"{self.where}: the type of '{name}' is not known\n  help: compile again")
             graph.input.add(name=one, type=self._declared(name) or type_proto(self.types[name]))
-        for one, name in segment.results:
+        for one, name in segment.output_pairs:
             graph.output.add(name=one, type=self._declared(name))
         if self.settings.devices.of(segment.target).is_host:
             compute_in_float32(model)

@@ -40,7 +40,7 @@ class Segment:
         written.
         """
         names = dict(self.operands)
-        for one, made in self.results:
+        for one, made in self.output_pairs:
             if (term := self.formal.added.get(one)) is not None:
                 yield names[term], made
 
@@ -67,7 +67,7 @@ class Segment:
         return list(zip(self.formal.inputs, self.inputs, strict=True))
 
     @property
-    def results(self) -> list[tuple[str, str]]:
+    def output_pairs(self) -> list[tuple[str, str]]:
         """The outputs, likewise."""
         return list(zip(self.formal.outputs, self.outputs, strict=True))
 

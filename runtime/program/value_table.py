@@ -63,12 +63,12 @@ class ValueTable:
         assert found is not None, name
         return found
 
-    def are_alike(self, one: str, two: str) -> bool:
+    def have_one_type(self, one: str, two: str) -> bool:
         """Whether two values in slots have one type and shape, and lie on one target."""
         there = self.targets.get(one) == self.targets.get(two)
         return there and self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
 
-    def is_loose(self, name: str) -> bool:
+    def is_dynamic(self, name: str) -> bool:
         """Whether a value has another place and shape in each step."""
         return self.storage[name] is Storage.TENSOR
 
@@ -163,10 +163,10 @@ def types_from_manifest(file: RankFile) -> dict[str, str]:
     """Maps each value that is received or that the rank keeps to its type."""
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
-        types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
+        types |= dict.fromkeys((*filter(None, [call.result]), *call.outputs), file.collectives[call.tag].type)
     for lookup in file.lookups:
         types |= {lookup.result: file.collectives[lookup.tag].type} if lookup.result else {}
-        types |= dict.fromkeys(lookup.made_numbers, "tensor(int64)")
+        types |= dict.fromkeys(lookup.numeric_outputs, "tensor(int64)")
     return types | {record.value: record.type for record in file.state}
 
 
@@ -207,10 +207,13 @@ def storage_of(
 
     return {
         **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
-        **{name: computed(name, call.tag in promises and call.op != PUSH) for name, call in file.results.items()},
-        **{name: Storage.TENSOR for call in file.lookups for name in call.made_numbers},
+        **{
+            name: computed(name, call.tag in promises and call.op != PUSH)
+            for name, call in file.calls_by_output.items()
+        },
+        **{name: Storage.TENSOR for call in file.lookups for name in call.numeric_outputs},
         **dict.fromkeys(flat, Storage.SLOT),
-        **dict.fromkeys((name for call in file.calls if call.parts for name in call.made), Storage.SLOT),
+        **dict.fromkeys((name for call in file.calls if call.parts for name in call.outputs), Storage.SLOT),
         **dict.fromkeys(file.inputs, Storage.INPUT),
         **dict.fromkeys(constants, Storage.CONSTANT),
         **dict.fromkeys((record.value for record in file.state), Storage.CONSTANT),

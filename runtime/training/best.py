@@ -27,14 +27,14 @@ class BestEvaluation:
     `loss` is the name that the loss has among the metrics. A value that is not finite is never the best.
     """
 
-    def __init__(self, wanted: MetricChoice, loss: str) -> None:
-        self.metric = loss if wanted.metric == "loss" else wanted.metric
+    def __init__(self, choice: MetricChoice, loss: str) -> None:
+        self.metric = loss if choice.metric == "loss" else choice.metric
         self.value: float | None = None
         self.step: int | None = None
         self.waited = 0
-        self._sign = -1 if wanted.mode == "max" else 1
-        self._least = wanted.min_delta if isinstance(wanted, EarlyStop) else 0.0
-        self._patience = wanted.patience if isinstance(wanted, EarlyStop) else math.inf
+        self._sign = -1 if choice.mode == "max" else 1
+        self._least = choice.min_delta if isinstance(choice, EarlyStop) else 0.0
+        self._patience = choice.patience if isinstance(choice, EarlyStop) else math.inf
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far."""

@@ -24,8 +24,8 @@ class Evaluation:
         record, names = program.manifest.training, program.artifact.programs
         if record is None or EVALUATE not in names:
             return None
-        streamed = program.beside(EVALUATE_STREAMED) if EVALUATE_STREAMED in names else None
-        return cls(record, program.beside(EVALUATE), streamed)
+        streamed = program.sibling_program(EVALUATE_STREAMED) if EVALUATE_STREAMED in names else None
+        return cls(record, program.sibling_program(EVALUATE), streamed)
 
     def of(self, records: int) -> Program:
         """The program for a batch of so many records on all ranks: the same on each of them."""

@@ -12,7 +12,7 @@ from partc.runtime.artifact.training.named import SCHEDULE, base_folder, outside
 from ..artifact.format import TrainingRecord
 from ..artifact.manifest import Artifact, open_artifact
 from ..checkpoint.early_verification import EarlyVerification
-from ..devices.devices import Asked
+from ..devices.devices import RequestedDevices
 from ..errors import UsageError
 from ..execution.program import OnError, Program, load
 from ..user_code import run_file
@@ -36,7 +36,7 @@ def load_trainer(
     trust: bool = False,
     stall: float = 30.0,
     on_error: OnError = "raise",
-    devices: Asked | None = None,
+    devices: RequestedDevices | None = None,
     op_times: Path | None = None,
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.

@@ -33,7 +33,7 @@ Tested: TypeAlias = Callable[[], Iterable[tuple[Mapping[str, Any], int]]]
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrainingEnd:
     """The end of a training, on every rank.
 
     `metrics`: of the last evaluation, else means over the last steps; on rank 0. `reason`: why before the last step, 0 where it took all.
@@ -53,7 +53,7 @@ def run(
     began: float | None = None,
     resumed: Mapping[str, JsonValue] | None = None,
     recording: Recording | None = None,
-) -> Ended:
+) -> TrainingEnd:
     """Trains as the settings say, or until some rank has `received` a reason to stop, or the time is over that `began` then.
 
     All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
@@ -64,7 +64,7 @@ def run(
     steps = _Steps(trainer, loader, settings, recording)
     judged = Judged(settings, trainer.record.loss, resumed or {})
     if trainer.program.any_rank(judged.is_over):
-        return Ended({}, EARLY_STOP)
+        return TrainingEnd({}, EARLY_STOP)
     after = _AfterStep(trainer, loader, settings, judged, listener, test, recording)
     is_last = False
     for step in steps:
@@ -88,7 +88,7 @@ def run(
             break
     after.saves.finish()
     trainer.check_last_loss()
-    return Ended(after.metrics, 0 if is_last else trainer.stopping or (EARLY_STOP if after.is_over else 0))
+    return TrainingEnd(after.metrics, 0 if is_last else trainer.stopping or (EARLY_STOP if after.is_over else 0))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from partc.runtime.artifact.training.metric_formula import Totals
+from partc.runtime.artifact.training.metric_formula import MetricSums
 
 from .report import Report
 from .trainer import Trainer
@@ -61,7 +61,7 @@ class Meter:
 
     def __init__(self, trainer: Trainer, batch: int, report: Report | None) -> None:
         self._trainer, self._batch, self._report = trainer, batch, report
-        self._totals = Totals(trainer.record)
+        self._totals = MetricSums(trainer.record)
         self.restart()
 
     def restart(self) -> None:

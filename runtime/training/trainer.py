@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 from partc.runtime.artifact.training.lr_schedule import Rate
-from partc.runtime.artifact.training.metric_formula import Totals, formula
+from partc.runtime.artifact.training.metric_formula import MetricSums, formula
 from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.training.data import of_batch, with_next
 from pydantic import JsonValue
@@ -29,7 +29,7 @@ from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
 from ..execution.times.profiler import Profiler
-from ..job.turn import TRAINER, Turn, one_call
+from ..job.turn import TRAINER, CallGuard, one_call
 from ..user_code import user_code
 from .checkpoints import Checkpoints
 from .data import Choices, loader_of
@@ -132,7 +132,7 @@ class Trainer:
         return loader_of(data, self.record, self.ports, self.rank, self.program.largest, epochs, choices)
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> CallGuard:
         """Whose turn it is to call."""
         return self.program.turn
 
@@ -254,7 +254,7 @@ class Trainer:
         """
         evaluation = self._evaluated()
         self._check_last_loss()
-        totals = Totals(self.record, adding=True)
+        totals = MetricSums(self.record, adding=True)
         with self.turn.running("the batches of an evaluation"):
             source = with_next(batches)
         for number, ((batch, size), following) in enumerate(self._lent(source)):

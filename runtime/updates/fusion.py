@@ -31,14 +31,14 @@ _AGAIN = "  help: the file was changed; compile again"
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """Nodes that run as one. `operands` and `results`: for each of the function's, the names of all members, in order; of a number
+    """Nodes that run as one. `operands` and `outputs`: for each of the function's, the names of all members, in order; of a number
     that all share, the one name.
     """
 
     node: NodeProto
     function: FunctionProto
     operands: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
     shared: tuple[bool, ...]
     """Whether each operand is one number."""
     elements: int
@@ -60,7 +60,7 @@ class UpdatePlan:
 
     groups: dict[int, list[FusedUpdate | RowUpdate]] = field(default_factory=dict)
     buffers: list[FlatBuffer] = field(default_factory=list)
-    kept: list[FlatBuffer] = field(default_factory=list)
+    state: list[FlatBuffer] = field(default_factory=list)
     renewed: dict[str, str] = field(default_factory=dict)
     """Maps each shard that is cut out of a parameter in each step to its new value."""
     in_place: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def planned_updates(
         if wrong or not sizes.keys() >= {*members} or len({types.get(name) for name in members}) > 1:
             raise ArtifactError(f"{file.where}: the run list: '{members[0]}' and on are not of one buffer\n{_AGAIN}")
         buffer = FlatBuffer(f"{members[0]} and on", types[members[0]], members, tuple(sizes[name] for name in members))
-        (plan.kept if row.kind == _STATE else plan.buffers).append(buffer)
+        (plan.state if row.kind == _STATE else plan.buffers).append(buffer)
         places |= {name: (buffer.name, at) for name, at in buffer.places.items()}
     functions = {function.name: function for function in file.model.functions}
     for index, step in enumerate(file.steps):
@@ -101,7 +101,7 @@ def planned_updates(
         plan.in_place[index] = [(old, new) for old, new in dict.fromkeys(pairs)]
         for group in plan.groups[index]:
             if isinstance(group, FusedUpdate):
-                for names in (*group.operands, *group.results):
+                for names in (*group.operands, *group.outputs):
                     own = [following.get(name, name) for name in names]
                     if len(own) > 1 and not _follow(own, places, sizes):
                         fact = f"'{own[0]}' and on do not follow each other in memory, and an update takes them for one"

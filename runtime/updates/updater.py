@@ -85,7 +85,7 @@ class Updater:
                 _bind(binding.bind_input, formal, first, begin, count)
                 if not self.device.is_host and isinstance(first, Tensor):
                     found.append(partial(_bind, binding.bind_input, formal, first, begin, count))
-            for formal, names in zip(group.function.output, group.results, strict=True):
+            for formal, names in zip(group.function.output, group.outputs, strict=True):
                 _bind(binding.bind_output, formal, place(names[0]), begin, count)
             found.append(partial(self.session.run_with_iobinding, binding))
         return found

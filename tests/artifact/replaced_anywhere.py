@@ -12,7 +12,7 @@ from pathlib import Path
 from partc.runtime.artifact import replace_folder
 from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
-from partc.runtime.files.replace import WriteError, left_beside
+from partc.runtime.files.replace import WriteError, hidden_files
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "exchange")
 ENDED, DONE, NOT_REACHED = 9, 0, 7
@@ -102,7 +102,7 @@ def main(folder: Path, way: str, what: str) -> None:
                 raise InterruptedError
         except InterruptedError:
             pass
-        assert left_beside(out) == [], moments
+        assert hidden_files(out) == [], moments
         moments += 1
     print(moments, *found.values())
 

@@ -46,7 +46,7 @@ def test_the_state_is_listed_once_and_weights_are_stored_once(build: Path) -> No
 
 def test_what_differs_by_program_is_the_programs_own(build: Path) -> None:
     artifact = open_artifact(build)
-    main, other = (artifact.beside(name).manifest for name in artifact.programs)
+    main, other = (artifact.program_named(name).manifest for name in artifact.programs)
     law, lists = {"batch": SymbolRecord(min=7)}, {next(iter(main.groups)): [[1, 0]]}
     odd = other.model_copy(update={"symbols": law, "groups": lists})
     index = ManifestFile.model_validate_json(ManifestFile.of([main, odd]).model_dump_json())

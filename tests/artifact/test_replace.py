@@ -15,8 +15,8 @@ from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import (
     WriteError,
+    hidden_files,
     hidden_name,
-    left_beside,
     lock,
     locked_folder,
     replacing,
@@ -61,7 +61,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a link"), replacing_together(path):
         pass
     assert victim.read_text() == "precious"
-    assert left_beside(path) == []
+    assert hidden_files(path) == []
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_what_dead_writers_left_is_removed_and_what_others_write_is_not(tmp_path
     with (alive := hidden_name(path)).open("wb") as writer:
         lock(writer.fileno())
         write_text(path, "new")
-        assert left_beside(path) == [alive]
-        assert left_beside(other) == [others]
+        assert hidden_files(path) == [alive]
+        assert hidden_files(other) == [others]
     write_text(path, "newer")
-    assert left_beside(path) == []
+    assert hidden_files(path) == []
 
 
 def test_files_that_belong_together_are_replaced_together(tmp_path: Path) -> None:

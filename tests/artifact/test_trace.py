@@ -122,13 +122,13 @@ def test_the_command_says_where_the_time_went(trace: Path, capsys: Capture) -> N
 
 def test_a_trace_that_was_cut_short_is_read_as_far_as_it_goes(trace: Path, tmp_path: Path) -> None:
     whole = trace.read_bytes()
-    assert read_trace(trace).whole
+    assert read_trace(trace).is_complete
     chance, file = random.Random(3), tmp_path / "cut.trace.json"
     for _ in range(40):
         end = chance.randrange(whole.index(b"\n"), len(whole) - 4)
         file.write_bytes(whole[:end])
         found = read_trace(file)
-        assert not found.whole
+        assert not found.is_complete
         complete = whole[:end].count(b'"ph": "X"')
         assert complete - 1 <= len(found.spans) <= complete
 

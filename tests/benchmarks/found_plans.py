@@ -33,10 +33,10 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.search.base_plan import Base, base_of
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.plays import Plays, play_program, played
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import Base, base_of
+from partc.compiler.search.search_state import SearchState, play_program, played
 from partc.runtime import load, load_trainer, open_artifact
 from partc.runtime.execution.inputs import shard
 from train_cases import CASES
@@ -113,7 +113,7 @@ class Measured:
         self.steps.append(statistics.median(self.side.turn(count)))
 
 
-def search_of(case: Case, folder: Path, machine: Machine, ranks: int, tries: int) -> Plays:
+def search_of(case: Case, folder: Path, machine: Machine, ranks: int, tries: int) -> SearchState:
     """The search for a plan, with all that it has simulated, and so many of the fastest run."""
     source, base, sizes = case.source(folder), Base(), dict(case.sizes)
     if case.loss:

@@ -173,7 +173,7 @@ def stock(path: Path) -> Any:
 def result(path: Path, degrees: tuple[int, int, int], inputs: Arrays, want: Arrays) -> tuple[str, str]:
     """What comes of a proposal: equal, refused or wrong, and what there is to say of it."""
     from partc.compiler import compile_model
-    from partc.compiler.errors import CompileError, OwnFaultError
+    from partc.compiler.errors import CompileError, InternalError
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.proposal.batch import least_sizes
@@ -197,7 +197,7 @@ def result(path: Path, degrees: tuple[int, int, int], inputs: Arrays, want: Arra
             with load_local(report.out) as program:
                 have = program(inputs)
             ranks = [path.read_text() for path in sorted(report.out.glob("ir/rank_*.ir"))]
-    except OwnFaultError as error:
+    except InternalError as error:
         return "wrong", str(error)
     except CompileError as error:
         return "refused", str(error)

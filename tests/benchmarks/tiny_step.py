@@ -52,7 +52,7 @@ def bare(program: Program, arrays: dict[str, np.ndarray[Any, Any]]) -> list[Run]
                         binding.bind_input(formal, "cpu", 0, code, arrays[name].shape, arrays[name].ctypes.data)
             runs.append(partial(program._program.runners[index].session.run_with_iobinding, binding))
         for updater in program._program.replacement.updates.get(index, ()):
-            runs += updater.calls(plan.sessions.place, shared, plan.values.is_loose)
+            runs += updater.calls(plan.sessions.place, shared, plan.values.is_dynamic)
     return runs
 
 

@@ -8,7 +8,7 @@ import onnx
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.training.replicas import check_replicas, copies_of
-from partc.runtime.checker.training.value_numbering import Numbering
+from partc.runtime.checker.training.value_numbering import ValueNumbering
 from small_training import compiled
 
 
@@ -44,6 +44,6 @@ placement: {wide: [0, 2], loss: 2}
         for rank in range(3)
     }
     (found,) = check_replicas(
-        Numbering(build, manifest, models), [one for one in copies_of(manifest) if one[0][1].value == "w"]
+        ValueNumbering(build, manifest, models), [one for one in copies_of(manifest) if one[0][1].value == "w"]
     )
     assert "may become another one than on rank 0" in found.fact

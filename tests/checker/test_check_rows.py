@@ -198,9 +198,9 @@ def test_what_a_sound_pipeline_keeps(built: Path) -> None:
     checked = check(built)
     assert not checked.violations
     assert checked.microbatches == 4
-    assert [(one.ranks, one.microbatches) for one in checked.kept] == [("0", 2.0), ("1", 1.0)]
+    assert [(one.ranks, one.microbatches) for one in checked.memory] == [("0", 2.0), ("1", 1.0)]
     # rank 0: t of 12 columns, which it sends and the gradient of Tanh reads, of a quarter of n records, twice
-    assert checked.kept[0].bytes == "24*n"
+    assert checked.memory[0].bytes == "24*n"
 
 
 def test_a_deadlock_shows_where_each_row_waits(built: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from artifact_edit import chain, chain_reference
 from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
-from partc.cli.launch.launcher_output import Ended, LauncherOutput
+from partc.cli.launch.launcher_output import LauncherOutput, RankEnd
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
@@ -83,18 +83,18 @@ SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
-        (OPEN_MPI_LEFT, Ended(rank=1, pid=17855, code=0)),
-        (OPEN_MPI_EXITED, Ended(rank=2, code=3)),
-        (MPICH_KILLED, Ended(pid=6499, signal=9)),
-        (SLURM_KILLED, Ended(rank=4, signal=9)),
-        (OPEN_MPI_PEER_GONE, Ended(host="second")),
-        ("[first:00000] *** An error occurred in Socket closed\n", Ended(host="")),
+        (OPEN_MPI_KILLED, RankEnd(rank=1, pid=4400, signal=9)),
+        (OPEN_MPI_LEFT, RankEnd(rank=1, pid=17855, code=0)),
+        (OPEN_MPI_EXITED, RankEnd(rank=2, code=3)),
+        (MPICH_KILLED, RankEnd(pid=6499, signal=9)),
+        (SLURM_KILLED, RankEnd(rank=4, signal=9)),
+        (OPEN_MPI_PEER_GONE, RankEnd(host="second")),
+        ("[first:00000] *** An error occurred in Socket closed\n", RankEnd(host="")),
         ("[first][[27256,1],0][/opal/mca/btl/tcp/btl_tcp_frag.c:127:send] writev failed: Broken pipe (32)\n", None),
-        (OPEN_MPI_PEER_GONE + OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
+        (OPEN_MPI_PEER_GONE + OPEN_MPI_KILLED, RankEnd(rank=1, pid=4400, signal=9)),
     ],
 )
-def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended | None) -> None:
+def test_a_launchers_words_are_held_back_and_read(text: str, expected: RankEnd | None) -> None:
     output = LauncherOutput()
     passed = [line for line in text.splitlines() if not output.hold(line) and line]
     assert passed == []

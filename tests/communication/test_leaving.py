@@ -21,7 +21,7 @@ from partc.runtime import load_trainer
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.transport import Transport
 from partc.runtime.errors import ArtifactError, RankError
-from partc.runtime.execution.rank_threads import RankThreads, left_behind
+from partc.runtime.execution.rank_threads import RankThreads, is_rank_running
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
@@ -121,7 +121,7 @@ def test_an_interrupt_ends_ranks_that_wait_and_leaves_one_that_hangs() -> None:
         with pytest.raises(KeyboardInterrupt):
             in_threads(lambda _: hung.wait(60))
         assert time.monotonic() - begun < 50
-        assert left_behind()
+        assert is_rank_running()
     finally:
         signal.signal(signal.SIGALRM, before)
         hung.set()

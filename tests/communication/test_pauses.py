@@ -120,7 +120,7 @@ def test_all_ranks_spin_shortly_after_one_was_without_a_core(tmp_path: Path, mon
     monkeypatch.setattr(parking, "perf_counter", lambda: now[0])
     counts.write_text("5 7 1\n")
     until = memoryview(bytearray(8)).cast("d")
-    one, other = (parking.SpinTime(parking.Caution(until)) for _ in range(2))
+    one, other = (parking.SpinTime(parking.ShortSpin(until)) for _ in range(2))
     lengths = []
     for seconds, waited in (
         (0.05, 1e6),
@@ -150,15 +150,15 @@ def test_no_rank_gives_its_core_up_for_a_time_after_a_long_turn(monkeypatch: pyt
         given.append(now[0])
         now[0] += length[0]
 
-    one, other = (parking.Turns(parking.Caution(until), give) for _ in range(2))
-    assert one.given(lambda: True)
+    one, other = (parking.YieldTurns(parking.ShortSpin(until), give) for _ in range(2))
+    assert one.is_ready_after(lambda: True)
     length[0] = 3e-3
-    assert not one.given(lambda: False)
+    assert not one.is_ready_after(lambda: False)
     for seconds in (0.005, 0.012, 0.014, 0.03, 0.045, 0.06):  # the second time lasts for twice as long
         now[0] = seconds
-        other.given(lambda: True)
+        other.is_ready_after(lambda: True)
         now[0] = seconds
-        one.given(lambda: True)
+        one.is_ready_after(lambda: True)
     assert given == [0.0, 1e-4, 0.014, 0.03, 0.06]
 
 

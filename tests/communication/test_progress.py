@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx.parser
 import pytest
-from partc.runtime.execution.under_way import beside_messages
+from partc.runtime.execution.under_way import during_messages
 from partc.runtime.job.progress import LONG, Progress
 from partc.runtime.program.steps import Segment
 from run_steps import steps_of
@@ -32,7 +32,7 @@ rank (float[n] x) => (float[n] y, float[n] z) <float[n] a, float[n] b, float[n] 
 def test_segments_beside_messages_are_known_before_they_run() -> None:
     steps = steps_of(onnx.parser.parse_model(TEXT), "rank", {"all": (0, 1)})
     made = {index: list(step.outputs) for index, step in enumerate(steps) if isinstance(step, Segment)}
-    beside = [made[index] for index in sorted(beside_messages(steps, {4}))]
+    beside = [made[index] for index in sorted(during_messages(steps, {4}))]
     assert beside == [made[index] for index in sorted(made)][1:]
 
 

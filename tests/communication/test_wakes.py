@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from partc.runtime.communication.host import rounds
 from partc.runtime.communication.host.plane import SingleRound
-from partc.runtime.job.parking import Parking
+from partc.runtime.job.parking import RankWait
 from simulation.scheduler import Scheduler
 from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedTurns, SimulatedWords, Values, run
 
@@ -60,14 +60,14 @@ def _sleeps_on_what_it_sees_later(patch: pytest.MonkeyPatch) -> None:
 
 
 def _sleeps_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: Parking, ready: Callable[[], bool], look: Callable[[], object], count: object = None) -> None:
+    def wait(self: RankWait, ready: Callable[[], bool], look: Callable[[], object], count: object = None) -> None:
         while not ready():
             self._own[0] = 1
             self.fence()
             self._words.sleep(self._place)
             look()
 
-    patch.setattr(Parking, "wait", wait)
+    patch.setattr(RankWait, "wait", wait)
 
 
 def _slots_are_used_again_early(patch: pytest.MonkeyPatch) -> None:
@@ -81,11 +81,11 @@ def _slots_are_used_again_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_pair_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Parking, "word", lambda self, place: (0, 0))
+    patch.setattr(RankWait, "word", lambda self, place: (0, 0))
 
 
 def _a_turn_counts_as_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedTurns, "given", lambda self, ready: True)
+    patch.setattr(SimulatedTurns, "is_ready_after", lambda self, ready: True)
 
 
 def _in_a_single_round(change: Callable[[SingleRound, Actions], Actions]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -180,7 +180,7 @@ def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others()
     for rank in range(size):
         cells = [SimulatedCell(numbers, rank, "arrivals", other) for other in range(size)]
         numbers.point = lambda rank: None  # type: ignore[method-assign]
-        parking = Parking(SimulatedWords(numbers, rank), rank, lambda rank=rank: numbers.fence(rank), None)
+        parking = RankWait(SimulatedWords(numbers, rank), rank, lambda rank=rank: numbers.fence(rank), None)
         others = [other for other in range(size) if other != rank]
         closed = SimulatedCount(numbers, rank, "closed")
         group = rounds.HostGroup(cells, rank, others, parking, closed, closed)
@@ -209,7 +209,7 @@ def test_a_group_is_under_way_while_a_round_of_it_is_begun_and_not_put() -> None
     numbers.point = lambda rank: None  # type: ignore[method-assign]
     unput: dict[rounds.HostGroup, None] = {}
     cells = [SimulatedCell(numbers, 0, "arrivals", other) for other in range(2)]
-    parking = Parking(SimulatedWords(numbers, 0), 0, lambda: numbers.fence(0), None)
+    parking = RankWait(SimulatedWords(numbers, 0), 0, lambda: numbers.fence(0), None)
     closed = SimulatedCount(numbers, 0, "closed")
     short, long = (rounds.HostGroup(cells, 0, [1], parking, closed, closed) for _ in range(2))
     short.unput = long.unput = unput

@@ -10,7 +10,7 @@ import brief_ranks
 import numpy as np
 import pytest
 from partc.cli.machine import measure
-from partc.cli.machine.job import found_by
+from partc.cli.machine.job import result_of_module
 from partc.cli.main import invoke
 from partc.compiler.cost.machine_file import machine_text, read_machine
 from partc.compiler.cost.play import Compute
@@ -27,13 +27,13 @@ SAMPLES = Path(__file__).parents[2] / "samples"
 def by_brief_ranks(module: str, folder: Path, ranks: int) -> dict[str, Any]:
     """What the ranks find whose measurements are brief."""
     assert module == "partc.cli.machine.ranks"
-    return found_by(brief_ranks.__name__, folder, ranks)
+    return result_of_module(brief_ranks.__name__, folder, ranks)
 
 
 def test_a_measured_machine_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "found_by", by_brief_ranks)
+    monkeypatch.setattr(measure, "result_of_module", by_brief_ranks)
     monkeypatch.setenv("PYTHONPATH", str(Path(brief_ranks.__file__).parent), prepend=os.pathsep)
     compile_model(SAMPLES / "gpt/model.py", SAMPLES / "gpt/plan.yaml", tmp_path / "build")
     out = tmp_path / "machine.yaml"

@@ -90,7 +90,7 @@ def counted(folder: Path, manifest: Manifest, sizes: dict[str, int]) -> list[int
 def test_no_value_of_a_sample_is_left_out(artifact: Artifact) -> None:
     sizes = typical_sizes(artifact.manifest)
     for program in artifact.programs:
-        beside = artifact if program == artifact.programs[0] else artifact.beside(program)
+        beside = artifact if program == artifact.programs[0] else artifact.program_named(program)
         needed = [rank_memory(beside, rank, sizes) for rank in range(artifact.manifest.ranks)]
         assert not any(one.unknown for one in needed)
         assert all(one.peak > 0 for one in needed)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from machines import machine
-from partc.cli.difference.compare import Change, alike
+from partc.cli.difference.compare import Change, grouped_changes
 from partc.cli.main import invoke
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
@@ -180,7 +180,7 @@ def test_wrong_limits_sizes_and_folders_are_named_all_at_once(
 
 def test_only_numbers_that_differ_become_a_star() -> None:
     changes = [Change("layouts", f"layers.{k}.norm2.{kind}", "a", "b", f"by {k}") for kind in "xy" for k in range(3)]
-    assert alike(changes) == [
+    assert grouped_changes(changes) == [
         (Change("layouts", "layers.*.norm2.x", "a", "b", "by *"), 3),
         (Change("layouts", "layers.*.norm2.y", "a", "b", "by *"), 3),
     ]

@@ -51,7 +51,7 @@ class JobRun:
             at |= {(one, rank): self.shard(version, rank, inputs[str(version.value.name)]) for rank in members(ranks)}
         for one, held, ranks in job.weights:
             at |= dict.fromkeys([(one, rank) for rank in members(ranks)], self._weights.of(held).tensor.numpy())
-        for one, state, ranks in job.kept:
+        for one, state, ranks in job.state:
             at |= {(one, rank): self._first(state, rank) for rank in members(ranks) if (one, rank) not in at}
         for one, _, ranks in job.scalars:
             at |= dict.fromkeys([(one, rank) for rank in members(ranks)], numbers[str(one)])

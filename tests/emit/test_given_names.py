@@ -19,5 +19,5 @@ def test_values_that_two_bodies_of_a_file_make_have_different_names() -> None:
     ]
     calls = tuple(Call(body, 0, body.inputs, body.outputs) for body in bodies)
     part = RankProgram(0, calls, (), (), ())
-    names = Names(cast(Complete, cast(Any, SimpleNamespace(alike=[(part, (0,))]))))
+    names = Names(cast(Complete, cast(Any, SimpleNamespace(distinct_programs=[(part, (0,))]))))
     assert [names[value] for value in (x, first, second, given, made)] == ["x", "h", "h'", "y", "z"]

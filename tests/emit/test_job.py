@@ -13,7 +13,7 @@ def test_a_name_is_free_on_ranks_and_not_the_models() -> None:
     first, apart = job.value((0, 1), "h.sum"), job.value((2, 3), "h.sum")
     crossing, spelled = job.value((1, 2), "h.sum"), job.value((1,), "h.sum", "h.sum.fc1")
     numbered, of_model = job.value((0, 1, 2, 3), "h.sum"), job.value((3,), "x")
-    beside = job.beside((1, 2), crossing, ".zero")
+    beside = job.derived_on((1, 2), crossing, ".zero")
     names = names_of(job)
     assert [names[one] for one in (first, apart, crossing, spelled)] == ["h.sum", "h.sum", "h.sum.2", "h.sum.fc1"]
     assert [names[one] for one in (numbered, of_model, beside)] == ["h.sum.3", "x'", "h.sum.2.zero"]

@@ -76,7 +76,7 @@ def delivered(run: JobRun) -> dict[str, list[tuple[ShardedValue, int, Any]]]:
 def kept(run: JobRun) -> dict[str, Any]:
     """What ranks keep behind the step, by global name and whole; ranks of one shard have the same."""
     found: dict[str, dict[tuple[tuple[int, ...], ...], Any]] = {}
-    for one, state, ranks in run.job.kept:
+    for one, state, ranks in run.job.state:
         layout = state.version.layout
         for rank in members(ranks):
             number = layout.shard(state.version.places[rank])

@@ -14,7 +14,7 @@ from partc.compiler import compile_model
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.layout.layout import Layout
-from partc.compiler.lower.by_place import item_of
+from partc.compiler.lower.rank_constants import item_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
@@ -260,10 +260,10 @@ def test_ranks_that_keep_other_versions_are_not_alike(tmp_path: Path) -> None:
     plan = f"ranks: 4\nsymbols: {{batch: {{divisor: 4}}}}\ndataset: data_parallel\ntrain: {{{LOSS}, optimizer: {{type: sgd, lr: 0.1}}}}\n"
     program = compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build").program
     first, *others = program.parts[1:]
-    assert first.kept
-    assert {part.likeness for part in others} == {first.likeness}
-    assert all(part.kept is first.kept for part in others)
-    one, *rest = first.kept
+    assert first.state
+    assert {part.share_key for part in others} == {first.share_key}
+    assert all(part.state is first.state for part in others)
+    one, *rest = first.state
     elsewhere = replace(one, version=replace(one.version, group=one.version.group[:2]))
-    assert replace(first, kept=(elsewhere, *rest)).likeness != first.likeness
-    assert replace(first, scalars=()).likeness != first.likeness
+    assert replace(first, state=(elsewhere, *rest)).share_key != first.share_key
+    assert replace(first, scalars=()).share_key != first.share_key

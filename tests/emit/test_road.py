@@ -49,7 +49,7 @@ def contents(program: Loaded) -> dict[str, Any]:
         job = comm.job
         found["ops"] = [*job.steps, *job.program]
         found["records"] = [
-            (value, ranks) for some in (job.listed, job.constants, job.kept, job.outputs) for value, _, ranks in some
+            (value, ranks) for some in (job.listed, job.constants, job.state, job.outputs) for value, _, ranks in some
         ]
         found["created"] = [*job.created.items()]
         found["types"] = [(value, value.of, value.shape) for value, _, _ in job.listed]
@@ -67,7 +67,7 @@ def test_no_pass_changes_the_program_that_it_is_given() -> None:
 
 def test_every_op_knows_its_task() -> None:
     program = pipeline.run_passes(started(), pipeline.check_budget)
-    parameters = {one.parameter for part in program.parts for one in part.kept if one.parameter}
+    parameters = {one.parameter for part in program.parts for one in part.state if one.parameter}
     for part in program.parts:
         tasks = [step.task for step in part.steps]
         forward = max(k for k, one in enumerate(tasks) if one is TaskKind.FORWARD)

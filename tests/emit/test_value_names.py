@@ -6,7 +6,7 @@ import pytest
 from equivalence import model, same_as_whole
 from partc.compiler.ir.graph import name_of, operand_name, operands_of
 from partc.compiler.ir.programs import Value
-from partc.compiler.ir.stand_ins import StandIns
+from partc.compiler.ir.value_map import ValueMap
 
 
 def test_a_value_without_a_name_is_a_fault() -> None:
@@ -25,7 +25,7 @@ def test_only_an_absent_operand_has_an_empty_name() -> None:
 
 def test_values_of_one_text_stay_apart() -> None:
     first, second, made = Value("w"), Value("w"), Value("w")
-    values = StandIns()
+    values = ValueMap()
     operands, out = [values.of(first), values.of(second), None], values.of(made)
     (op,) = values.ops([ir.Node("", "Add", operands, outputs=[out], name="w")])
     assert [one is wanted for one, wanted in zip(op.inputs, (first, second, None), strict=True)] == [True] * 3
@@ -34,7 +34,7 @@ def test_values_of_one_text_stay_apart() -> None:
 
 
 def test_a_node_of_another_name_keeps_it() -> None:
-    values = StandIns()
+    values = ValueMap()
     x, y = Value("x"), Value("y")
     nodes = [ir.Node("", "Relu", [values.of(x)], outputs=[values.of(y)], name="x.update")]
     assert [op.label for op in values.ops(nodes)] == ["x.update"]

@@ -180,7 +180,7 @@ def test_a_message_is_one_value_at_both_ends() -> None:
     verify(sent, "lower")
     part = sent.parts[1]
     message = next(step for step in part.steps if isinstance(step, Comm))
-    other = replace(message, outputs=(message.makes[0].beside(".other"),))
+    other = replace(message, outputs=(message.makes[0].derived(".other"),))
     steps = tuple(other if step is message else step for step in part.steps)
     with pytest.raises(InvalidProgram, match=r"message \d+ is '.*' where it is sent and '.*other' where it arrives"):
         verify(replace(sent, parts=(sent.parts[0], replace(part, steps=steps))), "lower")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from artifact_text import write
-from partc.runtime.job.turn import PROGRAM, TRAINER, Turn, one_call
+from partc.runtime.job.turn import PROGRAM, TRAINER, CallGuard, one_call
 from turns_case import PING_PONG
 
 INTERRUPTED = """
@@ -69,7 +69,7 @@ class Nested:
     """A call that makes a call, as a trainer's step makes one of its program."""
 
     def __init__(self) -> None:
-        self.turn = Turn(waits=True)
+        self.turn = CallGuard(waits=True)
 
     @one_call(TRAINER)
     def outer(self) -> int:

@@ -15,7 +15,7 @@ from partc.cli.main import invoke
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
 from partc.runtime.execution.memory import layout, proof
-from partc.runtime.execution.memory.freed import VARIABLE, Freed, pattern
+from partc.runtime.execution.memory.freed import VARIABLE, PoisonFreed, pattern
 from partc.runtime.execution.memory.proof import meetings
 from partc.runtime.execution.program import Program
 from partc.runtime.execution.step_plan import StepPlan
@@ -111,7 +111,7 @@ def test_members_of_an_update_that_lie_apart_are_found(
         for group in (
             one.group for some in plan.program.replacement.updates.values() for one in some if isinstance(one, Updater)
         ):
-            for one, other in (names[:2] for names in (*group.operands, *group.results) if len(names) > 1):
+            for one, other in (names[:2] for names in (*group.operands, *group.outputs) if len(names) > 1):
                 kept = plan.cells[one], plan.cells[other]
                 plan.cells[one], plan.cells[other] = kept[::-1]
                 assert any(f"'{other}' does not lie behind '{one}'" in line for line in meetings(plan))
@@ -201,17 +201,17 @@ def test_what_is_on_its_way_is_not_freed(ranks: Sequence[Program], monkeypatch: 
     monkeypatch.setenv(VARIABLE, "1")
     sending = 0
 
-    def too_early(self: Freed, lives: Sequence[Lifetime], *more: Any) -> None:
+    def too_early(self: PoisonFreed, lives: Sequence[Lifetime], *more: Any) -> None:
         begun(self, [replace(life, sends=()) for life in lives], *more)
 
-    begun = Freed.__init__
+    begun = PoisonFreed.__init__
     for rank in ranks:
         planned = Planned(rank, monkeypatch)
         planned.plan()
         if any(life.sends for lives in planned.lives for life in lives if life.bytes):
-            monkeypatch.setattr(Freed, "__init__", too_early)
+            monkeypatch.setattr(PoisonFreed, "__init__", too_early)
             assert any("has been given up" in text for text in meetings(planned.plan()))
-            monkeypatch.setattr(Freed, "__init__", begun)
+            monkeypatch.setattr(PoisonFreed, "__init__", begun)
             sending += 1
     assert sending or not any(isinstance(step, Send) for rank in ranks for step in rank._program.steps)
 

@@ -107,7 +107,7 @@ PROGRAM: Mapping[str, Case] = {
     "largest": said("largest", 7, 7),
     "maxima": lambda program, k, _: program.maxima(np.array([k, 7])).tolist() == [k, 7],
     "describe": lambda program, k, _: bool(program.describe(0)),
-    "beside": lambda program, k, _: program.beside("infer").usable,
+    "sibling_program": lambda program, k, _: program.sibling_program("infer").usable,
     "agreements": lambda program, k, _: program.agreements() is not None,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,
     "release": nothing("release"),
@@ -118,7 +118,7 @@ LOCAL: Mapping[str, Case] = {
     "ranks": read("ranks"),
     "__call__": stepped("__call__", -0.5),
     "step_of_all": lambda program, k, _: len(program.step_of_all({"x": rows(k)})) == 2,
-    "beside": lambda program, k, _: len(program.beside("infer").ranks) == 2,
+    "sibling_program": lambda program, k, _: len(program.sibling_program("infer").ranks) == 2,
     "close": nothing("close"),
 }
 TRAINER: Mapping[str, Case] = {

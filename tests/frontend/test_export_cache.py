@@ -49,7 +49,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (root / "plan.yaml").write_text(PLAN)
         report = _compile(root, "first")
         assert report.exported
-        assert report.kept
+        assert report.is_export_cached
         yield root
 
 
@@ -199,7 +199,7 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("PARTC_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    assert export_cache.home() is None
+    assert export_cache.cache_folder() is None
 
 
 def test_what_was_not_used_for_longest_makes_room(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def run(folder: Path) -> Results:
             if program.manifest.training is None and any(port.name == "x" for port in program.inputs):
                 found |= program({"x": rng.integers(0, 12, (3, 5))})
             elif program.manifest.training is None:
-                prefill = program.beside("prefill")
+                prefill = program.sibling_program("prefill")
                 for slot in range(2):
                     prefill.at_slots([slot])
                     found |= _named(f"prefill {slot}", prefill, _tokens(rng, 1, 4, 0))

@@ -74,7 +74,7 @@ def test_positions_come_from_the_past_or_as_inputs(
     assert {one.partition("_")[0] for one in decode.programs[2:]} <= {"decode"}
     shapes = {port.name: port.shape for port in decode.manifest.inputs}
     assert shapes == {"ids": [slots, 1], "position": [slots], "count": [slots]}
-    shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
+    shapes = {port.name: port.shape for port in decode.program_named("prefill").manifest.inputs}
     assert shapes == {"ids": [1, 5], "position": [1], "count": [1]}
     with load_local_generator(folder) as generator:
         assert [answer.tokens for answer in generator.run(requests())] == wanted

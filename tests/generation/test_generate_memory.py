@@ -35,7 +35,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "rows", "tokens"), [("decode", SLOTS, 1), ("prefill", 1, CHUNK)])
 def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, build: Path) -> None:
-    artifact = open_artifact(build).beside(name)
+    artifact = open_artifact(build).program_named(name)
     file, model = read_rank_file(artifact, 0), artifact.model(0)
     is_open = [name for name, shape in file.declared_shapes.items() if shape is None]
     sizes = FileSizes(file, {})

@@ -59,7 +59,7 @@ def _bits(generator: Generator, requests: list[Request]) -> tuple[dict[int, list
         shards = [np.asarray(one[generator.record.logits]) for _, one in sorted(outputs.items())]
         chosen: Array = next(iter(outputs.values()))[generator.record.next]  # type: ignore[assignment]
         for row, (_, count, one) in step.taking.items():
-            if count >= one.left:
+            if count >= one.unread:
                 found.setdefault(one.number, []).append(b"".join(shard[row].tobytes() for shard in shards))
         slots.take(step, chosen.tolist())
     return found, set(slots.programs)

@@ -158,7 +158,7 @@ def test_a_served_table_trains_as_one_rank_does(
     assert kinds(program) == {"Pull": 2, "Push": 2, **moved}
     serving = {*range(program.plan.ranks)} - {*program.plan.workers}
     for part in program.parts if serving else ():
-        kept = {one.tensor.split(".")[0] for one in part.kept}
+        kept = {one.tensor.split(".")[0] for one in part.state}
         assert kept == ({"table"} if part.rank in serving else {"weight"})
 
 

@@ -53,7 +53,7 @@ def test_no_table_is_copied(name: str, tmp_path: Path) -> None:
     train = TRAIN.replace("OF", of)
     program = same_training(lambda: source, plan + train, tmp_path, steps, rtol=1e-5, atol=1e-5)
     assert not copied(program) & {"table", "w"} or name == "updated on the CPU", copied(program)
-    assert {one.target for part in program.parts for one in part.kept if one.tensor.startswith("table")} == {"cpu"}
+    assert {one.target for part in program.parts for one in part.state if one.tensor.startswith("table")} == {"cpu"}
 
 
 def test_a_frozen_weight_beside_a_served_table_lies_where_it_is_read(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ ALLOWED = {
     "compiler/emit/looked_up.py": MEANING,
     "runtime/checker/training/slot_rows.py": MEANING,
     "runtime/checker/training/value_numbering.py": MEANING,
-    "runtime/checker/across/alike.py": MEANING,
+    "runtime/checker/across/equal_nodes.py": MEANING,
     "runtime/checker/graph/types.py": MEANING,
 }
 """By pattern of a file why it names eight ops or more."""

@@ -24,9 +24,9 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import floats
 from partc.compiler.proposal.propose import parsed, propose
 from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.search.base_plan import base_of
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import base_of
 from partc.compiler.start import start
 from proposal_case import WIDTH, Graph, source
 from staged_networks import Network, batch, grown

@@ -38,7 +38,7 @@ def test_an_offloaded_gpt_copies_four_bytes_an_element_of_products(tmp_path: Pat
     training, (part,) = report.program.training, report.program.parts
     assert training is not None
     sizes = {one.name or "": int(np.prod([int(str(dim)) for dim in one.shape or ()])) for one in training.parameters}
-    assert {one.target for one in part.kept} == {"cpu"}, "weights and the optimizer's state take nothing of the device"
+    assert {one.target for one in part.state} == {"cpu"}, "weights and the optimizer's state take nothing of the device"
     batch, seq, width = 3, 7, 24
     ids = np.random.default_rng(0).integers(0, 60, (2, batch, seq))
     counts = counted(tmp_path / "build", {"ids": ids[0], "labels": ids[1]})

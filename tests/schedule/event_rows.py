@@ -79,7 +79,7 @@ def actions(schedule: Schedule, costs: Costs | None = None) -> tuple[tuple[Actio
     rows: list[list[Action]] = [[] for _ in schedule.rows]
     for _, task, reader in sorted(events):
         if reader is None:
-            for home in stages.homes[task.stage]:
+            for home in stages.stage_ranks[task.stage]:
                 rows[home].append(task)
         else:
             for home, role in roles(stages, task.stage, reader):
@@ -89,7 +89,7 @@ def actions(schedule: Schedule, costs: Costs | None = None) -> tuple[tuple[Actio
 
 def roles(stages: Stages, maker: int, reader: int) -> Iterator[tuple[int, Role]]:
     """The homes that take part in a message, and how: who has the value sends, unless to itself alone; who needs it receives."""
-    having, needing = set(stages.homes[maker]), set(stages.homes[reader])
+    having, needing = set(stages.stage_ranks[maker]), set(stages.stage_ranks[reader])
     for home in sorted(having | needing):
         sends, receives = home in having and needing != {home}, home in needing and having != {home}
         yield home, Role.BOTH if sends and receives else Role.SEND if sends else Role.RECEIVE

@@ -40,7 +40,7 @@ def least_time(stages: Stages, microbatches: int, costs: Costs, limits: Sequence
             return
         left = list(free)
         for (s, kind), n in count.items():
-            left[stages.homes[s][0]] += (microbatches - n) * time(Task(s, kind, 0))
+            left[stages.stage_ranks[s][0]] += (microbatches - n) * time(Task(s, kind, 0))
         if max(left) >= best - 1e-9:
             return
         open_ends = sorted((task, end) for task, end in ended.items() if read_later(task, count))
@@ -51,7 +51,7 @@ def least_time(stages: Stages, microbatches: int, costs: Costs, limits: Sequence
         seen.setdefault(key, []).append(times)
         options = []
         for s, kind in kinds:
-            task, (home,) = Task(s, kind, count[s, kind]), stages.homes[s]
+            task, (home,) = Task(s, kind, count[s, kind]), stages.stage_ranks[s]
             more = change(task, stages.splittable[s], costs)
             needs = stages.needs(task)
             if task.microbatch == microbatches or any(need not in ended for need in needs):

@@ -36,7 +36,7 @@ def random_stages(chosen: random.Random) -> Stages:
     edges = [Edge(a, b, chosen.random() < 0.85) for a, b in pairs if chosen.random() < (0.8 if a == b - 1 else 0.3)]
     found = graph(on, edges)
     if chosen.random() < 0.2:
-        found = Stages(found.homes, found.edges, found.ranks, tuple(chosen.random() < 0.7 for _ in on))
+        found = Stages(found.stage_ranks, found.edges, found.ranks, tuple(chosen.random() < 0.7 for _ in on))
     return found
 
 
@@ -186,7 +186,7 @@ def test_b_and_w_are_apart_only_where_allowed_and_where_it_helps() -> None:
     assert whole.total == whole.bound == 33
     alone = auto(one_each(1), 5, unit_costs(one_each(1)))
     assert not alone.schedule.split
-    dear = Costs((StageCost(1, 2, 2, whole=2),) * 4)
+    dear = Costs((StageCost(1, 2, 2, undivided=2),) * 4)
     assert not auto(stages, 8, dear).schedule.split
 
 
@@ -204,7 +204,7 @@ def test_measured_times_of_single_tasks_count() -> None:
 
 def test_given_times_of_kinds_and_tasks() -> None:
     costs = with_times(Costs((StageCost(1, 1, 3), StageCost())), {"0B": 2, "1B": 5, "1W": 2, "1F3": 9}, "ms")
-    assert costs.stages == (StageCost(1, 0.5, 1.5, whole=2), StageCost(1, 5, 2))
+    assert costs.stages == (StageCost(1, 0.5, 1.5, undivided=2), StageCost(1, 5, 2))
     assert (dict(costs.measured), costs.clock) == ({Task(1, Kind.FORWARD, 3): 9}, "ms")
     with pytest.raises(ValueError, match="the stages are 0 to 1"):
         with_times(costs, {"2F": 1})

@@ -32,10 +32,10 @@ def test_what_is_chosen_without_a_name() -> None:
 
 def test_groups_of_ranks_are_homes() -> None:
     two = grouped([[0, 1], [2, 3], [0, 1]], [Edge(0, 1), Edge(1, 2)], [True] * 3)
-    assert (two.homes, two.ranks) == (((0,), (1,), (0,)), ((0, 1), (2, 3)))
+    assert (two.stage_ranks, two.ranks) == (((0,), (1,), (0,)), ((0, 1), (2, 3)))
     assert str(choose(two, 1, "gpipe")) == "ranks 0,1: 0F0 2F0 2B0 0B0\nranks 2,3: 1F0 1B0"
     over = grouped([[0, 1], [2], [3, 2, 1, 0]], [Edge(0, 2), Edge(1, 2)], [True] * 3)
-    assert (over.homes, over.ranks) == (((0,), (1,), (0, 1, 2)), ((0, 1), (2,), (3,)))
+    assert (over.stage_ranks, over.ranks) == (((0,), (1,), (0, 1, 2)), ((0, 1), (2,), (3,)))
     assert str(choose(over, 1, "auto")) == "ranks 0,1: 0F0 2F0 2B0 0B0\nrank 2: 1F0 2F0 2B0 1B0\nrank 3: 2F0 2B0"
 
 

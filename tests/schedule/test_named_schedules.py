@@ -130,9 +130,9 @@ def test_any_graph_of_stages_is_valid_for_every_schedule_that_fits_its_homes() -
     for _ in range(120):
         p, m = chosen.randint(1, 5), chosen.randint(1, 9)
         for homes, makers in (
-            (one_each(p).homes, (gpipe, one_f_one_b, zb_h1)),
-            (vee(p).homes, (gpipe, zbv)),
-            (loop(p, 2).homes, (gpipe, interleaved)),
+            (one_each(p).stage_ranks, (gpipe, one_f_one_b, zb_h1)),
+            (vee(p).stage_ranks, (gpipe, zbv)),
+            (loop(p, 2).stage_ranks, (gpipe, interleaved)),
         ):
             pairs = [(a, b) for b in range(len(homes)) for a in range(b)]
             edges = [Edge(a, b, chosen.random() < 0.8) for a, b in pairs if chosen.random() < 0.5]
@@ -168,7 +168,7 @@ def test_the_docstrings_show_what_the_schedules_are() -> None:
         assert "\n".join(f"    {line}" for line in str(make(stages, m)).splitlines()) in shown
 
 
-@pytest.mark.parametrize("stages", [one_each(1), one_each(3), loop(2, 3), vee(2)], ids=lambda one: str(one.homes))
+@pytest.mark.parametrize("stages", [one_each(1), one_each(3), loop(2, 3), vee(2)], ids=lambda one: str(one.stage_ranks))
 def test_in_turn_keeps_one_microbatch_on_any_homes(stages: Stages) -> None:
     total, peak = figures(in_turn(stages, 5))
     assert total == 5 * 3 * len(stages)

@@ -222,12 +222,12 @@ def gets_stuck(rows: tuple[tuple[Task, ...], ...], stages: Stages) -> bool:
         ready = [
             task
             for task in heads
-            if all(at[h] < len(rows[h]) and rows[h][at[h]] == task for h in stages.homes[task.stage])
+            if all(at[h] < len(rows[h]) and rows[h][at[h]] == task for h in stages.stage_ranks[task.stage])
             and all(need in done for need in stages.needs(task))
         ]
         if not ready:
             return bool(heads)
-        for home in stages.homes[ready[0].stage]:
+        for home in stages.stage_ranks[ready[0].stage]:
             at[home] += 1
         done.add(ready[0])
 
@@ -241,7 +241,8 @@ def test_random_orders_are_refused_exactly_if_they_get_stuck() -> None:
         ]
         order = [(chosen.random() * 2 + (task.kind is Kind.BACKWARD) * 3 + task.microbatch, task) for task in tasks]
         rows = tuple(
-            tuple(task for _, task in sorted(order) if (h,) == stages.homes[task.stage]) for h in range(stages.rows)
+            tuple(task for _, task in sorted(order) if (h,) == stages.stage_ranks[task.stage])
+            for h in range(stages.rows)
         )
         wrong = bool(validate(Schedule("text", stages, 2, rows)))
         assert wrong == gets_stuck(rows, stages)

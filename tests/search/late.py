@@ -7,9 +7,9 @@ from pathlib import Path
 
 from machines import curve, machine
 from partc.compiler.cost.machine import Curve, Machine
+from partc.compiler.search.base_plan import base_of
 from partc.compiler.search.candidate import Fixed
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import base_of
 from perceptrons import TRAIN, layers
 from proposal_case import source
 

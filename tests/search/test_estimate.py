@@ -9,10 +9,10 @@ import pytest
 from machines import links
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.base_plan import base_of
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.plays import play_program
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import base_of
+from partc.compiler.search.search_state import play_program
 from perceptrons import TRAIN, layers
 from proposal_case import source
 

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 from partc.cli.main import invoke
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.propose import Degrees
-from partc.compiler.search.blocks import Way
+from partc.compiler.search.base_plan import Base, base_of
+from partc.compiler.search.blocks import Placing
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import Base, base_of
 from proposal_case import Graph, ids, source, transformer
 
 TRAIN = """ranks: 1
@@ -58,7 +58,7 @@ def test_a_transformer_on_fast_links_is_sharded_as_megatron_does() -> None:
     """Each attention and perceptron by its heads and hidden units, with two AllReduces a layer; and each line says what it saves."""
     found = search(transformer(2), links(1e-9, 1e12), {"batch": 1, "seq": 5})
     modules = found.modules(Degrees(tp=2))
-    assert set(modules.ways[2:]) == {Way.SHARDED}, "all behind the table of words"
+    assert set(modules.ways[2:]) == {Placing.SHARDED}, "all behind the table of words"
     proposal = found.proposal(Candidate(Degrees(tp=2)))
     assert '"layers.*.up": colwise' in proposal.text
     assert '"layers.*.down": rowwise' in proposal.text
@@ -91,7 +91,7 @@ def test_perceptrons_on_fast_links_have_megatrons_cut() -> None:
 
 def test_on_slow_links_no_module_is_sharded() -> None:
     found = search(transformer(2), links(1.0, 1e6), {"batch": 6, "seq": 5})
-    assert Way.SHARDED not in found.modules(Degrees(tp=2)).ways
+    assert Placing.SHARDED not in found.modules(Degrees(tp=2)).ways
 
 
 def test_less_memory_shards_more() -> None:
@@ -104,7 +104,7 @@ def test_less_memory_shards_more() -> None:
         source(transformer(2)), "model.onnx", replace(found.request, memory=limit, sizes={"batch": 1, "seq": 5})
     ).modules(Degrees(tp=2))
     assert less.chain.cost(less.ways)[1] <= limit
-    assert 0 < less.ways.count(Way.SHARDED) < len(less.ways) - 1
+    assert 0 < less.ways.count(Placing.SHARDED) < len(less.ways) - 1
 
 
 def test_records_before_what_is_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_records_before_what_is_sharded(tmp_path: Path, capsys: pytest.CaptureFi
     found = search(convolutions(), links(1e-6, 1e8), {"batch": 16}, base)
     modules = found.modules(Degrees(tp=4))
     assert modules.has_records
-    assert modules.ways[-1] is Way.SHARDED
+    assert modules.ways[-1] is Placing.SHARDED
     one = Candidate(Degrees(tp=4), by_module=True)
     assert found.estimate(one).seconds < found.estimate(replace(one, by_module=False)).seconds
     proposal = found.proposal(one)

@@ -14,18 +14,18 @@ from equivalence import same_as_whole
 from machines import links, machine, shared
 from onnx import helper
 from partc.cli.main import invoke
-from partc.cli.simulation.search import Found, Options, searched
+from partc.cli.simulation.search import Options, SearchResult, searched
 from partc.compiler.cost.machine import Curve, Machine
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.cost.play import Begin
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.search import plays
+from partc.compiler.search import search_state
+from partc.compiler.search.base_plan import Base, base_of
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate
-from partc.compiler.search.plays import play_program, played
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import Base, base_of
+from partc.compiler.search.search_state import play_program, played
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from partc.runtime.errors import UsageError
 from partc.runtime.units import parse_bytes
@@ -37,7 +37,7 @@ Capture = pytest.CaptureFixture[str]
 
 def found(
     folder: Path, on: Machine, ranks: int = 4, train: str = "", depth: int = DEEP, width: int = WIDE, **options: object
-) -> Found:
+) -> SearchResult:
     """What a search finds for the layers, at 64 records."""
     (folder / "machine.yaml").write_text(machine_text(on))
     plan = None
@@ -152,7 +152,7 @@ def test_a_large_model_is_searched_with_fewer_plays(tmp_path: Path, monkeypatch:
     base, one = base_of(tmp_path / "train.yaml", source(layers(16, 1)))
     search = Search.of(one, "model.onnx", Request(2, Fixed(), base, links(1e-6, 1e10), {}))
     every = played(search, None, time.monotonic(), None, wanted=8)
-    monkeypatch.setattr(plays, "_LARGE", 0)
+    monkeypatch.setattr(search_state, "_LARGE", 0)
     few = played(search, None, time.monotonic(), None)
     assert few.best is not None
     assert every.best is not None
@@ -169,7 +169,7 @@ def test_a_high_estimate_does_not_end_the_search_of_a_large_model(
     """What is played where all estimates are right is played, too, where all are twice as high."""
     (tmp_path / "train.yaml").write_text(TRAIN)
     base, one = base_of(tmp_path / "train.yaml", source(layers(16, 1)))
-    monkeypatch.setattr(plays, "_LARGE", 0)
+    monkeypatch.setattr(search_state, "_LARGE", 0)
     exact, runs = Search.estimate, []
     for factor in (1, 2):
         monkeypatch.setattr(Search, "estimate", lambda self, one, f=factor: Estimate(f * exact(self, one).seconds, 0))

@@ -10,10 +10,10 @@ import pytest
 from machines import links
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.base_plan import base_of
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.plays import play_program, played
 from partc.compiler.search.search import Request, Search
-from partc.compiler.search.taken_over import base_of
+from partc.compiler.search.search_state import play_program, played
 from perceptrons import TRAIN, layers
 from proposal_case import source
 from training_equivalence import same_training
@@ -52,7 +52,7 @@ def test_the_stages_of_a_group_are_written(one: Candidate, tmp_path: Path) -> No
     search = search_on(FAST, tmp_path)
     done = search.proposal(one).done
     assert done.plan.pipeline is not None
-    assert [stage.ranks for stage in done.plan.pipeline.stages] == [(home,) for home in one.homes]
+    assert [stage.ranks for stage in done.plan.pipeline.stages] == [(home,) for home in one.stage_groups]
     assert search.proposal(one).text.count("% of the cost") == one.stages == 8
     assert str(one).startswith("8 stages on 4 groups, 4 microbatches, ")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import onnx
 import pytest
 from partc.cli.machine import trials
-from partc.cli.machine.job import found_by
+from partc.cli.machine.job import result_of_module
 from partc.cli.main import invoke
 from partc.cli.simulation.search import Options, searched
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.plays import Plays
+from partc.compiler.search.search_state import SearchState
 from partc.runtime.errors import RankError
 from perceptrons import TRAIN, layers
 from proposal_case import source
@@ -47,7 +47,7 @@ def chosen(measured: dict[int, float], failed: dict[int, str]) -> tuple[list[Can
     """Candidates in the order of their simulated steps; the report and the warnings where some of them were measured so, or have failed."""
     order = list[Candidate]()
 
-    def run(plays: Plays) -> None:
+    def run(plays: SearchState) -> None:
         order.extend(one.candidate for one in plays.fitting)
         plays.measured = {order[k]: time for k, time in measured.items()}
         plays.failed = {order[k]: fact for k, fact in failed.items()}
@@ -87,7 +87,7 @@ def test_where_none_runs_the_simulation_decides() -> None:
 def test_a_plan_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     with pytest.raises(RankError, match=r"the ranks failed: .*manifest"):
-        found_by("partc.cli.machine.trial_rank", tmp_path, 2)
+        result_of_module("partc.cli.machine.trial_rank", tmp_path, 2)
 
 
 def test_other_hosts_are_not_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,8 +154,8 @@ inputs = {"x": [8, 12]}
 """
     x = np.random.default_rng(1).standard_normal((8, 12), dtype=np.float32)
     program = same_on_all_ranks(tmp_path, text, "ranks: 4\noutputs: cut\n", {"x": x}, rtol=1e-4, atol=1e-5)
-    assert program.given is not None
-    lies = {one.node.outputs[k].name: str(layout) for (one, k), (layout, _) in program.given.outputs.items()}
+    assert program.pinned is not None
+    lies = {one.node.outputs[k].name: str(layout) for (one, k), (layout, _) in program.pinned.outputs.items()}
     assert lies == {"block.Relu": "[4, 1]", "block.Relu_1": "[4, 1]"}
 
 

@@ -29,7 +29,7 @@ from partc.runtime.communication.host.messages import Channel, HostMessages
 from partc.runtime.communication.host.plane import collective_of
 from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds, closing
 from partc.runtime.errors import RankError
-from partc.runtime.job.parking import Parking, Turns
+from partc.runtime.job.parking import RankWait, YieldTurns
 from simulation.scheduler import Choices, Killed, Scheduler
 
 TURNS = 6
@@ -148,13 +148,13 @@ class SimulatedCount:
         self.memory.wake(self.rank, self.name)
 
 
-class SimulatedTurns(Turns):
+class SimulatedTurns(YieldTurns):
     """A turn of the others is a switching point; in some waits there is none."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
         self.memory, self.rank = memory, rank
 
-    def given(self, ready: Callable[[], bool]) -> bool:
+    def is_ready_after(self, ready: Callable[[], bool]) -> bool:
         if self.memory.scheduler.choices.chance(0.5):
             return False
         self.memory.point(self.rank)
@@ -195,7 +195,7 @@ class Values(Rounds):
         return read
 
 
-def wait(parking: Parking, memory: Memory, ready: Callable[[], bool], group: HostGroup | None = None) -> None:
+def wait(parking: RankWait, memory: Memory, ready: Callable[[], bool], group: HostGroup | None = None) -> None:
     """Waits as `DataPlane` does; `group` is that of a collective beside which nothing is under way."""
 
     def look() -> None:
@@ -210,7 +210,7 @@ def wait(parking: Parking, memory: Memory, ready: Callable[[], bool], group: Hos
 
 def collectives(memory: Memory, rank: int, random: Random) -> int:
     """Collectives of one or three rounds, of which two may be begun before the first is waited for; how many values are wrong."""
-    parking = Parking(
+    parking = RankWait(
         SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None, SimulatedTurns(memory, rank)
     )
     cells = [SimulatedCell(memory, rank, "arrivals", other) for other in range(memory.scheduler.size)]
@@ -237,7 +237,7 @@ def collectives(memory: Memory, rank: int, random: Random) -> int:
 
 def exchanges(memory: Memory, rank: int, random: Random) -> int:
     """Messages of several slots to both others, of two tags, received in another order; how many have wrong bytes."""
-    parking = Parking(
+    parking = RankWait(
         SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None, SimulatedTurns(memory, rank)
     )
     slots: dict[Any, list[np.ndarray]] = memory.__dict__.setdefault("slots", {})

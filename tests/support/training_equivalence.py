@@ -133,7 +133,7 @@ run_whole = reference(run)
 
 def evaluated(ranks: LocalProgram, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the program `evaluate` makes of batches beside a training, twice each: another step plan may use the memory between."""
-    others = ranks._all([partial(one.beside, "evaluate") for one in ranks.ranks])
+    others = ranks._all([partial(one.sibling_program, "evaluate") for one in ranks.ranks])
     manifest = others[0].manifest
     cut = {port.name for port in manifest.inputs if port.boxes is not None}
     found = []

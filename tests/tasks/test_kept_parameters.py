@@ -67,5 +67,5 @@ def test_it_learns_as_one_rank_does(name: str, tmp_path: Path) -> None:
     plan += f"train:\n  loss: {{type: softmax_cross_entropy, logits: y, labels: label}}\n  optimizer: {optimizer}\n"
     program = same_training(source, plan + more, tmp_path, STEPS, rtol=1e-4, atol=1e-3)
     for part in program.parts:
-        for one in part.kept:
+        for one in part.state:
             assert one.tensor not in SHAPES or any(one.version.layout.cuts), one.tensor

@@ -41,7 +41,7 @@ TRAIN = "train:\n  loss: {type: mse, prediction: y, target: t}\n  optimizer: {ty
 def unread(program: Complete) -> Iterator[tuple[int, str]]:
     """The ranks and ops of which no result is read on the rank."""
     for part in program.parts:
-        read = {held.value for held in part.outputs} | {state.next for state in part.kept}
+        read = {held.value for held in part.outputs} | {state.next for state in part.state}
         for step in reversed(part.steps):
             if not isinstance(step, Comm) and read.isdisjoint(step.makes):
                 yield part.rank, step.node.op_type

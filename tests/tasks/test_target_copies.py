@@ -40,7 +40,7 @@ def copies(program: Complete) -> list[tuple[str, str]]:
     """What is copied, but for numbers and inputs."""
     found = (step for step in program.parts[0].steps if isinstance(step, programs.Copy))
     return [
-        (str(one.made), one.target) for one in found if not one.bytes.isdecimal() and "." in f"{one.path}{one.source}"
+        (str(one.output), one.target) for one in found if not one.bytes.isdecimal() and "." in f"{one.path}{one.source}"
     ]
 
 
@@ -58,7 +58,7 @@ def test_tables_on_the_cpu(tmp_path: Path) -> None:
     steps = [dlrm(2, 20, 4, 3, 8).feeds(np.random.default_rng(1), batch=4)]
     plan = "ranks: 1\ntarget: {'**': cuda, 'tables.*': cpu}\n" + trained("loss")
     program = same_training(lambda: source_of(dlrm(2, 20, 4, 3, 8)), plan, tmp_path, steps, rtol=1e-5, atol=2e-4)
-    states = {one.tensor: one.target for one in program.parts[0].kept}
+    states = {one.tensor: one.target for one in program.parts[0].state}
     assert {target for tensor, target in states.items() if tensor.startswith("tables")} == {"cpu"}
     assert {target for tensor, target in states.items() if not tensor.startswith("tables")} == {"cuda"}
     ops = (step.target for step in program.parts[0].steps if isinstance(step, Compute))
@@ -92,10 +92,10 @@ def test_an_offloaded_optimizer_moves_four_bytes_an_element(head: str, shard: st
     assert check_artifact(tmp_path / "build") == []
     moved = [one for one in program.parts[0].steps if isinstance(one, programs.Copy)]
     weights = {f"{name}.float16" for name in SHAPES} | {f"{name}.float16.cuda" for name in SHAPES}
-    of_weights = [one for one in moved if str(one.source) in weights or ".float16.grad" in str(one.made)]
+    of_weights = [one for one in moved if str(one.source) in weights or ".float16.grad" in str(one.output)]
     assert {one.target for one in of_weights} == {"cpu", "cuda"}
     assert sum(int(one.bytes) for one in of_weights) == 4 * ELEMENTS
-    assert {one.target for one in program.parts[0].kept} == {"cpu"}
+    assert {one.target for one in program.parts[0].state} == {"cpu"}
 
 
 def test_ops_stand_in_the_fewest_runs() -> None:
@@ -120,7 +120,7 @@ def test_shapes_stay_on_the_cpu() -> None:
     program = same_as_whole(model(text), "ranks: 1\ntarget: cuda\n", x, rtol=1e-6, atol=1e-6)
     targets = {op.node.op_type: op.target for op in program.parts[0].steps if isinstance(op, Compute)}
     assert targets == {"Shape": "cpu", "Concat": "cpu", "Add": "cpu", "Tanh": "cuda", "Reshape": "cuda"}
-    assert [str(one.made) for one in program.parts[0].steps if isinstance(one, programs.Copy)] == ["x.cuda", "y"]
+    assert [str(one.output) for one in program.parts[0].steps if isinstance(one, programs.Copy)] == ["x.cuda", "y"]
 
 
 def test_what_a_branch_reads_is_copied_for_it() -> None:
@@ -134,7 +134,7 @@ def test_what_a_branch_reads_is_copied_for_it() -> None:
     steps = [{"x": x, "c": np.array(value)} for value in (True, False)]
     plan = "ranks: 1\ntarget: {up: cpu, branch: cuda, end: cpu}\n"
     program = same_as_whole(model(text), plan, *steps, rtol=1e-6, atol=1e-6)
-    assert [str(one.made) for one in program.parts[0].steps if isinstance(one, programs.Copy)] == ["a.cuda", "d"]
+    assert [str(one.output) for one in program.parts[0].steps if isinstance(one, programs.Copy)] == ["a.cuda", "d"]
 
 
 CHAIN = """<ir_version: 10, opset_import: ["" : 21]>

@@ -47,7 +47,7 @@ def test_targets_change_no_number(name: str, optimizer: str, whole: Run, tmp_pat
     program = same_training(lambda: from_text(NET, WEIGHTS), plan, tmp_path, steps, rtol=2e-6, atol=2e-5, whole=whole)
     assert copies(program)
     if "target: cpu" in optimizer:
-        states = {one.target for part in program.parts for one in part.kept}
+        states = {one.target for part in program.parts for one in part.state}
         assert states == {"cpu"}
 
 

@@ -135,6 +135,6 @@ def test_the_dump_shows_them_and_files_keep_no_more(tmp_path: Path) -> None:
     found, costs, schedule = check(tmp_path / "build"), report.program.tasks.costs, report.program.tasks.schedule
     assert costs is not None
     assert schedule is not None
-    shares = [eval(one.bytes, {"batch": 1024}) for one in found.kept]
+    shares = [eval(one.bytes, {"batch": 1024}) for one in found.memory]
     estimates = [one + more for one, more in zip(peaks(schedule, costs), costs.fixed, strict=True)]
     assert all(share <= estimate for share, estimate in zip(shares, estimates, strict=True)), "what the files keep"

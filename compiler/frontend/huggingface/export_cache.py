@@ -66,7 +66,7 @@ class Export:
     compared: bool = False
 
 
-def home() -> Path | None:
+def cache_folder() -> Path | None:
     """The folder of the entries; None where nothing is to be kept."""
     said = os.environ.get("PARTC_CACHE")
     if said is not None:
@@ -121,7 +121,7 @@ def _code() -> str:
 
 def read(key: str, where: str) -> Export | None:
     """An entry; None where there is none that can be used. Its weights have no numbers yet."""
-    folder = home()
+    folder = cache_folder()
     path = None if folder is None else folder / f"{key}{_SUFFIX}"
     if path is None or folder is None or refusal(folder) or not path.exists():
         return None
@@ -179,7 +179,7 @@ def _without_numbers() -> ir.TensorProtocol:
 
 def keep(key: str, folder_name: str, export: Export) -> str:
     """Writes an entry of a folder; the text of a warning where that is not possible, else ""."""
-    folder = home()
+    folder = cache_folder()
     if folder is None:
         return ""
     model = export.source.model.clone()
@@ -231,7 +231,7 @@ def refusal(folder: Path) -> str:
 
 def entries() -> list[tuple[Path, int, float]]:
     """The entries with their bytes and when they were used, the latest first."""
-    folder = home()
+    folder = cache_folder()
     found = []
     for path in folder.glob(f"*{_SUFFIX}") if folder is not None and folder.is_dir() else ():
         try:

@@ -66,7 +66,7 @@ def load_folder(
     config = _settings(folder)
     absent, stored = weights is False, weights.resolve() if isinstance(weights, Path) else folder
     files = None if absent and not has_weights(folder) else float_weights(config, stored_tensors(stored), folder.name)
-    key = export_cache.key_of(folder, files, cache, absent) if keep and export_cache.home() is not None else ""
+    key = export_cache.key_of(folder, files, cache, absent) if keep and export_cache.cache_folder() is not None else ""
     export = export_cache.read(key, folder.name) if key else None
     if export is not None:
         known(export.names)
@@ -85,7 +85,7 @@ def load_folder(
         if warning:
             declared = replace(source.declared, warnings=(*source.declared.warnings, warning))
             source = replace(source, declared=declared)
-        source = replace(source, kept=not warning)
+        source = replace(source, is_export_cached=not warning)
     return source
 
 

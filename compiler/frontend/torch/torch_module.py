@@ -44,7 +44,7 @@ from partc.compiler.frontend.torch.stopped_gradients import (
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
-from partc.compiler.frontend.user_code import own_frames
+from partc.compiler.frontend.user_code import user_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 from partc.runtime.errors import chain_of
 
@@ -248,7 +248,7 @@ def _refusal(error: Exception, where: str, recorder: Recorder, help: str, what: 
     root = _root(error)
     if (node := _untranslated(error)) is not None:
         return CompileError(_without_translation(node, root, where))
-    frames = own_frames(root, recorder)
+    frames = user_frames(root, recorder)
     own_kind = type(root).__module__.startswith("torch")
     if frames and isinstance(root, Exception) and not own_kind:
         return root

@@ -87,7 +87,7 @@ class Auc(Metric):
         given = next((value for value in to.graph.inputs if value.name == labels), None)
         if given is not None and given.shape is not None and len(given.shape) == len(dims) - 1 and dims[-1] != 1:
             raise _of_classes(to, output)
-        t = to.given(labels, dims, (_INT, *INTEGERS, *FLOATS))
+        t = to.graph_input(labels, dims, (_INT, *INTEGERS, *FLOATS))
         flat = to.constant("flat", [-1])
         if x.dtype not in (None, _FLOAT):
             x = to.op("float", "Cast", x, to=_FLOAT.value)

@@ -67,9 +67,9 @@ class SoftmaxCrossEntropy(OfLogits):
         total = to.op("total", "ReduceSum", to.op("exponentials", "Exp", shifted), axes, keepdims=1)
         parts = _Parts(to, self, axis, axes, shifted, to.op("log_total", "Log", total), dtype)
         if self.probabilities:
-            shares = to.given(self.labels, dims, [dtype, *FLOATS])
+            shares = to.graph_input(self.labels, dims, [dtype, *FLOATS])
             return _reduced(to, self, parts.against(shares, classes, len(dims)), None, positions, dtype, shards)
-        labels = to.given(self.labels, positions, INTEGERS)
+        labels = to.graph_input(self.labels, positions, INTEGERS)
         counted = None
         if self.ignore_index is not None:
             ignored = to.op("ignored", "Equal", labels, to.constant("ignore_index", self.ignore_index))

@@ -51,7 +51,7 @@ class GraphNodes(Protocol):
     def prediction(self, name: str) -> tuple[ir.Value, Dims]:
         """An output of floats, in float32 unless it is in float64, and its dims in names of the inputs' dims."""
 
-    def given(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
+    def graph_input(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
         """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
 
 

@@ -101,7 +101,7 @@ class ComparedLoss(UsuallyNamed):
         """The loss, one float32 number; `shards`: into how many a batch is dealt out whose means are the mean's terms."""
         x, dims = to.prediction(self.output)
         dtype = float_type(x)
-        losses = self.losses(to, x, to.given(self.labels, dims, [dtype, *FLOATS]), dims)
+        losses = self.losses(to, x, to.graph_input(self.labels, dims, [dtype, *FLOATS]), dims)
         if self.reduction == "sum":
             return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
         return to.counted(to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0), losses, dims)

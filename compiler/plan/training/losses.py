@@ -57,7 +57,7 @@ def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction:
     """The mean or sum of what a prediction is off its target: of squares (ReduceSumSquare), or of absolute values (ReduceL1)."""
     x, dims = to.prediction(prediction)
     dtype = float_type(x)
-    t = to.given(target, dims, [dtype, *FLOATS])
+    t = to.graph_input(target, dims, [dtype, *FLOATS])
     off = to.op("difference", "Sub", x, t)
     if reduction == "sum":
         return to.scalar(norm, off, dtype=dtype, keepdims=0)

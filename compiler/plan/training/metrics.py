@@ -67,10 +67,10 @@ class _Hits(OfLogits):
         axis, real = class_axis(to, output, dims, self.axis), ir.DataType.FLOAT
         axes = to.constant("class_axis", [axis])
         if self.probabilities:
-            shares = to.given(labels_name, dims, [x.dtype or real, *FLOATS])
+            shares = to.graph_input(labels_name, dims, [x.dtype or real, *FLOATS])
             places = to.op("label_places", "ArgMax", shares, axis=axis)
         else:
-            labels = to.given(labels_name, dims[:axis] + dims[axis + 1 :], INTEGERS)
+            labels = to.graph_input(labels_name, dims[:axis] + dims[axis + 1 :], INTEGERS)
             places = to.op("label_places", "Unsqueeze", labels, axes)
         counted = None
         if self.ignore_index is not None:

@@ -48,7 +48,9 @@ class Perplexity(OfLogits):
         x, dims = to.prediction(output)
         axis = class_axis(to, output, dims, self.axis)
         axes = to.constant("class_axis", [axis])
-        places = to.op("label_places", "Unsqueeze", to.given(name, dims[:axis] + dims[axis + 1 :], INTEGERS), axes)
+        places = to.op(
+            "label_places", "Unsqueeze", to.graph_input(name, dims[:axis] + dims[axis + 1 :], INTEGERS), axes
+        )
         safe, counted = _counted(to, places, self.ignore_index)
         shifted = to.op("shifted", "Sub", x, to.op("largest", "ReduceMax", x, axes, keepdims=1))
         total = to.op("total", "ReduceSum", to.op("exponentials", "Exp", shifted), axes, keepdims=1)
@@ -78,13 +80,13 @@ class _OfCounts(OfLogits):
         x, dims = to.prediction(output)
         labels = next((value for value in to.graph.inputs if value.name == name), None)
         if labels is not None and labels.shape is not None and len(labels.shape) == len(dims):
-            t = to.given(name, dims, (*FLOATS, *INTEGERS))
+            t = to.graph_input(name, dims, (*FLOATS, *INTEGERS))
             bound = float(np.log(self.threshold / (1 - self.threshold)))
             predicted = to.op("predicted", "Greater", x, to.constant("bound", bound, x.dtype or _FLOAT))
             known, counted = _counted(to, to.op("labels", "Cast", t, to=ir.DataType.INT64.value), self.ignore_index)
             return self._of_one(to, to.op("is_one", "Equal", known, to.constant("one", 1)), predicted, counted)
         axis = class_axis(to, output, dims, self.axis)
-        labels = to.given(name, dims[:axis] + dims[axis + 1 :], INTEGERS)
+        labels = to.graph_input(name, dims[:axis] + dims[axis + 1 :], INTEGERS)
         known, counted = _counted(to, to.op("labels", "Cast", labels, to=ir.DataType.INT64.value), self.ignore_index)
         chosen = to.op("predicted", "ArgMax", x, axis=axis, keepdims=0)
         if self.positive is not None:
@@ -163,7 +165,7 @@ class R2(OfPrediction):
     def add(self, to: GraphNodes) -> ir.Value:
         """Sums of (t - x)^2, t and t^2, and the number of elements."""
         x, dims = to.prediction(self.names[0])
-        t = to.given(self.names[1], dims, [x.dtype or _FLOAT, *FLOATS])
+        t = to.graph_input(self.names[1], dims, [x.dtype or _FLOAT, *FLOATS])
         off = to.op("off", "Sub", x, t)
         ones = to.op("ones", "Cast", to.op("there", "Equal", t, t), to=_FLOAT.value)
         each = [to.op("squares", "Mul", off, off), t, to.op("target_squares", "Mul", t, t)]

@@ -27,8 +27,8 @@ class Imported:
     """`source` names the files. `degrees`: ranks along `tp`, `dp` and `stages`, or `ranks` of a stage, where they say so.
 
     `styles` are entries of a tensor parallel plan, `strategies` operators with their shards; `training` holds lines below `train:`,
-    `pipeline` and `precision` those sections' text, `microbatches` how many of them a batch is cut into. `left` says line by line what is
-    not taken, and why.
+    `pipeline` and `precision` those sections' text, `microbatches` how many of them a batch is cut into. `ignored` says line by line what
+    is not taken, and why.
     """
 
     source: str = ""
@@ -39,4 +39,4 @@ class Imported:
     microbatches: int = 1
     pipeline: str = ""
     precision: str = ""
-    left: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()

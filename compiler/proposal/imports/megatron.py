@@ -66,15 +66,15 @@ def arguments(text: str, file: str) -> dict[str, str]:
 def read_megatron(options: Mapping[str, object], source: str, file: str) -> Imported:
     """What the options say. CompileError where a size is not a whole number, or the ranks do not hold tp x stages."""
     read = _Options(options, file)
-    tp, stages = read.whole(TP, 1), read.whole(STAGES, 1)
-    ranks = read.whole("world_size", 0) or read.whole("nproc_per_node", 0) * read.whole("nnodes", 1)
+    tp, stages = read.integer(TP, 1), read.integer(STAGES, 1)
+    ranks = read.integer("world_size", 0) or read.integer("nproc_per_node", 0) * read.integer("nnodes", 1)
     dp = max(1, ranks // (tp * stages))
     if ranks % (tp * stages):
         read.problem(
             f"{ranks} ranks are not a multiple of {tp} x {stages}", "give sizes whose product divides the ranks"
         )
     degrees = {"tp": tp, "stages": stages} | ({"dp": dp} if ranks else {})
-    batch, micro = read.whole("global_batch_size", 0), read.whole("micro_batch_size", 0)
+    batch, micro = read.integer("global_batch_size", 0), read.integer("micro_batch_size", 0)
     training = [f"batch: {batch}"] if batch else []
     microbatches = batch // (micro * dp) if batch and micro and batch % (micro * dp) == 0 else 1
     if batch and micro and batch % (micro * dp):
@@ -93,7 +93,7 @@ def read_megatron(options: Mapping[str, object], source: str, file: str) -> Impo
         microbatches=microbatches if read.trains else 1,
         pipeline=f"pipeline: {{microbatches: {microbatches}, schedule: 1f1b}}" if stages > 1 and read.trains else "",
         precision=read.precision(),
-        left=tuple(read.left()),
+        ignored=tuple(read.left()),
     )
 
 
@@ -113,7 +113,7 @@ class _Options:
     def problem(self, fact: str, remedy: str) -> None:
         self.problems.append(Problem(self.file, fact, help=remedy))
 
-    def whole(self, name: str, default: int, least: int = 1) -> int:
+    def integer(self, name: str, default: int, least: int = 1) -> int:
         return int(
             self._number(name, default, lambda text: int(text, 10), f"a whole number of at least {least}", least)
         )
@@ -159,24 +159,24 @@ class _Options:
             keys.append("shard: dp")
         type_ = "momentum" if kind == "sgd" else "adamw"
         lines = [f"optimizer: {{type: {type_}, {', '.join(keys)}}}"]
-        steps = self.whole("train_iters", 0)
+        steps = self.integer("train_iters", 0)
         lines += self._schedule(steps)
         clip = self.number("clip_grad", 1.0)
         lines += [f"clip: {{norm: {clip:g}}}"] if clip else []
         lines += [f"steps: {steps}"] if steps else []
-        lines += [f"seed: {self.whole('seed', 0, 0)}"] if "seed" in self.options else []
-        lines += [f"evaluate: {self.whole('eval_interval', 0)}"] if "eval_interval" in self.options else []
+        lines += [f"seed: {self.integer('seed', 0, 0)}"] if "seed" in self.options else []
+        lines += [f"evaluate: {self.integer('eval_interval', 0)}"] if "eval_interval" in self.options else []
         if "save_interval" in self.options:
-            lines.append(f"checkpoint: {{every: {self.whole('save_interval', 0)}}}")
+            lines.append(f"checkpoint: {{every: {self.integer('save_interval', 0)}}}")
         return lines
 
     def _schedule(self, steps: int) -> list[str]:
         style = self.text("lr_decay_style", "linear")
-        warmup = self.whole("lr_warmup_iters", 0, 0)
+        warmup = self.integer("lr_warmup_iters", 0, 0)
         warm = [f"warmup: {warmup}", "from_zero: true"] if warmup else []
         if style == "constant":
             return [f"schedule: {{type: constant, {', '.join(warm)}}}"] if warm else []
-        length = self.whole("lr_decay_iters", steps)
+        length = self.integer("lr_decay_iters", steps)
         if style not in ("linear", "cosine") or not length:
             self.taken.discard("lr_decay_style")
             return []

@@ -48,7 +48,7 @@ def read_mindspore(files: Sequence[tuple[str, Mapping[str, object]]], source: st
     if problems:
         raise CompileError(problems)
     degrees = {"ranks": ranks} if ranks > 1 else {}
-    return Imported(source, degrees, strategies=tuple(strategies.values()), left=tuple(dict.fromkeys(left)))
+    return Imported(source, degrees, strategies=tuple(strategies.values()), ignored=tuple(dict.fromkeys(left)))
 
 
 _LAW = "pass the .json that `strategy_ckpt_config` has written"

@@ -65,7 +65,7 @@ def plan_of_strategies(source: Source, name: str, imported: Imported) -> str:
     """The text of the plan for the model called `name`. CompileError where no strategy is of one of its weights."""
     program = run_passes(start(*parsed(source, "ranks: 1\n", name)), shapes)
     rules: dict[str, _Rule] = {}
-    left = list(imported.left)
+    left = list(imported.ignored)
     for strategy in imported.strategies:
         found = _rule(program, strategy)
         if isinstance(found, _Rule):

@@ -58,7 +58,7 @@ def of_styles(plan: Mapping[str, object], source: str) -> Imported:
         if word:
             styles.append(TpPlanEntry(pattern, word, source))
         left += (f"{pattern}: {type(style).__name__}{text}" for text in _left(style))
-    return Imported(source, styles=tuple(styles), left=tuple(left))
+    return Imported(source, styles=tuple(styles), ignored=tuple(left))
 
 
 def _word(style: object) -> str:

@@ -112,7 +112,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         defaults=_defaults(program.declared.decoding, rules),
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    generation = Generation({**work.found, **apart}, record, work.unfused, work.sizes)
+    generation = Generation({**work.caches, **apart}, record, work.unfused, work.sizes)
     warnings = (*program.warnings, *_unfollowed(program))
     return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation, warnings=warnings)
 
@@ -151,7 +151,7 @@ def _products(graph: ir.Graph) -> list[Blocks]:
 
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:
     """The program that computes the encoder of one slot of each run."""
-    dims, prefill = program.plan.dims, program.beside[ProgramKind.PREFILL].generation
+    dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
     found = encoder.encode(build, form)
     kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
@@ -180,7 +180,7 @@ class _Pair:
 
 class _Caches:
     """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that are numbers from now on.
-    `padded`: whether a step always has as many tokens; `rows`: their positions. `found`: by cache what takes its place after a step.
+    `padded`: whether a step always has as many tokens; `rows`: their positions. `caches`: by cache what takes its place after a step.
     """
 
     def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
@@ -198,7 +198,7 @@ class _Caches:
         self._refuse_other_growth()
         self.scores = scores_of(self.graph, self.rules.where())
         self.sizes = self._sizes()
-        self.found: dict[ir.Value, ir.Value] = {}
+        self.caches: dict[ir.Value, ir.Value] = {}
         self.unfused: tuple[str, ...] = ()
 
     def rewrite(self, shards: int) -> NextToken:
@@ -226,7 +226,7 @@ class _Caches:
         self.ids.shape = ir.Shape([self.form.rows, tokens])
         sights = sights_of(self.graph, self.heads, positions, self.form, self.name)
         if self.padded:  # else a prompt's last step has fewer tokens
-            left = fuse_attention(self.build, self.heads, sights, self.found, positions)
+            left = fuse_attention(self.build, self.heads, sights, self.caches, positions)
             self.unfused = tuple(node.name or node.op_type for node in left)
         drop_unread(self.graph)
         for node in self.graph:
@@ -356,7 +356,7 @@ class _Caches:
         self.graph.outputs.remove(present)
         ir.convenience.replace_all_uses_with(present, read)
         self.graph.remove(node, safe=True)
-        self.found[cache] = following
+        self.caches[cache] = following
 
     def _shape(self, pair: _Pair) -> tuple[int, ...]:
         """The shape of a cache. A step writes a whole chunk, also where fewer tokens are meant: behind the last one is room for that."""

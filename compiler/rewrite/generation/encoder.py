@@ -36,12 +36,12 @@ _GROWS = 2
 
 @dataclass(frozen=True)
 class Encoder:
-    """`given`: what it computes of; `mask`: which entries of that are meant, None where all are; `crossing`: the keys and values that a
+    """`source`: what it computes of; `mask`: which entries of that are meant, None where all are; `crossing`: the keys and values that a
     decoder reads; `length`: their most entries; `fixed`: the names of dims that are numbers from now on;
     `vocabulary`: how many rows the table has of which the input says some.
     """
 
-    given: ir.Value
+    source: ir.Value
     mask: ir.Value | None
     crossing: tuple[ir.Value, ...]
     length: int
@@ -87,7 +87,7 @@ class Encoder:
             ir.convenience.replace_all_uses_with(value, cache)
             found[cache] = None
         self._mask(build, form)
-        self._measured(build, self.given, form)
+        self._measured(build, self.source, form)
         drop_unread(graph)
         return found
 
@@ -103,21 +103,21 @@ class Encoder:
             found[cache] = following
         build.put()
         self._mask(build, form)
-        for value in [value for value in graph.inputs if value not in (self.given, self.mask)]:
+        for value in [value for value in graph.inputs if value not in (self.source, self.mask)]:
             self._measured(build, value, form)
         drop_unread(graph, [value for value in found.values() if value is not None])
         for value in (value for node in graph for value in node.outputs):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
-        self.given.shape = ir.Shape([form.rows, *self._sizes()])
+        self.source.shape = ir.Shape([form.rows, *self._sizes()])
         return found
 
     def record(self, rules: GenerateRules, start: Collection[int]) -> EncoderRecord:
         """What the manifest says of it."""
         length = "" if self.mask is None else ENCODER_LENGTH
-        assert self.given.dtype is not None
+        assert self.source.dtype is not None
         return EncoderRecord(
-            input=name_of(self.given),
-            type=f"tensor({BY_CODE[self.given.dtype.value].name})",
+            input=name_of(self.source),
+            type=f"tensor({BY_CODE[self.source.dtype.value].name})",
             shape=self._sizes(),
             vocabulary=self.vocabulary,
             count=length,
@@ -127,7 +127,7 @@ class Encoder:
 
     def _sizes(self) -> list[int]:
         """The dims of one sequence's input."""
-        return [dim if isinstance(dim, int) else self.length for dim in (self.given.shape or ())[1:]]
+        return [dim if isinstance(dim, int) else self.length for dim in (self.source.shape or ())[1:]]
 
     def _cache(self, build: NodeBuilder, value: ir.Value, form: StepForm) -> ir.Value:
         """The cache for keys or values, under their name."""
@@ -157,7 +157,7 @@ class Encoder:
 
     def _measured(self, build: NodeBuilder, value: ir.Value, form: StepForm) -> None:
         """Lets the readers of the shape of an input that falls away have its numbers."""
-        sizes = [form.rows, *(self._sizes() if value is self.given else [*(value.shape or ())][1:])]
+        sizes = [form.rows, *(self._sizes() if value is self.source else [*(value.shape or ())][1:])]
         for node in [node for node, _ in value.uses() if node.op_type == "Shape"]:
             begin, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(sizes))
             wanted = sizes[begin:end]

@@ -43,7 +43,7 @@ class StepForm:
         """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
         if program.kind is ProgramKind.STEP:
             return cls(rules, rules.rows, 1, 1)
-        runs = _runs(program.beside[ProgramKind.STEP], rules)
+        runs = _runs(program.other_programs[ProgramKind.STEP], rules)
         if program.kind is ProgramKind.DECODE_ROWS:
             return cls(rules, program.size * runs, 1, runs)
         return cls(rules, runs, program.size or rules.chunk, runs)
@@ -66,7 +66,10 @@ def narrow_rows(rules: GenerateRules, runs: int) -> list[int]:
 def _runs(decode: Lowered, rules: GenerateRules) -> int:
     """In how many runs the slots of the caches lie."""
     found = {
-        one.version.layout.shards[0]: one.tensor for part, _ in decode.alike for one in part.kept if one.kind == "cache"
+        one.version.layout.shards[0]: one.tensor
+        for part, _ in decode.distinct_programs
+        for one in part.state
+        if one.kind == "cache"
     }
     if len(found) > 1:
         (one, first), (two, second), *_ = sorted(found.items())

@@ -69,12 +69,12 @@ def line_of(rule: ShardingRule) -> str:
 
 
 class RegionShardings:
-    """Writes the shardings that rules give regions into `choices` and `given`, and appends every violation to `problems`."""
+    """Writes the shardings that rules give regions into `choices` and `pinned`, and appends every violation to `problems`."""
 
     def __init__(
         self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, problems: list[Problem]
     ) -> None:
-        self.program, self.choices, self.given, self.problems = program, choices, given, problems
+        self.program, self.choices, self.pinned, self.problems = program, choices, given, problems
         self.follows = {node for node, placed in program.placement.items() if placed.follows}
         self.constants = {node for node, placed in program.placement.items() if placed.rule == fmt.CONSTANT}
 
@@ -115,8 +115,8 @@ class RegionShardings:
                 weights = [(value, cut) for value, cut in entering if value.is_initializer()]
                 if not alone:
                     self._entering(region, instances, joint, [one for one in entering if one not in weights])
-                    self.given.arriving |= self._layouts(region, group, joint, weights)
-                self.given.stored |= self._layouts(region, group, joint, parameters)
+                    self.pinned.arriving |= self._layouts(region, group, joint, weights)
+                self.pinned.stored |= self._layouts(region, group, joint, parameters)
                 self._leaving(region, instances, joint, leaving)
 
     def _calls(self, region: RegionMatch) -> Iterator[RegionCall]:
@@ -287,7 +287,7 @@ class RegionShardings:
             readers = [(one, k) for one in instances for k, operand in enumerate(one.node.inputs) if operand is value]
             if readers and (layout := self._layout(region, joint, cut, value, readers[0][0].group)):
                 for reader in readers:
-                    self.given.inputs[reader] = (layout, line_of(region.rule))
+                    self.pinned.inputs[reader] = (layout, line_of(region.rule))
 
     def _layouts(
         self, region: RegionMatch, group: Group, joint: Joint, weights: Sequence[tuple[ir.Value, ShardSpec]]
@@ -311,7 +311,7 @@ class RegionShardings:
                     layout := self._output_layout(region, instance, joint, cut, value)
                 ):
                     key = instance, list(instance.node.outputs).index(value)
-                    self.given.outputs[key] = (layout, region.rule.where)
+                    self.pinned.outputs[key] = (layout, region.rule.where)
 
     def _output_layout(
         self, region: RegionMatch, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value

@@ -43,7 +43,7 @@ def seed(
     for region in work.regions():
         work.region(region)
     work.styles_without_use()
-    return work.given, work.problems
+    return work.pinned, work.problems
 
 
 def _outermost(pattern: str, path: str) -> str:
@@ -57,17 +57,17 @@ class _Seeds:
         self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
     ) -> None:
         self.program, self.choices, self.rules = program, choices, rules
-        self.given = Pinned()
+        self.pinned = Pinned()
         self.problems: list[Problem] = []
         self.styled = set[int]()
         self.idle: list[tuple[RegionMatch, str, str]] = []
-        self.cuts = RegionShardings(program, choices, self.given, self.problems)
+        self.cuts = RegionShardings(program, choices, self.pinned, self.problems)
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
 
     def annotations(self) -> None:
         """Writes the shardings of the model's own annotations, for nodes that no rule matches."""
         if self.program.followed:
-            self.problems += seed_annotations(self.program, self.choices, self.given, self.rules)
+            self.problems += seed_annotations(self.program, self.choices, self.pinned, self.rules)
 
     def regions(self) -> list[RegionMatch]:
         """The regions in order; a node belongs to the last rule that matches it."""
@@ -165,8 +165,8 @@ class _Seeds:
             for k, out in enumerate(instance.node.outputs):
                 leaves = out.is_graph_output() or any(use.node not in inside for use in out.uses())
                 if leaves and out.shape is not None and instance.node not in self.constants:
-                    whole = Layout.whole(self.choices[instance].mesh, len(out.shape))
-                    self.given.outputs[instance, k] = (whole, region.rule.where)
+                    whole = Layout.replicated(self.choices[instance].mesh, len(out.shape))
+                    self.pinned.outputs[instance, k] = (whole, region.rule.where)
 
     def _style_axes(self, region: RegionMatch, group: Group) -> tuple[int, ...] | None:
         axes = self.program.plan.axes_of(group)
@@ -203,7 +203,7 @@ class _Seeds:
                 cut = given.spec if given else self._batch_sharding(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
-                    self.given.arriving[ValueOnGroup(value, group)] = (
+                    self.pinned.arriving[ValueOnGroup(value, group)] = (
                         layout_of_spec(self.program, cut, value, group),
                         where,
                     )

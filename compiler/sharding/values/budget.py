@@ -28,7 +28,7 @@ def check_budget(program: Complete) -> Complete:
     if budget is not None:
         costs = [(bytes_at(program, event), event) for event in program.events if event.op_type != SEND]
         named = [(cost, f"{event.op_type} of '{event.name}'") for cost, event in costs]
-        copies = max((copied(program, part) for part, _ in program.alike), key=_sum, default=[])
+        copies = max((copied(program, part) for part, _ in program.distinct_programs), key=_sum, default=[])
         total = _sum(named) + _sum(copies)
         if total > budget:
             largest = sorted((*named, *copies), key=lambda pair: -pair[0])[:5]

@@ -21,7 +21,7 @@ from partc.compiler.layout.mesh import normal
 def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
     """The version of a value that is replicated on a group."""
     rank = value.shape.rank() if value.shape is not None else 0
-    return ShardedValue(value, group, normal(Layout.whole((len(group),), rank)))
+    return ShardedValue(value, group, normal(Layout.replicated((len(group),), rank)))
 
 
 def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:

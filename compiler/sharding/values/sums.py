@@ -7,9 +7,9 @@ replicated for every reader. But a node that is linear in an operand (`Rule.line
                        deferred          AllReduce((x.kept + attn.partial) + mlp.partial)
 
 The law: a partial value is taken partial by all of its readers, or reduced once for all of them. A replicated operand of a sum with partial
-ones stays on the first rank alone (`lower/kept.py`). So a choice of nodes costs the sum of what single values cost, and the cheapest choice
-is a minimum cut (`max_flow.py`): nodes on the source's side make partial sums, and their values with a reader on the sink's side are paid
-for. Among equal costs the cut nearest to the source is taken: nothing is deferred without gain.
+ones stays on the first rank alone (`lower/masked_replicas.py`). So a choice of nodes costs the sum of what single values cost, and the
+cheapest choice is a minimum cut (`max_flow.py`): nodes on the source's side make partial sums, and their values with a reader on the sink's
+side are paid for. Among equal costs the cut nearest to the source is taken: nothing is deferred without gain.
 
 A deferred reduction is proven to take no more bytes and no more collectives than before, for all sizes of the symbols. Not deferred are:
 maxima and minima; sums of a size known only at run time, or into a narrower type, which would round each partial; sums through nodes of
@@ -89,7 +89,7 @@ class _PartialSums:
 
 @dataclass
 class _Passing:
-    """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `made` of them all."""
+    """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `layouts` of them all."""
 
     makers: list[NodeOnGroup] = field(default_factory=list)
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class _Passing:
     """Maps each node that could pass sums on to its inputs that are partial, or masked to one rank."""
     gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
     """Maps each product that could pass sums on to the cost of reducing the gradients of its other factors, which become partial."""
-    made: dict[ir.Value, Layout] = field(default_factory=dict)
+    layouts: dict[ir.Value, Layout] = field(default_factory=dict)
 
 
 class _Sums:
@@ -133,13 +133,13 @@ class _Sums:
         if not found.choices:
             return
         costs: dict[ir.Value, Cost] = {}
-        for value, layout in found.made.items():
+        for value, layout in found.layouts.items():
             # reduced on all ranks: that a reader needs less is not a gain of deferring
             partial = ShardedValue(value, terms.group, layout)
             reduced = ShardedValue(value, terms.group, Layout(layout.mesh, layout.cuts))
             costs[value] = self._moved(value, [(partial, reduced)])
         costs |= {
-            value: self._now(value, found.made[value], one.group)
+            value: self._now(value, found.layouts[value], one.group)
             for one in found.makers
             for value in self._layouts_of(one)
         }
@@ -163,14 +163,14 @@ class _Sums:
                 alike = all(_kind(layout) == kind for layout in made.values())
                 if alike and not now.passing and self._are_sized(made):
                     found.makers.append(instance)
-                    found.made |= {value: normal(layout) for value, layout in made.items()}
-            elif now.rule.partial_inputs and not found.made.keys().isdisjoint(reads):
+                    found.layouts |= {value: normal(layout) for value, layout in made.items()}
+            elif now.rule.partial_inputs and not found.layouts.keys().isdisjoint(reads):
                 choice = now.giving(terms.layout)
                 operands = self._operands(instance, choice, found) if choice is not None else ()
                 if choice is not None and operands and self._are_sized(made):
                     found.choices[instance], found.operands[instance] = choice, operands
                     found.gradients[instance] = self._gradients(instance, choice, operands)
-                    found.made |= {
+                    found.layouts |= {
                         value: normal(layout)
                         for k, value in enumerate(instance.node.outputs)
                         if value in made and (layout := choice.output(k)) is not None
@@ -185,7 +185,7 @@ class _Sums:
         instance = NodeOnGroup(node, placed.groups[0])
         if instance not in self.choices:
             return None
-        given = self.program.given.outputs
+        given = self.program.pinned.outputs
         fits = all(
             value.dtype in _FLOATS
             and self.program.values[value].shape is not None
@@ -229,16 +229,16 @@ class _Sums:
         for k, value in enumerate(instance.node.inputs):
             whole = choice.input(k)
             if value is not None and k not in operands and value in self.learned and whole is not None:
-                terms = ShardedValue(value, instance.group, normal(choice.kept_as(k)))
+                terms = ShardedValue(value, instance.group, normal(choice.masked_layout(k)))
                 found += self._moved(value, [(terms, ShardedValue(value, instance.group, normal(whole)))])
         return found
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
         """Whether an input could be taken partial, in the layout in which it is produced."""
         value = instance.node.inputs[k]
-        if value is None or value not in found.made or choice.input(k) is None:
+        if value is None or value not in found.layouts or choice.input(k) is None:
             return False
-        return normal(choice.kept_as(k)) == found.made[value]
+        return normal(choice.masked_layout(k)) == found.layouts[value]
 
     def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
         """The readers that could take a value partial; None for each that cannot, and for an output of the model."""
@@ -301,19 +301,19 @@ class _Sums:
             found += math.ceil(share * (facts.max if facts.max is not None else max(1, facts.min or 1)))
         return found * per_byte + cost.count * per_move
 
-    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
+    def _cheapest(self, choices: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
         """The nodes that make terms, and of the values that they make those whose terms all readers take."""
         network = FlowNetwork[NodeOnGroup | ir.Value | str]()
         network.edge("source", "sink", 0)
-        for instance in (*found.makers, *found.choices):
-            if instance not in found.choices:
+        for instance in (*choices.makers, *choices.choices):
+            if instance not in choices.choices:
                 network.edge("source", instance, ALWAYS)
-            elif found.gradients[instance].count:
-                network.edge(instance, "sink", self._weight(found.gradients[instance], *weights))
+            elif choices.gradients[instance].count:
+                network.edge(instance, "sink", self._weight(choices.gradients[instance], *weights))
             for value in instance.node.outputs:
-                if value in found.made:
+                if value in choices.layouts:
                     network.edge(instance, value, extra[value])
-                    for reader in self._readers(value, found):
+                    for reader in self._readers(value, choices):
                         network.edge(value, "sink" if reader is None else reader, ALWAYS)
         return network.source_side("source", "sink")
 
@@ -343,7 +343,7 @@ class _Sums:
         for instance in part:
             after += found.gradients.get(instance, Cost()) if instance in side else Cost()
             for value in instance.node.outputs:
-                if value in found.made:
+                if value in found.layouts:
                     before += Cost() if instance in found.choices else costs[value]
                     after += Cost() if value in side else costs[value]
         weights = [self._weight(cost, 1, 0) for cost in (before, after)]
@@ -364,17 +364,17 @@ class _Sums:
         least = facts_of(rest, self.known).min
         return least is not None and least >= 0
 
-    def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
+    def _take(self, choice: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
         """Makes the nodes of a component pass partial sums on."""
         for instance in part:
-            if instance in found.choices:
+            if instance in choice.choices:
                 there = frozenset(
                     k
-                    for k in found.operands[instance]
-                    if instance.node.inputs[k] in side and self._arrives(instance, found.choices[instance], k, found)
+                    for k in choice.operands[instance]
+                    if instance.node.inputs[k] in side and self._arrives(instance, choice.choices[instance], k, choice)
                 )
-                kept = frozenset(found.operands[instance]) - there
-                self.choices[instance] = replace(found.choices[instance], partial=there, kept=kept)
+                kept = frozenset(choice.operands[instance]) - there
+                self.choices[instance] = replace(choice.choices[instance], partial=there, masked=kept)
                 self.changed = True
 
 

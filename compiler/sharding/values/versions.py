@@ -31,7 +31,7 @@ class ValueVersions:
 
     `defs`: as produced or fed. `canonical`: what a partial definition is reduced to, or an output is resharded to as the plan asks. `uses`:
     versions that are read, with the first reader as cause. `delivered`: versions of the model's outputs. `names`: what each is called.
-    `read` and `made`: of a node on a group its operands, None for one that is absent, and its outputs.
+    `read` and `definitions`: of a node on a group its operands, None for one that is absent, and its outputs.
     """
 
     defs: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ValueVersions:
     derived: set[ShardedValue] = field(default_factory=set)
     """Versions that only readers whose sharding is derived ask for."""
     read: dict[NodeOnGroup, Sequence[ShardedValue | None]] = field(default_factory=dict)
-    made: dict[NodeOnGroup, Sequence[ShardedValue]] = field(default_factory=dict)
+    definitions: dict[NodeOnGroup, Sequence[ShardedValue]] = field(default_factory=dict)
 
     def definition_for(self, version: ShardedValue) -> ShardedValue:
         """The version from which a used one is made: the definition on its own group, else the first one; in its canonical layout."""
@@ -59,8 +59,8 @@ def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, .
     for node in graph:
         for group in program.placement[node].groups:
             instance = NodeOnGroup(node, group)
-            versions.made[instance] = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
-            for version in versions.made[instance]:
+            versions.definitions[instance] = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
+            for version in versions.definitions[instance]:
                 versions.defs.setdefault(version.value, []).append(version)
     for node in order:
         placed = program.placement[node]
@@ -102,7 +102,7 @@ def _arrivals(
     delivered whole, arrives whole: on one rank it is one value.
     """
     graph = program.model.graph
-    arriving = program.given.arriving
+    arriving = program.pinned.arriving
     for value in graph.inputs:
         groups = list(dict.fromkeys(version.group for version in versions.uses.get(value, ())))
         cut = [
@@ -130,14 +130,14 @@ def _arrivals(
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
     """The layout of a weight on the ranks that read `version` of it: the one that a rule gives it there, else as it is read."""
     there = ValueOnGroup(version.value, version.group)
-    rule = program.given.stored.get(there) or program.given.arriving.get(there)
+    rule = program.pinned.stored.get(there) or program.pinned.arriving.get(there)
     return ShardedValue(version.value, version.group, normal(rule[0])) if rule else version
 
 
 def _as_begun(program: Sharded, versions: ValueVersions) -> None:
     """Gives parameters, and the inputs of an accumulated part, the layouts and names that they have in the program of the step."""
-    step = program.beside.get(ProgramKind.STEP)
-    graph, lying = program.model.graph, {} if step is None else step.lying
+    step = program.other_programs.get(ProgramKind.STEP)
+    graph, lying = program.model.graph, {} if step is None else step.input_locations
     inputs = graph.inputs if program.training else ()
     for value in (*inputs, *graph.initializers.values()):
         there = {ShardedValue(value, *key): name for key, name in lying.get(name_of(value), {}).items()}
@@ -186,18 +186,18 @@ def deliver(
         defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
 
 
-def _delivered_to(program: Sharded, ranks: Group, home: Group) -> list[Group]:
+def _delivered_to(program: Sharded, ranks: Group, source: Group) -> list[Group]:
     """The ranks that get an output: each by itself, or where all of its own group are among them that group, and others in runs as long.
 
     So a group gathers it by one collective, each of its ranks sends it to one rank of each run, and ranks of a run share a program.
     """
-    if len(home) == 1 or not {*home} <= {*ranks}:
+    if len(source) == 1 or not {*source} <= {*ranks}:
         return [(rank,) for rank in ranks]
-    others = [rank for rank in ranks if rank not in {*home}]
-    return [home, *(tuple(others[at : at + len(home)]) for at in range(0, len(others), len(home)))]
+    others = [rank for rank in ranks if rank not in {*source}]
+    return [source, *(tuple(others[at : at + len(source)]) for at in range(0, len(others), len(source)))]
 
 
-def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
+def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value, source: ShardedValue) -> None:
     """Sets the canonical version of a partial definition: reduced on its own ranks, unless its one reader is served cheaper.
 
     An output whose layout the plan gives takes that first. One that is passed on (`sharding/values/sums.py`), or not read, stays partial.
@@ -205,20 +205,22 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
     producer = value.producer()
     if producer is None:
         return
-    key = (NodeOnGroup(producer, home.group), producer.outputs.index(value))
-    if key in program.given.outputs:
-        wanted = ShardedValue(value, home.group, normal(program.given.outputs[key][0]))
-        if wanted != home:
-            versions.canonical[home] = wanted
+    key = (NodeOnGroup(producer, source.group), producer.outputs.index(value))
+    if key in program.pinned.outputs:
+        wanted = ShardedValue(value, source.group, normal(program.pinned.outputs[key][0]))
+        if wanted != source:
+            versions.canonical[source] = wanted
         return
     uses = versions.uses.get(value, {})
     kept = {*program.training.statistics.values()} if program.training else set()
-    if not home.layout.partial or home in uses or not (uses or value in kept):
+    if not source.layout.partial or source in uses or not (uses or value in kept):
         return
     first = versions.defs[value][0]
-    served = [version for version in uses if version != home and (version.group == home.group or home == first)]
+    served = [version for version in uses if version != source and (version.group == source.group or source == first)]
     if len(served) != 1:
-        versions.canonical[home] = ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        versions.canonical[source] = ShardedValue(
+            value, source.group, normal(Layout(source.layout.mesh, source.layout.cuts))
+        )
 
 
 def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:
@@ -234,20 +236,20 @@ def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[
     return told
 
 
-def can_share(one: ShardedValue, other: ShardedValue) -> bool:
+def can_share(version: ShardedValue, other: ShardedValue) -> bool:
     """Whether two versions may have one name: they share no rank, or one's ranks are among the other's and hold the same shards."""
-    here, there = ranks_of(one.group), ranks_of(other.group)
+    here, there = ranks_of(version.group), ranks_of(other.group)
     common = here & there
     if not common:
         return True
-    if one.layout.partial or other.layout.partial or common not in (here, there):
+    if version.layout.partial or other.layout.partial or common not in (here, there):
         return False
-    if one.layout.shards != other.layout.shards:
+    if version.layout.shards != other.layout.shards:
         return all(
-            span_of(one.layout, one.places[rank]) == span_of(other.layout, other.places[rank])
+            span_of(version.layout, version.places[rank]) == span_of(other.layout, other.places[rank])
             for rank in members(common)
         )
-    return _shard_numbers(one, common) == _shard_numbers(other, common)
+    return _shard_numbers(version, common) == _shard_numbers(other, common)
 
 
 def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]:

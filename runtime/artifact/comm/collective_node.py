@@ -93,11 +93,11 @@ class CollectiveCall(GroupCall):
         return bool(self.parts) and self.kind.keeps_size
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def inputs(self) -> tuple[str, ...]:
         return tuple(source for source, _ in self.parts) or tuple(filter(None, [self.source]))
 
     @property
-    def made(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         return tuple(result for _, result in self.parts) or tuple(filter(None, [self.result]))
 
     @property
@@ -111,7 +111,7 @@ class CollectiveCall(GroupCall):
     @property
     def leaves(self) -> bool:
         """Whether bytes may still be sent when the rank continues, as for a Send."""
-        return self.kind.boxes or not self.made
+        return self.kind.boxes or not self.outputs
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
         parts = tuple((names[source], names[result]) for source, result in self.parts)
@@ -239,20 +239,20 @@ def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tupl
     )
 
 
-def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
+def _problems(node: NodeProto, attribute_of: Mapping[str, AttributeProto]) -> list[str]:
     """What keeps a node from being a call."""
     attributes = GROUP_OPS[node.op_type].every_attribute
     problems = [
-        f"its attribute '{one.name}' is missing" for one in attributes if one.required and one.name not in found
+        f"its attribute '{one.name}' is missing" for one in attributes if one.required and one.name not in attribute_of
     ]
     if node.op_type in LOOKUPS:
-        return problems or [*lookup_problems(node, found)]
+        return problems or [*lookup_problems(node, attribute_of)]
     kind = COLLECTIVES[node.op_type]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     if kind.coalesces and len(sources) > 1:
         axis = kind.splits or kind.joins
-        if axis in found and found[axis].i != 0:
-            problems.append(f"its axis is {found[axis].i}, and several values are cut along axis 0")
+        if axis in attribute_of and attribute_of[axis].i != 0:
+            problems.append(f"its axis is {attribute_of[axis].i}, and several values are cut along axis 0")
         if len(sources) != len(results) or len(sources) != len(node.input):
             problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
         sources, results = sources[:1], results[:1]
@@ -260,11 +260,11 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         problems.append(f"it has {len(sources)} inputs, and takes one")
     if len(results) > 1 or (not results and not kind.boxes and not kind.root):
         problems.append(f"it has {len(results)} outputs, and makes one")
-    if REDUCE in found and (reduction := found[REDUCE].s.decode(errors="replace")) not in REDUCTIONS:
+    if REDUCE in attribute_of and (reduction := attribute_of[REDUCE].s.decode(errors="replace")) not in REDUCTIONS:
         problems.append(f"its reduction is '{reduction}'; it is one of {', '.join(REDUCTIONS)}")
     if kind.boxes and not problems:
-        problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
-        problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
+        problems += _box_problems(attribute_of, bool(sources), SEND_PEERS, SEND_BOXES, "input")
+        problems += _box_problems(attribute_of, bool(results), RECV_PEERS, RECV_BOXES, "output")
     return problems
 
 

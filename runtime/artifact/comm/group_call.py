@@ -25,12 +25,12 @@ class GroupCall(ABC):
 
     @property
     @abstractmethod
-    def given(self) -> tuple[str, ...]:
+    def inputs(self) -> tuple[str, ...]:
         """The values that the rank gives."""
 
     @property
     @abstractmethod
-    def made(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         """The values that the rank gets."""
 
     @property

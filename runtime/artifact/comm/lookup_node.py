@@ -23,8 +23,8 @@ class LookupCall(GroupCall):
     """A Pull or a Push node; a value that the rank does not have is None.
 
     Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids
-    that come beside the rows. `result` are rows. `asked`: what a Pull makes and a Push reads, the ids that an owner was asked, counts, and
-    places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
+    that come beside the rows. `result` are rows. `requests`: what a Pull makes and a Push reads, the ids that an owner was asked, counts,
+    and places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
     """
 
     LAW: ClassVar[str] = "op, owners, givers, rows or row"
@@ -32,7 +32,7 @@ class LookupCall(GroupCall):
     operand: str | None
     numbers: str | None
     result: str | None
-    asked: tuple[str | None, ...]
+    requests: tuple[str | None, ...]
     owners: tuple[int, ...]
     givers: tuple[int, ...]
     rows: int
@@ -43,17 +43,17 @@ class LookupCall(GroupCall):
         return self.result or self.ids or self.operand or ""
 
     @property
-    def given(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.operand, self.ids) if self.op == PULL else (*self.asked, self.operand)))
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.operand, self.ids) if self.op == PULL else (*self.requests, self.operand)))
 
     @property
-    def made(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.result, *self.asked) if self.op == PULL else (self.numbers, self.result)))
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.result, *self.requests) if self.op == PULL else (self.numbers, self.result)))
 
     @property
-    def made_numbers(self) -> tuple[str, ...]:
+    def numeric_outputs(self) -> tuple[str, ...]:
         """What the rank gets besides rows: ids, counts and places."""
-        return tuple(name for name in self.made if name != self.result)
+        return tuple(name for name in self.outputs if name != self.result)
 
     @property
     def typed(self) -> str | None:
@@ -69,13 +69,13 @@ class LookupCall(GroupCall):
         return self.rows // len(self.owners)
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
-        ends = (self.ids, self.operand, self.numbers, self.result, *self.asked)
+        ends = (self.ids, self.operand, self.numbers, self.result, *self.requests)
         ids, operand, numbers, result, *asked = (names.get(name, name) if name else None for name in ends)
-        new = replace(self, ids=ids, operand=operand, numbers=numbers, result=result, asked=tuple(asked))
+        new = replace(self, ids=ids, operand=operand, numbers=numbers, result=result, requests=tuple(asked))
         return replace(new, tag=tag, path=path)
 
 
-def lookup_call(node: NodeProto, found: Mapping[str, AttributeProto]) -> LookupCall:
+def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> LookupCall:
     """The call that a sound Pull or Push states."""
     given = [*(name or None for name in node.input), *[None] * 4]
     made = [*(name or None for name in node.output), *[None] * 4]
@@ -84,34 +84,34 @@ def lookup_call(node: NodeProto, found: Mapping[str, AttributeProto]) -> LookupC
         op=node.op_type,
         ids=given[1] if pulls else None,
         result=made[0] if pulls else made[1],
-        group=found[GROUP].s.decode(errors="replace"),
-        tag=found[TAG].i,
+        group=attributes[GROUP].s.decode(errors="replace"),
+        tag=attributes[TAG].i,
         path=path_of(node),
         operand=given[0] if pulls else given[3],
         numbers=None if pulls else made[0],
-        asked=tuple(made[1:4] if pulls else given[:3]),
-        owners=tuple(found[OWNERS].ints),
-        rows=found[ROWS].i,
-        row=tuple(found[ROW].ints) if ROW in found else (),
-        givers=tuple(found[GIVERS].ints) if GIVERS in found else (),
+        requests=tuple(made[1:4] if pulls else given[:3]),
+        owners=tuple(attributes[OWNERS].ints),
+        rows=attributes[ROWS].i,
+        row=tuple(attributes[ROW].ints) if ROW in attributes else (),
+        givers=tuple(attributes[GIVERS].ints) if GIVERS in attributes else (),
     )
 
 
-def lookup_problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> Iterator[str]:
+def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Iterator[str]:
     """What keeps a node with its attributes from being a lookup."""
     most = (2, 4) if node.op_type == PULL else (4, 2)
     if len(node.input) > most[0] or len(node.output) > most[1]:
         yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
-    givers = list(found[GIVERS].ints) if GIVERS in found else []
+    givers = list(attributes[GIVERS].ints) if GIVERS in attributes else []
     if len({*givers}) < len(givers) or (node.op_type != PULL and not givers):
         yield f"its givers are {givers}: different places are needed"
-    owners, rows = found[OWNERS].ints, found[ROWS].i
+    owners, rows = attributes[OWNERS].ints, attributes[ROWS].i
     if not owners or len({*owners}) < len(owners):
         yield f"its owners are {list(owners)}: different places are needed"
     elif rows <= 0 or rows % len(owners):
         yield f"{rows} rows do not divide into equal runs for {len(owners)} owners"
-    if ROW in found and any(size < 0 for size in found[ROW].ints):
-        yield f"its row has the shape {list(found[ROW].ints)}"
+    if ROW in attributes and any(size < 0 for size in attributes[ROW].ints):
+        yield f"its row has the shape {list(attributes[ROW].ints)}"
 
 
 def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _contradicts_request(call: LookupCall, owns: bool, gives: bool) -> Iterator[
     """Which of the values that link a Push to its Pull a rank lacks, or has in excess."""
     words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
     role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
-    for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):
+    for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.requests, due, strict=True):
         if bool(name) != (wanted and bool(call.givers)):
             back = "" if call.givers else ", and no rank gives rows back"
             yield f"it {'has' if name else 'leaves out'} {word}, and is {role}{back}"

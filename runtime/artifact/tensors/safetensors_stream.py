@@ -108,7 +108,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Written:
+class StreamEntry:
     """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
 
     bytes: int
@@ -120,7 +120,7 @@ def write_tensors(
     tensors: Mapping[str, Stored],
     read: Callable[[str], Iterable[Array]],
     metadata: Mapping[str, str] = MappingProxyType({}),
-) -> Written:
+) -> StreamEntry:
     """Writes a new file of the tensors, which `read` gives by name one at a time, each in blocks of its elements in order, and waits until
     the disk has it. Its header has the `metadata` beside the sums.
 
@@ -142,7 +142,7 @@ def write_tensors(
             os.fsync(out.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    return Written(size, hashlib.sha256(text).hexdigest())
+    return StreamEntry(size, hashlib.sha256(text).hexdigest())
 
 
 def header_bytes(

@@ -207,7 +207,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 _CALLED: Mapping[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp, "log": math.log}
 
 
-class Totals:
+class MetricSums:
     """The loss and the metrics of several batches: those of all their records, however these are batched.
 
     A mean is weighed by its denominator, so that a batch whose

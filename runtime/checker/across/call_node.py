@@ -23,8 +23,8 @@ class CallNode:
     rank: int
     file: str
     title: str
-    given: ValueType | None
-    made: ValueType | None
+    input: ValueType | None
+    output: ValueType | None
     parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
     looked_up: tuple[tuple[str, ValueType | None], ...] = ()
 

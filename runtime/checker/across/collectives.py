@@ -110,14 +110,14 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
         )
         return
-    if record.sources and call.given and [*call.given] != record.sources:
-        have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
+    if record.sources and call.inputs and [*call.inputs] != record.sources:
+        have, want = (", ".join(f"'{name}'" for name in names) for names in (call.inputs, record.sources))
         yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
     yield from (node.violation(fact) for fact in contradictions(call, record, ranks, node.rank))
     if isinstance(call, LookupCall):
         yield from (node.violation(fact) for fact in wrong_operands(call, record, node.looked_up, manifest))
         return
-    for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
+    for kind, name, declared in (("input", call.source, node.input), ("output", call.result, node.output)):
         if name and declared is None and not call.parts:
             yield node.violation(f"its file declares no type of its {kind} '{name}'")
         if declared is not None and declared[0] != record.type:
@@ -130,8 +130,8 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         elif (given[0], made) != (record.type, _result_type(call, given, len(ranks))):
             fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
             yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
-    if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
-        yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
+    if node.input is not None and not same_dims(node.input[1], record.shape, manifest):
+        yield node.violation(f"its input is {_text(node.input[1])}; {MANIFEST} says {_text(record.shape)}")
 
 
 def _result_type(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
@@ -156,11 +156,11 @@ def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: in
         except ValueError as error:
             yield node.violation(f"with {sizes}: {error}" if sizes else str(error))
             return
-        if node.made is not None and node.made[1] is not None:
-            made = numbers(node.made[1], manifest, sizes)
+        if node.output is not None and node.output[1] is not None:
+            made = numbers(node.output[1], manifest, sizes)
             if len(made) != len(wanted) or any(one not in (None, two) for one, two in zip(made, wanted, strict=True)):
                 yield node.violation(
-                    f"its output is {_text(node.made[1])}; {call.op} of {_text(record.shape)} "
+                    f"its output is {_text(node.output[1])}; {call.op} of {_text(record.shape)} "
                     f"on {ranks} ranks makes {list(wanted)}" + (f" with {sizes}" if sizes else "")
                 )
                 return
@@ -213,7 +213,7 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
 
 def _check_coalesced(first: CallNode, node: CallNode) -> Iterator[Violation]:
     """Values that travel as one are the same ones in the same order on all ranks: only their positions identify them."""
-    for place, (one, other) in enumerate(zip_longest(first.call.made, node.call.made)):
+    for place, (one, other) in enumerate(zip_longest(first.call.outputs, node.call.outputs)):
         if one != other:
             fact = (
                 f"its value {place} is '{other}', that of rank {first.rank} is '{one}': one would be added to the other"
@@ -234,7 +234,7 @@ def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterato
     for sizes in samples(manifest):
         for give, take in zip(gives, takes, strict=True):
             try:
-                given, taken = _size(give, giver.given, manifest, sizes), _size(take, taker.made, manifest, sizes)
+                given, taken = _size(give, giver.input, manifest, sizes), _size(take, taker.output, manifest, sizes)
             except ValueError as error:
                 yield giver.violation(f"between ranks {giver.rank} and {taker.rank}: {error}")
                 return

@@ -25,13 +25,13 @@ from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import EXCHANGE, Collective, Manifest
 from partc.runtime.checker.across.call_node import AGAIN, CallNode
 from partc.runtime.checker.across.lookups import check_owners
-from partc.runtime.checker.across.rank_shards import Layout, RankShard, Shard, Span, layout_of
+from partc.runtime.checker.across.rank_shards import RankShard, Shard, ShardLayout, Span, layout_of
 from partc.runtime.errors import Violation
 
 
 def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
     """Violations for collectives that do not lead from the layout before to the layout after; their nodes are sound and fit together."""
-    known: dict[str, Layout] = {}
+    known: dict[str, ShardLayout] = {}
     nodes: dict[int, dict[int, CallNode]] = {}
     for rank, there in calls.items():
         for node in there:
@@ -55,7 +55,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
 
 
 def _check_list(
-    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
+    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: ShardLayout, made: ShardLayout
 ) -> None:
     """Raises ValueError if the nodes of a list's ranks do not turn the layout `given` into `made`."""
     if record.op == EXCHANGE:
@@ -69,15 +69,15 @@ def _check_list(
         return
     kind = call.kind
     if kind.root == "gives":
-        root = given.held[ranks[call.root]]
+        root = given.shards[ranks[call.root]]
         for rank in ranks:
-            if rank != ranks[call.root] and made.held[rank] != root:
+            if rank != ranks[call.root] and made.shards[rank] != root:
                 raise ValueError(
-                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(made.held[rank].shard)}"
+                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(made.shards[rank].shard)}"
                 )
         return
     getting = [ranks[call.root]] if kind.root == "takes" else ranks
-    before, after = [given.held[rank] for rank in ranks], [made.held[rank] for rank in getting]
+    before, after = [given.shards[rank] for rank in ranks], [made.shards[rank] for rank in getting]
     if kind.reduces:
         _check_reduction(call, ranks, before, given, made)
     shards = [one.shard for one in before]
@@ -95,7 +95,7 @@ def _check_list(
 
 
 def _check_reduction(
-    call: CollectiveCall, ranks: Sequence[int], before: Sequence[RankShard], given: Layout, made: Layout
+    call: CollectiveCall, ranks: Sequence[int], before: Sequence[RankShard], given: ShardLayout, made: ShardLayout
 ) -> None:
     if (
         len(ranks) > 1
@@ -116,14 +116,14 @@ def _check_reduction(
 
 
 def _check_exchange(
-    call: CollectiveCall, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout
+    call: CollectiveCall, rank: int, nodes: Mapping[int, CallNode], given: ShardLayout, made: ShardLayout
 ) -> None:
     """Each box that a rank takes is the region of the value that its peer gives."""
     taken: dict[int, int] = {}
     for shard in call.takes:
         at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
         gives = [one for one in nodes[shard.peer].collective.gives if one.peer == rank]
-        source, target = given.held[shard.peer], made.held[rank]
+        source, target = given.shards[shard.peer], made.shards[rank]
         here, there = _inside(target.shard, shard.box), _inside(source.shard, gives[at].box)
         if here != there:
             raise ValueError(

@@ -16,7 +16,7 @@ from fractions import Fraction
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
 from partc.runtime.checker.across.call_node import CallNode
-from partc.runtime.checker.across.rank_shards import Layout
+from partc.runtime.checker.across.rank_shards import ShardLayout
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
@@ -27,7 +27,7 @@ _WORDS = ("the ids asked of an owner", "the counts", "the places")
 
 def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
     """What the file declares for each value of a call: ids, the other operand, the ids that come out, rows, and the three of an asking."""
-    names = (call.ids, call.operand, call.numbers, call.result, *call.asked)
+    names = (call.ids, call.operand, call.numbers, call.result, *call.requests)
     return tuple((name or "", types.get(name or "")) for name in names)
 
 
@@ -76,14 +76,14 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
         for rank, nodes in calls.items()
         for node in nodes
         if isinstance(node.call, LookupCall) and node.call.op == PULL
-        for at, name in enumerate(node.call.asked)
+        for at, name in enumerate(node.call.requests)
         if name
     }
     pulls: dict[int, CallNode] = {}
     for rank, nodes in calls.items():
         for node in nodes:
             call = node.call
-            for at, name in enumerate(call.asked) if isinstance(call, LookupCall) and call.op == PUSH else ():
+            for at, name in enumerate(call.requests) if isinstance(call, LookupCall) and call.op == PUSH else ():
                 pull, place = made.get((rank, name or ""), (None, at))
                 if name and (pull is None or place != at):
                     yield node.violation(f"its '{name}' is not {_WORDS[at]} of a Pull")
@@ -113,13 +113,15 @@ def _differs(
     return "" if shapes[0] == shapes[1] else f"it has ids of the shape {shapes[0]}, and {pull} of {shapes[1]}"
 
 
-def check_owners(record: Collective, call: LookupCall, ranks: Sequence[int], given: Layout, made: Layout) -> None:
+def check_owners(
+    record: Collective, call: LookupCall, ranks: Sequence[int], given: ShardLayout, made: ShardLayout
+) -> None:
     """Raises ValueError where the ranks of a list do not have the runs of rows that the call says."""
     table, asked = (given, made) if record.op == PULL else (made, given)
     if given.terms > 1 or made.terms > 1:
         raise ValueError("it looks up rows of a partial sum")
     count = len(call.owners)
-    shards = [table.held[ranks[place]].shard for place in call.owners]
+    shards = [table.shards[ranks[place]].shard for place in call.owners]
     for k, (place, shard) in enumerate(zip(call.owners, shards, strict=True)):
         if shard[0] != (Fraction(k, count), Fraction(k + 1, count)):
             raise ValueError(
@@ -129,6 +131,6 @@ def check_owners(record: Collective, call: LookupCall, ranks: Sequence[int], giv
             raise ValueError(f"owners {ranks[call.owners[0]]} and {ranks[place]} have other columns")
     columns = shards[0][1:]
     for rank in ranks:
-        shard = asked.held[rank].shard if rank in asked.held else ()
+        shard = asked.shards[rank].shard if rank in asked.shards else ()
         if shard and columns and shard[len(shard) - len(columns) :] != columns:
             raise ValueError(f"rank {rank} has other columns than the owners of the table")

@@ -39,7 +39,7 @@ from partc.runtime.artifact.graph.factors import Factors, factors_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
-from partc.runtime.checker.across.rank_shards import Layout, layout_of
+from partc.runtime.checker.across.rank_shards import ShardLayout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.errors import Violation, one_line
@@ -83,13 +83,13 @@ class _Places:
             if name not in self.files:
                 self.files[name] = _File(name, model, [], self._sizes(model))
             self.files[name].ranks.append(rank)
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ShardLayout] = {}
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
         self.sums: dict[tuple[str, ...], dict[str, set[int]]] = {}
         """Maps each node and reduction to the elements at which the reduced shards begin."""
         self.sent: dict[int, str | None] = {}
-        self.found: list[Violation] = []
+        self.violations: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()
 
     def check(self) -> list[Violation]:
@@ -108,7 +108,7 @@ class _Places:
             changed = before != self.sent
         for file in self.files.values():
             self._check_partials(file)
-        return self.found
+        return self.violations
 
     def _sizes(self, model: ModelProto) -> dict[str, Sizes]:
         return {
@@ -141,7 +141,7 @@ class _Places:
                 file.factors[_key(node)] = factors
         except ValueError as error:
             fact = f"its factors '{one_line(str(error))}' are not those of its operands"
-            self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
+            self.violations.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
 
     def _place(self, file: _File, node: NodeProto) -> None:
         """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
@@ -178,7 +178,7 @@ class _Places:
         ):
             file.places[call.result] = made
 
-    def _begins_of(self, file: _File, name: str, layout: Layout) -> Places:
+    def _begins_of(self, file: _File, name: str, layout: ShardLayout) -> Places:
         """Where the shards of a layout begin on the ranks of a file."""
         sizes = file.sizes.get(name)
         if sizes is None:
@@ -227,7 +227,7 @@ class _Places:
             if shift != first - second and key not in self.reported:
                 self.reported.add(key)
                 where = f"on rank {rank}: {fact}: {first - second} elements apart, and {shift} on other ranks"
-                self.found.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
+                self.violations.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
 
     def _classify(self, file: _File, node: NodeProto) -> None:
         """Whether the outputs of a node are partial."""
@@ -289,7 +289,7 @@ class _Places:
         key = ("term", node.output[0] if node.output else integer_of(node, TAG, -1))
         if fact and key not in self.reported:
             self.reported.add(key)
-            self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
+            self.violations.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
 
 
 def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
@@ -321,13 +321,13 @@ def _key(node: NodeProto) -> tuple[str, ...]:
     return (node.op_type, *node.output, "", *node.input)
 
 
-def _laid(layout: Layout, ranks: Sequence[int], sizes: Sizes) -> Places:
+def _laid(layout: ShardLayout, ranks: Sequence[int], sizes: Sizes) -> Places:
     """Where the shards of a layout begin on some ranks, which have so many elements along each dim."""
-    if not all(rank in layout.held for rank in ranks):
+    if not all(rank in layout.shards for rank in ranks):
         return None
     found: list[Begins | None] = []
     for axis, size in enumerate(sizes):
-        spans = [layout.held[rank].shard[axis] for rank in ranks]
+        spans = [layout.shards[rank].shard[axis] for rank in ranks]
         at = {(first, last): first / (last - first) * (size or 0) for first, last in {*spans}}
         whole = size is not None and all(begin.denominator == 1 for begin in at.values())
         found.append(tuple(at[span].numerator for span in spans) if whole else None)

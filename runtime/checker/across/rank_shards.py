@@ -26,15 +26,15 @@ class RankShard:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """What each rank has; how many partial values there are, and what reduces them."""
 
-    held: Mapping[int, RankShard]
+    shards: Mapping[int, RankShard]
     terms: int
     reductions: frozenset[str]
 
 
-def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
+def layout_of(record: LayoutRecord, known: dict[str, ShardLayout]) -> ShardLayout:
     """What each rank has in a layout; ValueError where the layout is not sound. Those in `known` are not made again."""
     key = record.model_dump_json()
     if key not in known:
@@ -51,7 +51,7 @@ def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
                 shard.append((Fraction(number, count), Fraction(number + 1, count)))
             held[rank] = RankShard(tuple(shard), _number(at, record.mesh, axes))
         terms = prod(record.mesh[axis] for axis in axes)
-        known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
+        known[key] = ShardLayout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
     return known[key]
 
 

@@ -94,7 +94,7 @@ class _Player:
             if node.domain == DOMAIN and node.op_type in COLLECTIVES and len(node.output) > 1:
                 call = read_call(node, file)
                 if isinstance(call, CollectiveCall) and not call.kind.joins:
-                    self.next_to |= dict(pairwise(call.made))
+                    self.next_to |= dict(pairwise(call.outputs))
         buffered = {name for pair in self.next_to.items() for name in pair}
         for row in run.buffers:
             if not buffered.isdisjoint(row.members) or len({*row.members}) < len(row.members):
@@ -279,7 +279,7 @@ class _Row:
         kinds = "X" if node.op_type == SEND else "RW" if call is None else "L" if isinstance(call, LookupCall) else "AW"
         if letter not in kinds:
             raise _WrongListError(f"{cell} is not a step of it", node)
-        given, made = (node.input, node.output) if call is None else (call.given, call.made)
+        given, made = (node.input, node.output) if call is None else (call.inputs, call.outputs)
         if letter == "W":
             if tag not in self.pending:
                 raise _WrongListError(f"{cell} waits for what has not begun, or was waited for", node)

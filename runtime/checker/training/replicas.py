@@ -15,7 +15,7 @@ from onnx import AttributeProto, NodeProto, helper
 from partc.runtime.artifact.format import DOMAIN, Manifest, StateRecord
 from partc.runtime.artifact.graph.onnx_graph import node_title, path_of
 from partc.runtime.checker.subject import Subject
-from partc.runtime.checker.training.value_numbering import Numbering
+from partc.runtime.checker.training.value_numbering import ValueNumbering
 from partc.runtime.errors import Violation
 
 Holder: TypeAlias = tuple[int, StateRecord]
@@ -28,7 +28,7 @@ def check_copies(subject: Subject) -> Iterator[Violation]:
     copies = copies_of(subject.manifest)
     if not copies:
         return
-    numbering = Numbering(subject.folder, subject.manifest, subject.models)
+    numbering = ValueNumbering(subject.folder, subject.manifest, subject.models)
     if numbering.done:
         subject.counts.copies = len(copies)
         yield from check_replicas(numbering, copies)
@@ -43,7 +43,7 @@ def copies_of(manifest: Manifest) -> list[list[Holder]]:
     return [holders for holders in found.values() if len(holders) > 1]
 
 
-def check_replicas(numbering: Numbering, copies: Sequence[Sequence[Holder]]) -> list[Violation]:
+def check_replicas(numbering: ValueNumbering, copies: Sequence[Sequence[Holder]]) -> list[Violation]:
     """The copies that may differ."""
     comparison = _Comparison(numbering)
     return [one for holders in copies for one in comparison.compare(holders)]
@@ -52,7 +52,7 @@ def check_replicas(numbering: Numbering, copies: Sequence[Sequence[Holder]]) -> 
 class _Comparison:
     """Ranks side by side."""
 
-    def __init__(self, numbering: Numbering) -> None:
+    def __init__(self, numbering: ValueNumbering) -> None:
         self.numbering = numbering
 
     def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:

@@ -70,7 +70,7 @@ _BROADCASTING = ("Add", "Div", "Mul", "Sub", "Sum")
 """Ops whose elements are each made of one element of every operand."""
 
 
-class Numbering:
+class ValueNumbering:
     """The numbers of the values of all ranks."""
 
     def __init__(self, folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
@@ -84,7 +84,7 @@ class Numbering:
         """Maps tag and target of a message to the number of its value."""
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
-        self.given: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
+        self.sources: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {
             rank: {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
@@ -225,15 +225,15 @@ class Numbering:
     def _visit_call(self, rank: int, node: NodeProto) -> bool:
         call, numbers = read_call(node, ""), self.numbers[rank]
         ranks = self.groups[rank][call.group]
-        self.given[call.tag, rank] = call, [numbers[name] for name in call.given]
+        self.sources[call.tag, rank] = call, [numbers[name] for name in call.inputs]
         if isinstance(call, CollectiveCall) and call.kind.boxes:
             return self._visit_exchange(rank, call)
-        if any((call.tag, other) not in self.given for other in ranks):
+        if any((call.tag, other) not in self.sources for other in ranks):
             return False
-        given = [self.given[call.tag, other][1] for other in ranks]
+        given = [self.sources[call.tag, other][1] for other in ranks]
         if isinstance(call, LookupCall):
             return self._visit_lookup(rank, call, ranks)
-        for place, name in enumerate(call.made):
+        for place, name in enumerate(call.outputs):
             if call.kind.root == "gives":
                 numbers[name] = given[call.root][0]
                 continue
@@ -245,7 +245,7 @@ class Numbering:
 
     def _visit_lookup(self, rank: int, call: LookupCall, ranks: Sequence[int]) -> bool:
         """Rows are those that the rank's ids name; what was asked follows from all givers' ids, what an owner gets from what all give."""
-        others = (self.given[call.tag, other][0] for other in ranks)
+        others = (self.sources[call.tag, other][0] for other in ranks)
         calls = [other for other in others if isinstance(other, LookupCall)]
         known = [self.numbers[other] for other in ranks]
         place, own = ranks.index(rank), self.numbers[rank]
@@ -255,28 +255,28 @@ class Numbering:
             asked = tuple(known[giver].get(calls[giver].ids or "") for giver in call.givers)
             if call.result:
                 own[call.result] = self._number("pull", tables, ids)
-            for k, name in enumerate(call.asked):
+            for k, name in enumerate(call.requests):
                 if name:
                     own[name] = self._number("asked", call.owners, call.givers, call.rows, asked, place, k)
             return True
-        names = [(*one.asked, one.operand) for one in calls]
+        names = [(*one.requests, one.operand) for one in calls]
         given = tuple(tuple(there.get(name or "") for name in some) for there, some in zip(known, names, strict=True))
-        for k, name in enumerate(call.made):
+        for k, name in enumerate(call.outputs):
             own[name] = self._number("push", call.owners, call.rows, given, place, k)
         return True
 
     def _visit_exchange(self, rank: int, call: CollectiveCall) -> bool:
-        if any((call.tag, shard.peer) not in self.given for shard in call.takes):
+        if any((call.tag, shard.peer) not in self.sources for shard in call.takes):
             return False
         taken: dict[int, int] = {}
         shards = []
         for shard in call.takes:
-            other, values = self.given[call.tag, shard.peer]
+            other, values = self.sources[call.tag, shard.peer]
             assert isinstance(other, CollectiveCall)
             gives = [one for one in other.gives if one.peer == rank]
             at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
             shards.append((shard.box, gives[at].box, values[0]))
-        for name in call.made:
+        for name in call.outputs:
             whole = all(cut[0] == 0 and cut[1] == cut[2] for box in shards[0][:2] for cut in box)
             made = self._number("exchange", tuple(sorted(shards)))
             self.numbers[rank][name] = shards[0][2] if len(shards) == 1 and whole else made

@@ -36,7 +36,7 @@ class Chunked(Rounds):
     """A collective whose blocks of so many bytes go in chunks, of which `parts` fit into a room. Actions are made once a room."""
 
     def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, parts: int = 1):
-        self.args, self.rooms, self.own, self.ranks = args, rooms, own, len(args.ranks)
+        self.args, self.rooms, self.index, self.ranks = args, rooms, own, len(args.ranks)
         step = ROOM // parts // _ALIGNED * _ALIGNED
         self.bounds = [(at, min(at + step, block)) for at in range(0, max(block, 1), step)]
         self.count = len(self.bounds)
@@ -59,7 +59,7 @@ class Chunked(Rounds):
     def putting(self, index: int, turn: int) -> Action | None:
         """What puts a chunk of the source."""
         begin, end = self.bounds[index]
-        return copying(self.rooms[turn][self.own][: end - begin], self.args.source[begin:end])
+        return copying(self.rooms[turn][self.index][: end - begin], self.args.source[begin:end])
 
     def getting(self, index: int, turn: int) -> Action | None:
         """What gets a chunk of the target."""
@@ -84,7 +84,7 @@ class _AllReduce(Chunked):
         begin, end = self.bounds[index]
         terms = [room[: end - begin] for room in self.rooms[turn][:-1]]
         if self.ranks == 2 and self.count == 1:
-            terms[self.own] = self.args.source
+            terms[self.index] = self.args.source
         return self.reducing(terms, self.args.target[begin:end]) if self.takes else None
 
 
@@ -123,11 +123,11 @@ class _SharedAllReduce(Chunked):
     def putting(self, index: int, turn: int) -> Action | None:
         if index % 2 == 0:
             return super().putting(index // 2, turn)
-        begin, end = self._share(index, self.own)
+        begin, end = self._share(index, self.index)
         if begin == end:
             return None
         terms = [room[begin:end] for room in self.rooms[turn - 1][:-1]]
-        return self.reducing(terms, self.rooms[turn][self.own][: end - begin])
+        return self.reducing(terms, self.rooms[turn][self.index][: end - begin])
 
     def getting(self, index: int, turn: int) -> Action | None:
         if index % 2 == 0:
@@ -159,13 +159,13 @@ class _Blocks(Chunked):
 
     def putting(self, index: int, turn: int) -> Action | None:
         begin, end = self.bounds[index]
-        room = self.rooms[turn][self.own][: self.ranks * (end - begin)]
+        room = self.rooms[turn][self.index][: self.ranks * (end - begin)]
         return partial(np.copyto, room.reshape(self.ranks, -1), self.sources[:, begin:end])
 
     def getting(self, index: int, turn: int) -> Action | None:
         begin, end = self.bounds[index]
         size = end - begin
-        given = [room[self.own * size : (self.own + 1) * size] for room in self.rooms[turn][:-1]]
+        given = [room[self.index * size : (self.index + 1) * size] for room in self.rooms[turn][:-1]]
         if self.args.op == REDUCE_SCATTER:
             return self.reducing(given, self.args.target[begin:end])
         targets = self.args.target.reshape(self.ranks, -1)
@@ -193,7 +193,7 @@ class _Broadcast(Chunked):
 
     def putting(self, index: int, turn: int) -> Action | None:
         begin, end = self.bounds[index]
-        room = self.rooms[turn][self.own][: end - begin]
+        room = self.rooms[turn][self.index][: end - begin]
         return None if self.takes else partial(np.copyto, room, self.args.target[begin:end])
 
     def getting(self, index: int, turn: int) -> Action | None:

@@ -18,7 +18,7 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Bytes
 
 from ...errors import RankError
-from ...job.parking import LINE, Cell, Parking
+from ...job.parking import LINE, Cell, RankWait
 
 SLOTS, SLOT = 8, 1 << 17
 _BATCH = 2
@@ -87,7 +87,7 @@ class _Receiver:
 class HostMessages:
     """A rank's messages. `channel` opens that from one place of the host to another; peers are places of the host, too."""
 
-    def __init__(self, place: int, channel: Callable[[int, int], Channel], parking: Parking) -> None:
+    def __init__(self, place: int, channel: Callable[[int, int], Channel], parking: RankWait) -> None:
         self._place, self._channel, self._parking = place, channel, parking
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}

@@ -24,7 +24,7 @@ from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 
 from ...artifact.format import ALL_REDUCE, MAX
 from ...job.futex import Futex
-from ...job.parking import LINE, LOOK, Caution, FutexCount, FutexWords, Parking, SpinTime, Turns, new_fence
+from ...job.parking import LINE, LOOK, FutexCount, FutexWords, RankWait, ShortSpin, SpinTime, YieldTurns, new_fence
 from ..mpi_watch import Watch
 from ..transport import CollectiveArgs, Vector
 from .collectives import rounds_of
@@ -113,7 +113,7 @@ HostRequest = (Collective, Message)
 class RankList:
     """Collectives among some ranks of the host."""
 
-    def __init__(self, rooms: SharedRooms, parking: Parking, own_core: bool) -> None:
+    def __init__(self, rooms: SharedRooms, parking: RankWait, own_core: bool) -> None:
         self._rooms, self._own_core = rooms, own_core
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
         self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
@@ -150,12 +150,12 @@ class DataPlane:
             return FutexCount(futex, line, address, look_after)
 
         self._number = number
-        caution = Caution(lines[LINE * count :].cast("d"))
+        caution = ShortSpin(lines[LINE * count :].cast("d"))
         self._spin: SpinTime | None = None
         if own_core:
             with contextlib.suppress(OSError):
                 self._spin = SpinTime(caution)
-        self._parking = Parking(words, place, new_fence(), self._spin, None if own_core else Turns(caution))
+        self._parking = RankWait(words, place, new_fence(), self._spin, None if own_core else YieldTurns(caution))
         channels = segment.reserve(Channel.size() * count * count)
 
         def channel(source: int, target: int) -> Channel:

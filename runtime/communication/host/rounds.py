@@ -11,7 +11,7 @@ can be done.
 
 The rank that arrives last closes the round: it raises the number of rounds in which all have arrived, to which the others look and on
 which they sleep, and one call wakes these. Where all want the same (`Rounds.close`), it makes that before, in one more room, and the others
-copy it. As each stores its arrival before it looks at the others' (`Parking.fence`), at least one of several that arrive at a time sees
+copy it. As each stores its arrival before it looks at the others' (`RankWait.fence`), at least one of several that arrive at a time sees
 that all have come. Where two see it both close the round, with the same bytes, which each makes in memory of its own and then copies. None
 of them can be late for a later round, in which it has not arrived. A rank that is woken, or looks after its time, and finds the round
 open though all have arrived (who arrived last was interrupted) closes it for itself alone (`close_own`). Of two ranks each looks at the
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Bytes
 
-from ...job.parking import LINE, Cell, Count, Parking
+from ...job.parking import LINE, Cell, Count, RankWait
 from .segment import Segment, address_of
 
 Action = Callable[[], object]
@@ -136,7 +136,7 @@ class HostGroup:
         cells: Sequence[Cell],
         own: int,
         others: Sequence[int],
-        parking: Parking,
+        parking: RankWait,
         closed: Count,
         raised: Count,
     ) -> None:

@@ -26,7 +26,7 @@ class StreamBatches:
     def __init__(self, stream: Stream, reader: StreamReader, drop_last: bool, lenient: bool = False) -> None:
         self.batch, self.batches, self.records = stream.batch, stream.batches, stream.records
         self.again, self.stateful = stream.again, stream.stateful
-        self.reads = bool(reader.inputs.own)
+        self.reads = bool(reader.inputs.ports)
         self._stream, self._reader, self._drop_last, self._lenient = stream, reader, drop_last, lenient
 
     def check(self, position: Position) -> None:

@@ -101,25 +101,25 @@ _COPIED = (
 class LoaderStream:
     """The batches of a loader. `span`: which records of a batch this rank needs; None where it reads none, or a batch is read as one."""
 
-    def __init__(self, found: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
-        self._where, self._seed_of_plan = found.where, seed
-        loader = self._loader = found.value
+    def __init__(self, source: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
+        self._where, self._seed_of_plan = source.where, seed
+        loader = self._loader = source.value
         sampler = loader.batch_sampler
-        refuse_own_shards(loader, found.where)
-        with user_code(found.where, "asking for the size and the number of batches"):
+        refuse_own_shards(loader, source.where)
+        with user_code(source.where, "asking for the size and the number of batches"):
             own = loader.batch_size or getattr(sampler, "batch_size", None)
             indexed = sampler is not None and not _is_of(loader.dataset, "IterableDataset")
             plain = indexed and _is_of(sampler, "BatchSampler", exact=True)
             self.records = len(sampler.sampler) if plain and hasattr(sampler.sampler, "__len__") else None
         if isinstance(own, int) and batch not in (None, own):
             raise UsageError(
-                f"{found.where}: its DataLoader has batches of {own}, and the global batch is {batch}\n"
+                f"{source.where}: its DataLoader has batches of {own}, and the global batch is {batch}\n"
                 f"  help: the batch of the loader is that of all ranks together: leave `batch` out, or write batch: {own}"
             )
         size = own if isinstance(own, int) else batch
         if size is None:
             raise UsageError(
-                f"{found.where}: the batch size of its DataLoader is not known\n"
+                f"{source.where}: the batch size of its DataLoader is not known\n"
                 "  help: use --batch, or `batch:` in the plan's `train:`"
             )
         self.batch = size
@@ -129,13 +129,13 @@ class LoaderStream:
             self.batches = self.records // size + (bool(self.records % size) and not dropped)
             if not self.batches:
                 raise UsageError(
-                    f"{found.where}: {self.records} records do not fill one batch of {size}\n"
+                    f"{source.where}: {self.records} records do not fill one batch of {size}\n"
                     f"  help: take batches of at most {self.records}"
                 )
-        self._rows: _OwnRows | None = None
+        self._rows: _RankRows | None = None
         if indexed and _is_of(loader, "DataLoader", exact=True):
-            self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
-            self._loader = _with_sampler(loader, self._rows, found.where)
+            self._rows = _RankRows(sampler, size, self.batches, span if _puts_together(loader) else None)
+            self._loader = _with_sampler(loader, self._rows, source.where)
         self._columns: list[Rows] = []
         if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
             self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
@@ -184,7 +184,7 @@ class LoaderStream:
         finally:
             del batches  # a failure refers to this frame, and keeps no workers by it
 
-    def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
+    def _by_columns(self, rows: _RankRows) -> Iterator[object]:
         """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
         for indices in rows:
             yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
@@ -237,7 +237,7 @@ def _nothing() -> None:
     """Nothing is random before an epoch has begun."""
 
 
-class _OwnRows:
+class _RankRows:
     """A batch sampler without the batches that are skipped, and of the others with the indices of the records that a rank needs."""
 
     def __init__(self, sampler: Any, batch: int, batches: int | None, span: Span | None) -> None:
@@ -289,7 +289,7 @@ def _puts_together(loader: Any) -> bool:
     return stacks and module.startswith("torch.") and getattr(loader, "in_order", True)
 
 
-def _with_sampler(loader: Any, sampler: _OwnRows, where: str) -> Any:
+def _with_sampler(loader: Any, sampler: _RankRows, where: str) -> Any:
     """The same loader with another batch sampler."""
     options: Mapping[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     if not loader.num_workers:

@@ -47,21 +47,21 @@ class StreamReader:
         spans = self.inputs.spans(size).values()
         return min(begin for begin, _ in spans), max(end for _, end in spans)
 
-    def read(self, given: StreamBatch, position: Position) -> Batch:
+    def read(self, batch: StreamBatch, position: Position) -> Batch:
         """Maps each input to what this rank reads of a batch."""
         place = f"{self.where}: batch {position.batch} of epoch {position.epoch}"
-        first, last = self.span(given.size)
+        first, last = self.span(batch.size)
         try:
             with user_code(self.where, f"taking batch {position.batch} of epoch {position.epoch}"):
-                fields = self._of_records(given, first, last) if given.records else self._of_batch(given, first, last)
+                fields = self._of_records(batch, first, last) if batch.records else self._of_batch(batch, first, last)
         except Unfit as error:
             raise UsageError(f"{place}: {error}") from None
         if self._transform is not None:
             generator = batch_generator(self._seed, position) if self._transform.random else None
             fields = self._transform(fields, last - first, generator)
-        self._check(fields, given.size, place)
+        self._check(fields, batch.size, place)
         found = {}
-        for name, (begin, end) in self.inputs.spans(given.size).items():
+        for name, (begin, end) in self.inputs.spans(batch.size).items():
             found[name] = self.inputs.shard(self._conversions[name], fields[name][begin - first : end - first])
         return found
 

@@ -67,7 +67,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
             # memory of a value's own is kept by the message itself
             given = [step.value] if isinstance(step, Send) else []
             if isinstance(step, Collective) and step.call.tag in works:
-                given = [*step.call.given, scratch_name(step.call.tag, "out")]
+                given = [*step.call.inputs, scratch_name(step.call.tag, "out")]
             return Effects(
                 f"end of the {steps[role.index]}",
                 checks=_uses([name for name in given if program.values.storage.get(name, Storage.SLOT) in _PLACED]),
@@ -120,16 +120,16 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
         case WaitCollective():
             return _finished(text, step, works)
         case LookUp():
-            return Effects(text, _uses(step.call.given), _uses(step.call.made))
+            return Effects(text, _uses(step.call.inputs), _uses(step.call.outputs))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:
     call = step.call
     if call.tag not in works:  # over when it has begun
-        return Effects(text, _uses(call.given), _uses(call.made))
+        return Effects(text, _uses(call.inputs), _uses(call.outputs))
     packed, landing = (scratch_name(call.tag, side) for side in ("out", "in"))
-    sets = (*_uses(call.made, coming=True), *_uses([landing], coming=True), *_uses([packed]))
-    return Effects(text, _uses(call.given), sets, _in_place(step))
+    sets = (*_uses(call.outputs, coming=True), *_uses([landing], coming=True), *_uses([packed]))
+    return Effects(text, _uses(call.inputs), sets, _in_place(step))
 
 
 def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective]) -> Effects:
@@ -137,9 +137,9 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
     if call.tag not in works:
         return Effects(text)
     packed, landing = (scratch_name(call.tag, side) for side in ("out", "in"))
-    still = () if call.kind.boxes else (*_uses(call.given), *_uses([packed]))
-    checks = (*_uses([*call.made, landing], coming=True), *still)
-    return Effects(text, checks, _uses(call.made), _in_place(step))
+    still = () if call.kind.boxes else (*_uses(call.inputs), *_uses([packed]))
+    checks = (*_uses([*call.outputs, landing], coming=True), *still)
+    return Effects(text, checks, _uses(call.outputs), _in_place(step))
 
 
 def _in_place(step: Collective) -> dict[str, str]:

@@ -41,7 +41,7 @@ def pattern(size: int) -> Bytes:
     return np.full((size + 1) // 2, _PAIR, "<u2").view(np.uint8)[:size]
 
 
-class Freed:
+class PoisonFreed:
     """The places that are free after each action of a step plan; `places` by value, and the `arenas` in which they are."""
 
     def __init__(self, lives: Sequence[Lifetime], places: Mapping[str, Placed], arenas: Sequence[Placed]) -> None:

@@ -37,7 +37,7 @@ def lay_out(
     if begins:
         plan = planned_updates(file, shapes, types, buffers)
         buffers += plan.buffers
-        buffers += copied_buffers(file, [*buffers, *plan.kept], shapes, types) if targets else []
+        buffers += copied_buffers(file, [*buffers, *plan.state], shapes, types) if targets else []
     return value_table(file, types, shapes, promises, buffers, {*weights}, targets), plan
 
 

@@ -199,7 +199,7 @@ def _apart(plan: Planned) -> Iterator[str]:
         for one in updates
         if isinstance(one, Updater)
     )
-    for names in (names for group in groups for names in (*group.operands, *group.results)):
+    for names in (names for group in groups for names in (*group.operands, *group.outputs)):
         if len(names) == 1:
             continue  # a number may be an input, whose place is not known before a step
         places = [plan.sessions.place(name) for name in names]

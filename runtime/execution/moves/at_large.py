@@ -77,7 +77,7 @@ class AtLarge:
         if call.op == PULL:
             found = self._pull(step, lookup)
         else:
-            asked = Pulled(*(self._operand(name) for name in call.asked))
+            asked = Pulled(*(self._operand(name) for name in call.requests))
             ids, rows = lookup.push(asked, self._operand(call.operand))
             found = {call.numbers: ids, call.result: rows}
         for name, value in found.items():
@@ -96,13 +96,13 @@ class AtLarge:
         slot = call.result is not None and self._program.values.storage[call.result] is Storage.SLOT
         result = self._tensor(call.result or "") if slot else None
         rows, asked = lookup.pull(self._operand(call.operand), ids, result)
-        found = dict(zip(call.asked, (asked.ids, asked.counts, asked.places), strict=True))
+        found = dict(zip(call.requests, (asked.ids, asked.counts, asked.places), strict=True))
         return found if slot else {**found, call.result: rows}
 
     def _push_nothing(self, step: LookUp, lookup: Lookup) -> None:
         """Zeros for what a rank has asked; nothing where the Pull was given up, as it was then on all ranks."""
         call = step.call
-        values = [self._cells.get(name or "") for name in call.asked]
+        values = [self._cells.get(name or "") for name in call.requests]
         ids, counts, places = (one if isinstance(one, Tensor) else None for one in values)
         if counts is not None:
             rows = None if places is None else Tensor.empty(lookup.dtype, (*places.shape, *call.row))

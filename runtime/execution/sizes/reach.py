@@ -12,7 +12,7 @@ from ..rank_program import RankProgram
 
 
 @dataclass(frozen=True)
-class Reach:
+class SizeRange:
     """The parts of a program that depend on some symbols: values, promises by tag, collectives and lookups, and by step the values that
     it binds.
     """
@@ -23,7 +23,7 @@ class Reach:
     steps: dict[int, list[str]]
 
 
-def reached(program: RankProgram, changed: Set[str]) -> Reach | None:
+def reached(program: RankProgram, changed: Set[str]) -> SizeRange | None:
     """The dependents of symbols; None if one of them is a step that cannot be changed."""
     values, symbols = program.values, program.binder.manifest.symbols
     names = dict.fromkeys(name for name, shape in values.shapes.items() if _has(shape, symbols, changed))
@@ -31,10 +31,10 @@ def reached(program: RankProgram, changed: Set[str]) -> Reach | None:
     moved: list[Step] = []
     for step in program.steps:
         if isinstance(step, StartCollective | LookUp) and step.call.tag in program.messages.promises:
-            ends = (*step.call.given, *step.call.made) if isinstance(step, StartCollective) else ()
+            ends = (*step.call.inputs, *step.call.outputs) if isinstance(step, StartCollective) else ()
             if step.call.tag in tags or not names.keys().isdisjoint(ends):
                 moved.append(step)
-                names.update(dict.fromkeys(step.call.made) if isinstance(step, StartCollective) else {})
+                names.update(dict.fromkeys(step.call.outputs) if isinstance(step, StartCollective) else {})
     steps = dict[int, list[str]]()
     for index, step in enumerate(program.steps):
         own = [name for name in _bound(step) if name in names]
@@ -45,7 +45,7 @@ def reached(program: RankProgram, changed: Set[str]) -> Reach | None:
             steps[index] = own
     if any(name in values.flat_places for name in names):
         return None
-    return Reach([name for name in names if name in values.shapes], tags, moved, steps)
+    return SizeRange([name for name in names if name in values.shapes], tags, moved, steps)
 
 
 def _has(shape: Shape, symbols: Mapping[str, SymbolRecord], changed: Set[str]) -> bool:
@@ -62,7 +62,7 @@ def _bound(step: Step) -> Iterable[str]:
         case Send() | PostRecv():
             return (step.value,)
         case StartCollective():
-            return (*step.call.given, *step.call.made)
+            return (*step.call.inputs, *step.call.outputs)
         case Update():
             return (*step.inputs, *(out for node in step.nodes for out in node.output))
     return ()

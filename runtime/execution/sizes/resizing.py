@@ -67,7 +67,7 @@ def _bind(plan: StepPlan, index: int, names: Collection[str]) -> None:
     if binding is None:
         return
     segment = plan.program.runners[index].segment
-    for bind, ends in ((binding.bind_input, segment.operands), (binding.bind_output, segment.results)):
+    for bind, ends in ((binding.bind_input, segment.operands), (binding.bind_output, segment.output_pairs)):
         for formal, name in ends:
             if name in names:
                 bind_tensor(bind, formal, plan.sessions.place(name))

@@ -113,8 +113,8 @@ class Accesses:
     def _of_collective(self, lane: int, step: Collective | LookUp) -> Access:
         call = step.call
         ends = (call.source, call.result) if isinstance(call, CollectiveCall) else ()
-        known = dict.fromkeys(name for name in (*call.given, *call.made, *ends) if name in self.values.storage)
-        made = {*call.made, *ends[1:]}
+        known = dict.fromkeys(name for name in (*call.inputs, *call.outputs, *ends) if name in self.values.storage)
+        made = {*call.outputs, *ends[1:]}
         reads = self._ranges(name for name in known if name not in made)
         keys = [key for side in ("in", "out") if (key := scratch_name(call.tag, side)) in self.scratch]
         packed = [self.scratch[key] for key in keys]

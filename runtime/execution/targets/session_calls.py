@@ -15,7 +15,7 @@ from ...devices.devices import Device
 from ...program.copy_runs import merged
 from ...program.ort import Bind, Binding
 from ...program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
-from ...program.sessions import Runner
+from ...program.sessions import SegmentSession
 from ...program.steps import Copy
 from ...program.value_table import Storage
 from ...updates.row_updater import RowUpdater
@@ -64,7 +64,7 @@ class SessionCalls:
         if runner.objects or any(dense(self.values.types[name]) is None for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
         binding = self.bindings[index] = runner.session.io_binding()
-        inputs, outputs = runner.segment.operands, runner.segment.results
+        inputs, outputs = runner.segment.operands, runner.segment.output_pairs
         loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
         # A GPU's session copies an operand from the host when it is bound, and not when it runs.
         anew = {name for _, name in inputs if name in loose or not self._is_fixed(name, runner)}
@@ -100,7 +100,7 @@ class SessionCalls:
 
         for updater in updaters:
             # What is bound anew for each run is added before the runs.
-            runs = updater.calls(self.place, partial(shared, there=updater.device), self.values.is_loose)
+            runs = updater.calls(self.place, partial(shared, there=updater.device), self.values.is_dynamic)
             calls += runs
 
         def update() -> None:
@@ -112,7 +112,7 @@ class SessionCalls:
     def _bind_now(self, binding: Binding, formal: str, name: str) -> None:
         bind_tensor(binding.bind_input, formal, self.place(name))
 
-    def _is_fixed(self, name: str, runner: Runner) -> bool:
+    def _is_fixed(self, name: str, runner: SegmentSession) -> bool:
         """Whether an operand may be bound once: it lies where the session runs, or does not change."""
         kind = self.values.storage[name]
         constant = kind is Storage.CONSTANT and name not in self.program.state.tensors
@@ -127,12 +127,12 @@ class SessionCalls:
             device = self.program.arenas.memories[target].device
             binding.bind_output(formal, device.kind, device.number)
 
-    def _run_loose(self, runner: Runner, binding: Binding, anew: frozenset[str], loose: frozenset[str]) -> None:
+    def _run_loose(self, runner: SegmentSession, binding: Binding, anew: frozenset[str], loose: frozenset[str]) -> None:
         """Run a session of which some tensors have another place and shape each time."""
         for one, name in runner.segment.operands:
             if name in anew:
                 bind_tensor(binding.bind_input, one, self.place(name))
-        for one, name in runner.segment.results:
+        for one, name in runner.segment.output_pairs:
             if name in loose:
                 self._bind_loose(binding, one, name)
         runner.session.run_with_iobinding(binding)
@@ -140,10 +140,10 @@ class SessionCalls:
             if name in loose:
                 self.cells[name] = from_ort(value, self.program.arenas.memories.get(self.values.targets.get(name, "")))
 
-    def _run_objects(self, runner: Runner) -> None:
+    def _run_objects(self, runner: SegmentSession) -> None:
         """Run a session with Python objects, which lie on the host."""
         feeds = {one: as_feed(self.cells[name]) for one, name in runner.segment.operands}
-        names = [runner.widened.get(name, name) for name, _ in runner.segment.results]
+        names = [runner.widened.get(name, name) for name, _ in runner.segment.output_pairs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
             if self.values.storage[name] is Storage.OBJECT:
                 self.cells[name] = value

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from ...program.sessions import Runner
+from ...program.sessions import SegmentSession
 from ..step_plan import StepPlan
 from .session_runs import SessionRuns
 
@@ -24,7 +24,7 @@ class _Call:
     action: int
     begin: float
     end: float
-    runner: Runner
+    runner: SegmentSession
 
 
 def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: SessionRuns) -> dict[str, Any]:

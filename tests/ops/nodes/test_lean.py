@@ -13,7 +13,7 @@ from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Compute, Value
-from partc.compiler.ops.node import likeness
+from partc.compiler.ops.node import node_key
 from partc.compiler.rewrite.simplify import simplify
 from partc.compiler.training.add_training import add_loss
 from plan_values import loss
@@ -177,4 +177,4 @@ def nodes_of(text: str) -> tuple[list[ir.Node], dict[str, ir.Shape | None]]:
 )
 def test_what_would_change_numbers_is_left(text: str, kept: list[str]) -> None:
     nodes, shapes = nodes_of(text)
-    assert [likeness(one) for one in simplified(nodes, kept, shapes)] == [likeness(one) for one in nodes]
+    assert [node_key(one) for one in simplified(nodes, kept, shapes)] == [node_key(one) for one in nodes]

@@ -15,7 +15,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
-from partc.runtime.artifact.training.metric_formula import Totals, Undefined
+from partc.runtime.artifact.training.metric_formula import MetricSums, Undefined
 from partc.runtime.artifact.training.training_record import MetricsRecord
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.inputs import shard
@@ -154,7 +154,7 @@ def test_steps_say_what_their_means_divide_by(loss: str, plan: str, tmp_path: Pa
 
     def act(trainer: Trainer) -> tuple[dict[str, float], set[str]]:
         record = trainer.record
-        totals = Totals(record)
+        totals = MetricSums(record)
         for one in given:
             totals.add(trainer.advance(mine(trainer, one)), len(one["x"]))
         return totals.take(), {*trainer.train(mine(trainer, given[0]))}
@@ -186,7 +186,9 @@ def test_the_log_and_the_command_are_of_all_records(loss: str, tmp_path: Path) -
 
 def test_what_several_batches_are_together() -> None:
     """By denominators, by records, as sums; nothing where nothing counts."""
-    totals = Totals(MetricsRecord(loss="loss", denominators={"loss": "loss.denominator"}, sums=["sum"]), adding=True)
+    totals = MetricSums(
+        MetricsRecord(loss="loss", denominators={"loss": "loss.denominator"}, sums=["sum"]), adding=True
+    )
     for loss, denominator, records in ((2.0, 3.0, 4), (math.nan, 0.0, 4), (5.0, 1.0, 2)):
         totals.add({"loss": loss, "loss.denominator": denominator, "accuracy": loss, "sum": 7.0}, records)
     found = totals.take()
@@ -196,7 +198,7 @@ def test_what_several_batches_are_together() -> None:
     undefined = totals.take()["loss"]
     assert isinstance(undefined, Undefined)
     assert undefined.reason == "none of the labels counts"
-    steps = Totals(MetricsRecord(loss="loss", sums=["sum"]))
+    steps = MetricSums(MetricsRecord(loss="loss", sums=["sum"]))
     for number in (2.0, 4.0):
         steps.add({"sum": number}, 8)
     assert steps.take() == {"sum": 3.0}

@@ -199,7 +199,7 @@ def test_training_is_the_same_wherever_it_is_cut(name: str, tmp_path: Path) -> N
             if isinstance(step, Compute) and step.is_op("Cast") and str(step.inputs[0]) == "w"
         ]
         assert len(casts) <= 1, "a weight is cast once a step, whatever the number of microbatches"
-    assert all(one.version.value.dtype == ir.DataType.FLOAT for part in program.parts for one in part.kept)
+    assert all(one.version.value.dtype == ir.DataType.FLOAT for part in program.parts for one in part.state)
 
 
 NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>

@@ -323,7 +323,7 @@ def test_memory_that_is_kept_has_what_is_kept_alone() -> None:
     ]
     for order in (nodes, nodes[::-1]):
         plan = plan_groups([order], {"Sgd": called}, types, {"a", "b.pending"}, {})
-        assert {name for buffer in plan.kept for name in buffer} == {"a", "b.pending"}
+        assert {name for buffer in plan.state for name in buffer} == {"a", "b.pending"}
 
 
 def test_a_shard_with_a_late_gradient_runs_by_itself() -> None:

@@ -82,9 +82,9 @@ def test_workers_train_what_servers_have(tmp_path: Path, name: str) -> None:
     program = same_training(net, plan + train, tmp_path, batches(3), rtol=3e-6, atol=3e-6, whole=whole)
     serving = {*range(program.plan.ranks)} - {*program.plan.workers}
     homes = {
-        one.tensor: {part.rank for part in program.parts for kept in part.kept if kept.tensor == one.tensor}
+        one.tensor: {part.rank for part in program.parts for kept in part.state if kept.tensor == one.tensor}
         for part in program.parts
-        for one in part.kept
+        for one in part.state
     }
     assert not serving or homes["table.weight"] <= serving
     for rank in serving:
@@ -128,7 +128,7 @@ def test_a_model_may_give_its_tables_to_a_role(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("self.table = table", 'self.table = table.place(role="ps")'))
     (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {ps: 2}\n" + DP + TRAIN)
     report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
-    assert [bool(part.kept) for part in report.program.parts] == [False, False, True]
+    assert [bool(part.state) for part in report.program.parts] == [False, False, True]
     (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {servers: 2}\n" + DP + TRAIN)
     with pytest.raises(
         CompileError, match=r"model.py:7: place of 'table': the string 'ps' is no role\n  the roles are servers"
@@ -136,7 +136,7 @@ def test_a_model_may_give_its_tables_to_a_role(tmp_path: Path) -> None:
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
     (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {ps: 2}\nplacement: {table: 1}\n" + TRAIN)
     report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
-    assert "table.weight" in [one.tensor for one in report.program.parts[1].kept], "the plan wins"
+    assert "table.weight" in [one.tensor for one in report.program.parts[1].state], "the plan wins"
 
 
 def test_a_table_goes_on_under_other_ranks(tmp_path: Path) -> None:

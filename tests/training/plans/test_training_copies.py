@@ -268,5 +268,5 @@ def test_no_rank_keeps_the_whole_for_its_size(plan: str, shape: tuple[int, int],
         lambda: from_text(SIZED, {"w": (6, 8)}), plan + SQUARED, tmp_path, steps, rtol=1e-5, atol=1e-4
     )
     for part in program.parts:
-        kept = [one.version.layout.shards for one in part.kept if one.tensor == "w"]
+        kept = [one.version.layout.shards for one in part.state if one.tensor == "w"]
         assert [tuple(size // count for size, count in zip((6, 8), shards, strict=True)) for shards in kept] == [shape]

@@ -153,7 +153,7 @@ def test_a_cut_parameter_is_updated_where_it_lies() -> None:
     styles = "sharding: {up: colwise, up_bias: {in: [[1, 3], [3]]}, down: rowwise}"
     program = compiled(mlp(), f"ranks: 3\n{styles}\n{TRAIN.replace('sgd', 'adam')}")
     assert kinds(program) == (["AllReduce"], [])
-    kept = {one.tensor: one.version.layout for one in program.parts[0].kept}
+    kept = {one.tensor: one.version.layout for one in program.parts[0].state}
     cut = {name for name, layout in kept.items() if not layout.is_replicated}
     assert cut == {f"{name}{slot}" for name in ("up_w", "up_b", "down_w") for slot in ("", ".exp_avg", ".exp_avg_sq")}
 

@@ -40,7 +40,7 @@ loop = op("Loop", why=_WHY, rounds="sums")
 @branch.body_gradient
 def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """Each branch gives the cotangents of all that either reads, zeros of what it does not."""
-    wanted, path = list(inside.wanted), _path(g)
+    wanted, path = list(inside.requested), _path(g)
     branches = []
     for name in ("then_branch", "else_branch"):
         body = Body.of(g, g.node.attributes[name].as_graph(), inside.names, f"{path}.grad.{name}", [])
@@ -145,24 +145,26 @@ class _Turns:
         given = {at: dy for at, dy in enumerate(dys[len(self.states) :]) if dy}
 
         at_state = {k: body.fresh(f"state{k}.dy", g.scope.value(_input(g, k))) for k in moving}
-        sums = {name: body.fresh(f"sum{at}", g.scope.value(name)) for at, name in enumerate(inside.wanted)}
+        sums = {name: body.fresh(f"sum{at}", g.scope.value(name)) for at, name in enumerate(inside.requested)}
         at_out = {at: body.fresh(f"out{at}.dy", self._element(dy, self.outs[at])) for at, dy in given.items()}
         cotangents = {ends[k]: at_state[k] for k in moving}
         cotangents |= {body.outputs[self.skipped + len(self.states) + at]: name for at, name in at_out.items()}
-        wanted = [*(body.inputs[k] for k in moving), *reads.values(), *inside.wanted]
+        wanted = [*(body.inputs[k] for k in moving), *reads.values(), *inside.requested]
         made = body.gradient(cotangents, wanted)
         self._check_shapes(ends)
-        totals = [body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.wanted)]
+        totals = [
+            body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.requested)
+        ]
 
         slices: _Slices = {body.inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
         slices |= {body.inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
         slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()}
         turns = _Backwards(
-            starts=self._starts(dys, moving, inside.wanted),
+            starts=self._starts(dys, moving, inside.requested),
             slices=slices,
             ports=[*at_state.values(), *sums.values()],
             results=[*(made[body.inputs[k]] for k in moving), *totals],
-            primals=[*(_input(g, k) for k in moving), *inside.wanted],
+            primals=[*(_input(g, k) for k in moving), *inside.requested],
             stacked={made[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()},
         )
         found = self._loop(turns) if self.g.node.op_type == "Loop" else self._scan(turns)

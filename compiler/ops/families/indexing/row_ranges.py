@@ -34,7 +34,7 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalIndices:
     """Names: indices counted from the shard's begin, which of them the rank has, and those indices with 0 for the others."""
 
     relative: str
@@ -66,7 +66,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> RowRange:
     )
 
 
-def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> Found:
+def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> LocalIndices:
     """Where `indices`, of int64, lie in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
@@ -79,7 +79,7 @@ def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> Found:
     before = emit("Less", [relative, zero], "before")
     below = emit("Less", [relative, rows.end], "below")
     present = emit("And", [emit("Not", [before], "begun"), below], "present")
-    return Found(relative, present, emit("Where", [present, relative, zero], "safe"))
+    return LocalIndices(relative, present, emit("Where", [present, relative, zero], "safe"))
 
 
 def masked(local: Local, values: str, present: str, dtype: ir.DataType, output: str) -> str:

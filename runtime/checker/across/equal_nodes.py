@@ -261,48 +261,48 @@ def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str
     return origin
 
 
-def _difference(first: NamedNode, own: NamedNode, subject: Subject) -> str:
+def _difference(first: NamedNode, node: NamedNode, subject: Subject) -> str:
     """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
     training = subject.training
-    if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
-        if first.program != own.program and {first.node.op_type, own.node.op_type} <= _MASKS:
+    if (first.node.domain, first.node.op_type) != (node.node.domain, node.node.op_type):
+        if first.program != node.program and {first.node.op_type, node.node.op_type} <= _MASKS:
             return ""  # a training draws a mask where an evaluation hands values on
         return f"it is {first.node.op_type} in {first.file}"
-    names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
-    names -= _MODES if first.program != own.program else set()
-    names -= _REWRITTEN if training is not None and first.program != own.program else set()
-    names -= _COUNTS if names and _sizes(first) != _sizes(own) else set()
+    names = {name for name, _ in first.attributes.items() ^ node.attributes.items()}
+    names -= _MODES if first.program != node.program else set()
+    names -= _REWRITTEN if training is not None and first.program != node.program else set()
+    names -= _COUNTS if names and _sizes(first) != _sizes(node) else set()
     if names:
         return f"its attribute {min(names)} differs from that in {first.file}"
-    if metadata_of(own.node, PHASE) == _UPDATE:
+    if metadata_of(node.node, PHASE) == _UPDATE:
         return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
-    for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
-        if first.program != own.program and not _are_comparable(one, two, {first.program, own.program}, subject):
+    for at, (one, two) in enumerate(zip(first.operands, node.operands, strict=False)):
+        if first.program != node.program and not _are_comparable(one, two, {first.program, node.program}, subject):
             continue
-        if not _same(one, two, first, own):
-            return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
+        if not _same(one, two, first, node):
+            return f"its operand '{node.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
     return ""
 
 
-def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
+def _same(left: Origin, right: Origin, first: NamedNode, node: NamedNode) -> bool:
     """Whether operands are one, or constants of integers of nodes on shards of other sizes, or made of one source that is rewritten.
 
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
-    if one == two or _VALUE in (one[0], two[0]):
+    if left == right or _VALUE in (left[0], right[0]):
         return True
-    if one[0] is two[0] is _INPUT:  # else it is an input that is not fed to this rank
-        same = one[1] == two[1] and (first.program != own.program or len(one) != len(two))
-        return same or one[1] not in own.types
-    if one[0] is two[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
-        by_rank = _name(own.node) != source_path(own.node)
-        return one[1] == two[1] and one[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(own))
-    if len(one) < 3 or len(two) < 3:
+    if left[0] is right[0] is _INPUT:  # else it is an input that is not fed to this rank
+        same = left[1] == right[1] and (first.program != node.program or len(left) != len(right))
+        return same or left[1] not in node.types
+    if left[0] is right[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
+        by_rank = _name(node.node) != source_path(node.node)
+        return left[1] == right[1] and left[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(node))
+    if len(left) < 3 or len(right) < 3:
         return False
-    if not one[2] or not two[2]:
-        return first.program != own.program  # what a program adds by itself
-    if first.program == own.program:
-        return one[2] == two[2] and not metadata_of(own.node, PHASE)
-    return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
+    if not left[2] or not right[2]:
+        return first.program != node.program  # what a program adds by itself
+    if first.program == node.program:
+        return left[2] == right[2] and not metadata_of(node.node, PHASE)
+    return f"{left[2]}.".startswith(f"{right[2]}.") or f"{right[2]}.".startswith(f"{left[2]}.")
 
 
 def _is_of_loss(node: NodeProto, training: TrainingRecord | None) -> bool:

@@ -45,7 +45,7 @@ _REFUSED = 3
 
 
 @dataclass(frozen=True)
-class Play:
+class SimulatedPlan:
     """A candidate that was played: the seconds of a step, the bytes that its ranks give, and the peak memory of the largest."""
 
     candidate: Candidate
@@ -58,7 +58,7 @@ class Play:
 
 
 @dataclass
-class Plays:
+class SearchState:
     """What was played in order; what the compiler refused, with its reason; whether time was over before all were.
 
     `wanted`: how many are to be found, more than one where the fastest are run; `measured`: the seconds of those; `failed`: why others
@@ -68,20 +68,20 @@ class Plays:
     search: Search
     memory: int | None
     wanted: int = 1
-    played: list[Play] = field(default_factory=list)
+    played: list[SimulatedPlan] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
     measured: dict[Candidate, float] = field(default_factory=dict)
     failed: dict[Candidate, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> Play | None:
+    def best(self) -> SimulatedPlan | None:
         """The fastest that is within the memory: of those that were run, if any was."""
         ran = [one for one in self.fitting if one.candidate in self.measured]
         return min(ran or self.fitting, key=lambda one: self.measured.get(one.candidate, one.seconds), default=None)
 
     @property
-    def fitting(self) -> list[Play]:
+    def fitting(self) -> list[SimulatedPlan]:
         """What was played and is within the memory, the fastest first; of equals the one that was played first."""
         fits = [one for one in self.played if self.memory is None or one.peak <= self.memory]
         return sorted(fits, key=lambda one: one.seconds)
@@ -118,15 +118,15 @@ class Plays:
             estimate.seconds * min([ratio for _, ratio in alike] or [1.0, *(ratio for _, ratio in rows)]) * (1 - _ERROR)
         )
 
-    def of(self, candidate: Candidate) -> Play | None:
+    def of(self, candidate: Candidate) -> SimulatedPlan | None:
         """What was played of a candidate."""
         return next((one for one in self.played if one.candidate == candidate), None)
 
 
 @uncollected()
-def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> Plays:
+def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> SearchState:
     """Plays candidates, to find so many; UsageError where the limit of time, in seconds since it `began`, is over before one is found."""
-    found = Plays(search, memory, wanted)
+    found = SearchState(search, memory, wanted)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
     most = max(_FEWEST, wanted, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else max(_MOST, wanted)
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
@@ -146,7 +146,9 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
             found.played.append(
-                Play(candidate, search.estimate(candidate), step.played.seconds, given, peak, proposal.with_head)
+                SimulatedPlan(
+                    candidate, search.estimate(candidate), step.played.seconds, given, peak, proposal.with_head
+                )
             )
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
@@ -163,38 +165,38 @@ def play_program(search: Search, done: Complete) -> Simulation:
     return simulated(Unwritten([done], search.name), request.machine, request.sizes, request.hosts, alike=True)
 
 
-def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
+def _in_turn(state: SearchState, most: int) -> Iterator[Candidate]:
     """The candidates to play, by what is expected of them, a few of each degrees, then baselines that are not far behind what was found."""
-    search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
+    search, tried, turns = state.search, {_WHOLE}, Counter[Degrees]()
     is_large = len(search.program.model.graph) > _LARGE
     tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
     few = [one for one in search.candidates if one.microbatches * one.stages <= tasks and one not in tried]
-    begun = len(found.played)
+    begun = len(state.played)
     waiting = {one: search.estimate(one) for one in few}
 
     def is_behind(one: Candidate, estimate: Estimate) -> bool:
         """Whether a candidate of a large model is slower than what was found, by its estimate and the error of others."""
-        return is_large and found.best is not None and found.likely(one, estimate, found.ratios) >= found.enough
+        return is_large and state.best is not None and state.likely(one, estimate, state.ratios) >= state.enough
 
     def rank(one: Candidate, estimate: Estimate, surplus: float) -> tuple[bool, bool, float, float]:
         bytes = estimate.bytes + surplus
-        over = found.memory is not None and bytes > found.memory
+        over = state.memory is not None and bytes > state.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
     def following() -> Candidate | None:
         """The next one to simulate; those before it are behind what was found, and wait no more."""
-        surplus, rows = found.surplus, found.ratios
+        surplus, rows = state.surplus, state.ratios
 
         def likely(one: Candidate, estimate: Estimate) -> Estimate:
-            return replace(estimate, seconds=found.likely(one, estimate, rows)) if is_large else estimate
+            return replace(estimate, seconds=state.likely(one, estimate, rows)) if is_large else estimate
 
         for one in sorted(waiting, key=lambda one: rank(one, likely(one, waiting[one]), surplus)):
             estimate = waiting.pop(one)
-            if not is_behind(one, estimate) and not _is_refused(found, one):
+            if not is_behind(one, estimate) and not _is_refused(state, one):
                 return one
         return None
 
-    while len(found.played) - begun < (most if found.best is not None else 2 * most):
+    while len(state.played) - begun < (most if state.best is not None else 2 * most):
         candidate = following()
         if candidate is None:
             break
@@ -205,14 +207,14 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         if is_behind(candidate, estimate):
             continue
-        if not _is_refused(found, candidate):
+        if not _is_refused(state, candidate):
             yield candidate
         one = replace(candidate, microbatches=1, schedule="")
-        if candidate.microbatches > 1 and found.of(candidate) is None and found.of(one) is None:
+        if candidate.microbatches > 1 and state.of(candidate) is None and state.of(one) is None:
             yield one
 
 
-def _is_refused(found: Plays, candidate: Candidate) -> bool:
+def _is_refused(found: SearchState, candidate: Candidate) -> bool:
     """Whether the model is known not to run by microbatches: several such candidates were refused, and none was played."""
     played = any(one.candidate.microbatches > 1 for one in found.played)
     return candidate.microbatches > 1 and not played and sum(one.microbatches > 1 for one in found.refused) >= _REFUSED

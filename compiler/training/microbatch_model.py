@@ -130,7 +130,7 @@ def in_parts(program: Annotated) -> Annotated:
 
 def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -> None:
     """Raises CompileError where an evaluation in parts is not that of the whole batch, or needs numbers of it that the step has not."""
-    totals = program.beside.get(ProgramKind.TOTALS)
+    totals = program.other_programs.get(ProgramKind.TOTALS)
     made = totals.training.records.totals if totals is not None and totals.training is not None else ()
     facts = [f"the step makes no '{value.name}' of the whole batch" for value in found.totals if value.name not in made]
     facts += [f"'{value.name}' of a batch does not follow from those of its parts" for value in own]

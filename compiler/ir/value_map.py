@@ -12,7 +12,7 @@ import onnx_ir as ir
 from partc.compiler.ir.programs import Compute, Value
 
 
-class StandIns(dict[ir.Value, Value]):
+class ValueMap(dict[ir.Value, Value]):
     """Maps each value that nodes read or make to its value in the job."""
 
     def of(self, value: Value, kind: ir.TypeProtocol | None = None, shape: ir.Shape | None = None) -> ir.Value:

@@ -90,7 +90,7 @@ def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
 
 
 @dataclass(frozen=True)
-class _Home:
+class _OwnerGroup:
     ranks: tuple[int, ...]
     shards: int
 
@@ -129,7 +129,7 @@ class _Serving(Rewriting[Typed]):
         for node in readers:
             node.meta[SERVED] = rule.ranks
 
-    def _home(self, value: ir.Value, servers: Sequence[int]) -> _Home:
+    def _home(self, value: ir.Value, servers: Sequence[int]) -> _OwnerGroup:
         """The servers of a parameter that is read whole, and into how many runs of its first dim it is cut."""
         shape = value.shape.numpy() if value.shape is not None and value.shape.is_static() else ()
         size = value.const_value.nbytes if value.const_value is not None else 0
@@ -137,9 +137,9 @@ class _Serving(Rewriting[Typed]):
         ranks = tuple(servers) if cut else (min(servers, key=lambda rank: (self.bytes.get(rank, 0), rank)),)
         for rank in ranks:
             self.bytes[rank] = self.bytes.get(rank, 0) + size // len(ranks)
-        return _Home(ranks, len(ranks))
+        return _OwnerGroup(ranks, len(ranks))
 
-    def _put_on(self, node: ir.Node, home: _Home, rule: PlacementRule, value: ir.Value) -> None:
+    def _put_on(self, node: ir.Node, home: _OwnerGroup, rule: PlacementRule, value: ir.Value) -> None:
         pattern = self.paths[node]
         self.placement.append(PlacementRule(pattern, home.ranks, rule.where))
         if home.shards > 1:

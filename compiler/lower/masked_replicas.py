@@ -30,7 +30,7 @@ def operand_as(comm: CommLowering, instance: NodeOnGroup, k: int, copy: ShardedV
     """The value that a node on a group reads as its input `k`, if it needs the version `copy`."""
     choice = comm.program.choices.get(instance)
     return (
-        comm.values.at[copy] if choice is None or k not in choice.kept else comm.masked[copy, _terms(copy, choice, k)]
+        comm.values.at[copy] if choice is None or k not in choice.masked else comm.masked[copy, _terms(copy, choice, k)]
     )
 
 
@@ -39,14 +39,14 @@ def keep_operands(comm: CommLowering, instance: NodeOnGroup) -> None:
     choice = comm.program.choices.get(instance)
     if choice is None:
         return
-    for k in sorted(choice.kept):
+    for k in sorted(choice.masked):
         copy = input_layout_of(comm.program, instance, k)
         after = _terms(copy, choice, k)
         if (copy, after) in comm.masked:
             continue
         dtype = copy.value.dtype
         assert dtype is not None
-        out = comm.masked[copy, after] = comm.job.beside(copy.group, comm.values.at[copy], ".kept")
+        out = comm.masked[copy, after] = comm.job.derived_on(copy.group, comm.values.at[copy], ".kept")
         zero = comm.constant(copy.group, out, "zero", np.zeros((), dtype.numpy()))
         _, group = comm.subgroups(choice.mesh, choice.passing, copy.group)
         first = comm.constant(copy.group, out, "first", RankConstant.first(group, np.bool_))
@@ -55,4 +55,4 @@ def keep_operands(comm: CommLowering, instance: NodeOnGroup) -> None:
 
 
 def _terms(copy: ShardedValue, choice: NodeSharding, k: int) -> ShardedValue:
-    return ShardedValue(copy.value, copy.group, normal(choice.kept_as(k)))
+    return ShardedValue(copy.value, copy.group, normal(choice.masked_layout(k)))

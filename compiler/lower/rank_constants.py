@@ -14,7 +14,7 @@ from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Array
-from partc.compiler.ops.node import likeness
+from partc.compiler.ops.node import node_key
 
 _MOST_ITEMS = 64
 """So many items of a constant are told one by one."""
@@ -32,7 +32,7 @@ def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple
     if len(row) < 2 or any(one is not two for other in rows[1:] for one, two in zip(row, other, strict=True)):
         return None
     first, *others = row
-    nodes = [[likeness(node) for node in one.nodes] for one in row]
+    nodes = [[node_key(node) for node in one.nodes] for one in row]
     names = first.constants.keys()
     if any(one != nodes[0] for one in nodes) or any(one.constants.keys() != names for one in others):
         return None

@@ -28,7 +28,7 @@ Attributes = dict[str, int | str | tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Written:
+class ModelCollective:
     """A collective of a local map on a group."""
 
     op_type: str
@@ -41,12 +41,12 @@ class Written:
     pairs: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def of(node: ir.Node, rank: int) -> Written:
+    def of(node: ir.Node, rank: int) -> ModelCollective:
         """The communication that a node describes; `rank` is the number of dims of its input."""
         said = node.attributes
         dim = said.get_int("dim", 0) % max(rank, 1)
         sources, targets = said.get_ints("sources") or (), said.get_ints("targets") or ()
-        return Written(
+        return ModelCollective(
             node.op_type,
             said.get_string("axis", ""),
             said.get_int("size", 1),
@@ -58,15 +58,15 @@ class Written:
         )
 
     @property
-    def dual(self) -> Written:
+    def dual(self) -> ModelCollective:
         """The collective that maps cotangents of the outputs to those of the inputs."""
         turned = tuple((target, source) for source, target in self.pairs)
         dims = (self.to, self.dim) if self.op_type == "AllToAll" else (self.dim, self.to)
         name = COLLECTIVES[self.op_type].dual
-        return Written(name, self.axis, self.size, *dims, self.root, "sum", turned)
+        return ModelCollective(name, self.axis, self.size, *dims, self.root, "sum", turned)
 
 
-NODES: Mapping[str, Callable[[Written], tuple[str, Attributes]]] = {
+NODES: Mapping[str, Callable[[ModelCollective], tuple[str, Attributes]]] = {
     "AllReduce": lambda one: (fmt.ALL_REDUCE, {fmt.REDUCE: one.reduce}),
     "AllGather": lambda one: (fmt.ALL_GATHER, {fmt.AXIS: one.dim}),
     "ReduceScatter": lambda one: (fmt.REDUCE_SCATTER, {fmt.AXIS: one.dim, fmt.REDUCE: fmt.SUM}),
@@ -81,7 +81,7 @@ Exchange.
 
 def write(
     comm: CommLowering,
-    one: Written,
+    collective: ModelCollective,
     group: Group,
     values: tuple[Value, Value],
     of: tuple[ir.Value, ir.Value],
@@ -89,14 +89,14 @@ def write(
 ) -> None:
     """Writes the collective on a group: it reads the first of `values`, and makes the second; `of`: of what they are versions."""
     mesh, named = refined(comm.program.plan.axes_of(group))
-    sets, sets_name = comm.subgroups(mesh, named[one.axis], group)
+    sets, sets_name = comm.subgroups(mesh, named[collective.axis], group)
     shape = comm.values[of[0]].shape
-    work = _Work(comm, one, group, sets, sets_name, values, of, shape, cause)
+    work = _Work(comm, collective, group, sets, sets_name, values, of, shape, cause)
     comm.job.declare(group, values[1], of[1], comm.values[of[1]].shape)
-    if one.op_type == SPREAD:
+    if collective.op_type == SPREAD:
         comm.emit(group, "Identity", [values[0]], values[1])
-    elif one.op_type in NODES:
-        work.one_node(*NODES[one.op_type](one))
+    elif collective.op_type in NODES:
+        work.one_node(*NODES[collective.op_type](collective))
     else:
         work.exchanged()
 
@@ -111,14 +111,14 @@ def write_forward(comm: CommLowering, instance: NodeOnGroup) -> None:
     node = instance.node
     read, made = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
     values, of = (comm.values.at[read], comm.values.at[made]), (read.value, made.value)
-    write(comm, Written.of(node, len(read.layout.cuts)), instance.group, values, of, cause_of(node))
+    write(comm, ModelCollective.of(node, len(read.layout.cuts)), instance.group, values, of, cause_of(node))
 
 
 def write_backward(
     comm: CommLowering, instance: NodeOnGroup, values: tuple[Value, Value], cotangents: tuple[ir.Value, ir.Value]
 ) -> None:
     """The dual of a node's collective: of the output's cotangent it makes the input's. `cotangents`: of what `values` are versions."""
-    one = Written.of(instance.node, len(input_layout_of(comm.program, instance, 0).layout.cuts)).dual
+    one = ModelCollective.of(instance.node, len(input_layout_of(comm.program, instance, 0).layout.cuts)).dual
     write(comm, one, instance.group, values, cotangents, f"gradient of '{comm.program.paths[instance.node]}'")
 
 
@@ -130,7 +130,7 @@ def cause_of(node: ir.Node) -> str:
 @dataclass
 class _Work:
     comm: CommLowering
-    one: Written
+    collective: ModelCollective
     group: Group
     sets: tuple[Group, ...]
     sets_name: str
@@ -140,13 +140,13 @@ class _Work:
     cause: str
 
     def event(self, op_type: str) -> tuple[int, str]:
-        count = self.one.size
+        count = self.collective.size
         sent = {
             fmt.ALL_REDUCE: Fraction(2 * (count - 1), count),
             fmt.ALL_GATHER: Fraction(count - 1),
             fmt.REDUCE_SCATTER: Fraction(count - 1, count),
             fmt.ALL_TO_ALL: Fraction(count - 1, count),
-        }.get(op_type, Fraction(count - 1, count) if self.one.op_type == "Scatter" else Fraction(1))
+        }.get(op_type, Fraction(count - 1, count) if self.collective.op_type == "Scatter" else Fraction(1))
         amount = self.comm.amount(self.of[0], sent)
         tag = len(self.comm.events)
         self.comm.events.append(
@@ -169,7 +169,7 @@ class _Work:
             self.append(self.group, op_type, True, True, said, event)
             return
         gives = kind.root == "gives"
-        roots = tuple(ranks[self.one.root] for ranks in self.sets)
+        roots = tuple(ranks[self.collective.root] for ranks in self.sets)
         others = tuple(rank for rank in self.group if rank not in roots)
         self.append(roots, op_type, True, True, said, event)
         self.append(others, op_type, not gives, gives, said, event)
@@ -185,8 +185,8 @@ class _Work:
             sends: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
             receives: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
             for source, target, given, taken in self.routes():
-                sends.setdefault(source, []).append((ranks[target], _box(rank, self.one.dim, given)))
-                receives.setdefault(target, []).append((ranks[source], _box(rank, self.one.dim, taken)))
+                sends.setdefault(source, []).append((ranks[target], _box(rank, self.collective.dim, given)))
+                receives.setdefault(target, []).append((ranks[source], _box(rank, self.collective.dim, taken)))
             for place, own in enumerate(ranks):
                 leaving, coming = sends.get(place, []), receives.get(place, [])
                 if not coming:
@@ -205,14 +205,14 @@ class _Work:
 
     def routes(self) -> Sequence[tuple[int, int, tuple[int, int], tuple[int, int]]]:
         """Source and target by their places, and which shard along the dim is given and taken, of how many."""
-        size, root, whole = self.one.size, self.one.root, (0, 1)
-        match self.one.op_type:
+        size, root, whole = self.collective.size, self.collective.root, (0, 1)
+        match self.collective.op_type:
             case "Gather":
                 return [(place, root, whole, (place, size)) for place in range(size)]
             case "Scatter":
                 return [(root, place, (place, size), whole) for place in range(size)]
             case _:
-                return [(source, target, whole, whole) for source, target in self.one.pairs]
+                return [(source, target, whole, whole) for source, target in self.collective.pairs]
 
     def no_result(self, ranks: Group) -> None:
         """Writes zeros on ranks that receive nothing, in the shape that the others have: of what they give, with one dim multiplied."""
@@ -220,10 +220,10 @@ class _Work:
             return
         out, dtype = self.values[1], self.of[0].dtype
         assert dtype is not None
-        shape = self.comm.beside(ranks, "Shape", [self.values[0]], out, "given")
-        if COLLECTIVES[self.one.op_type].multiplies:
-            times = [self.one.size if dim == self.one.dim else 1 for dim in range(len(self.shape or ()))]
-            shape = self.comm.beside(
+        shape = self.comm.derived_op(ranks, "Shape", [self.values[0]], out, "given")
+        if COLLECTIVES[self.collective.op_type].multiplies:
+            times = [self.collective.size if dim == self.collective.dim else 1 for dim in range(len(self.shape or ()))]
+            shape = self.comm.derived_op(
                 ranks, "Mul", [shape, self.comm.constant(ranks, out, "times", times)], out, "shape"
             )
         zero = ir.tensor(np.zeros(1, dtype.numpy()))
