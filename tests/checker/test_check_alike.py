@@ -14,6 +14,7 @@ from decoders import decoder as decoder_of
 from equivalence import compiled
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto, helper
+from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.format import FACTORS
 from semantic_mutants import build
 from small_training import DATA_PARALLEL
@@ -252,3 +253,25 @@ def test_a_mask_is_one_on_all_ranks(tmp_path: Path) -> None:
     folder = build("encoder", tmp_path / "build")
     change_file(folder, "rank_0001.onnx", lambda model: setattr(node(model, "LessOrEqual"), "op_type", "Less"))
     assert "Less 'LessOrEqual' (LessOrEqual): it is LessOrEqual in rank_0000.onnx" in texts(folder)
+
+
+def test_equal_nodes_of_other_bounds_have_gradients_of_their_own(tmp_path: Path) -> None:
+    """The halves of rotary positions: two slices of one value, whose bounds are tensors of the model."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    agraph (float[batch, 8] x) => (float[batch, 4] logits)
+        <float[8, 8] w = {WEIGHTS}, int64[1] zero = {0}, int64[1] half = {4}, int64[1] end = {8}, int64[1] last = {1}> {
+        h = MatMul(x, w)
+        left = Slice(h, zero, half, last)
+        right = Slice(h, half, end, last)
+        logits = Sub(left, right)
+    }"""
+    model = onnx.parser.parse_model(text.replace("WEIGHTS", ", ".join(["0.5"] * 64)))
+    for own in model.graph.node:
+        own.name = own.output[0]
+    onnx.save(model, tmp_path / "model.onnx")
+    keys = (
+        "loss: {type: softmax_cross_entropy, logits: logits, labels: label}, optimizer: {type: sgd, lr: 0.1}, batch: 4"
+    )
+    (tmp_path / "plan.yaml").write_text(f"ranks: 1\ntrain: {{{keys}}}\n")
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    assert texts(tmp_path / "build") == ""

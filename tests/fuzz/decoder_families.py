@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help="run the family in this process, and print its line")
     options = parser.parse_args()
     titles = options.only.split(";") if options.only else [*families(), *VARIANTS]
-    if options.collective:
+    if options.one:
         print("\n" + json.dumps(_line(titles[0], options.layouts.split(","))), flush=True)
         return 0
     known = {}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from partc.runtime.artifact.format import (
     DOMAIN,
     DTYPE,
@@ -103,7 +103,11 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
                 told.add(key)
                 yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
         if not told:
-            yield from check_gradients(nodes, gradients)
+            own_tensors = [
+                one for one in model.graph.initializer if one.data_type in _INTEGERS and not one.external_data
+            ]
+            integers = {one.name: numpy_helper.to_array(one).tobytes() for one in own_tensors}
+            yield from check_gradients(nodes, gradients, integers)
 
 
 def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ may differ, and then nothing is said.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.runtime.artifact.format import CUT, PHASE
@@ -32,8 +32,13 @@ class Gradient:
     nodes: Counter[Hashable]
 
 
-def check_gradients(nodes: Iterable[NamedNode], known: dict[Hashable, Gradient]) -> Iterator[Violation]:
-    """Gradients of a file's nodes that differ from those of equal functions; `known` are those of files that have been looked at."""
+def check_gradients(
+    nodes: Iterable[NamedNode], known: dict[Hashable, Gradient], integers: Mapping[str, bytes]
+) -> Iterator[Violation]:
+    """Gradients of a file's nodes that differ from those of equal functions; `known` are those of files that have been looked at.
+
+    `integers`: the numbers of the file's own tensors of integers, such as the bounds of a Slice, which the model may have as weights.
+    """
     functions = defaultdict[str, tuple[list[NamedNode], list[NamedNode]]](lambda: ([], []))
     for one in nodes:
         phase = metadata_of(one.node, PHASE)
@@ -41,11 +46,15 @@ def check_gradients(nodes: Iterable[NamedNode], known: dict[Hashable, Gradient])
             functions[source_path(one.node)][phase == _BACKWARD].append(one)
     for source, (forward, backward) in functions.items():
         if forward and backward and not _is_number(forward[-1]):
-            yield from _compare(source, forward, backward, known)
+            yield from _compare(source, forward, backward, known, integers)
 
 
 def _compare(
-    source: str, forward: Sequence[NamedNode], backward: Sequence[NamedNode], known: dict[Hashable, Gradient]
+    source: str,
+    forward: Sequence[NamedNode],
+    backward: Sequence[NamedNode],
+    known: dict[Hashable, Gradient],
+    integers: Mapping[str, bytes],
 ) -> Iterator[Violation]:
     types = forward[0].types
     places: dict[str, int] = {}
@@ -54,7 +63,7 @@ def _compare(
             places.setdefault(name, len(places))
     function = tuple(
         (
-            _content(one),
+            _content(one, integers),
             *((places[name], str(types.get(name))) for name in (*one.node.input, *one.node.output)),
             _sharded(one),
         )
@@ -64,8 +73,8 @@ def _compare(
         ((tuple((places.get(name, -1), str(types.get(name))) for name in (*one.node.input, "", *one.node.output))), one)
         for one in backward
     ]
-    contents: dict[Hashable, NamedNode] = {(form, _content(one)): one for form, one in made}
-    nodes = Counter[Hashable]((form, _content(one)) for form, one in made)
+    contents: dict[Hashable, NamedNode] = {(form, _content(one, integers)): one for form, one in made}
+    nodes = Counter[Hashable]((form, _content(one, integers)) for form, one in made)
     own = Gradient(source, forward[0].file, nodes)
     first = known.setdefault((function, frozenset(Counter(form for form, _ in made).items())), own)
     for other in nodes - first.nodes:
@@ -81,9 +90,10 @@ def _is_number(one: NamedNode) -> bool:
     return all(isinstance(each, tuple) and each[1] == [] for each in types)
 
 
-def _content(one: NamedNode) -> Hashable:
+def _content(one: NamedNode, integers: Mapping[str, bytes]) -> Hashable:
     """What a node computes of its operands."""
-    constants = tuple(origin if origin[0] is CONSTANT else None for origin in one.operands)
+    operands = zip(one.node.input, one.operands, strict=False)
+    constants = tuple(origin if origin[0] is CONSTANT else integers.get(name) for name, origin in operands)
     return one.node.domain, one.node.op_type, frozenset(one.attributes.items()), constants
 
 
