@@ -224,3 +224,11 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(CompileError, match=r"up to 20 tokens, and beyond 16 the frequencies of longrope"):
         load(tmp_path / "model.py")
+
+
+def test_states_of_fixed_size_are_named(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=2)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CompileError, match="MambaForCausalLM keeps states of fixed size") as caught:
+        load(tmp_path, cache=True)
+    assert "leave out 'generate'" in str(caught.value)

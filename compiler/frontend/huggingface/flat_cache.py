@@ -163,6 +163,10 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
         fact = f"{kind} runs with no such cache: {' '.join(str(error).split()) or type(error).__name__}"
+        if getattr(module, "_is_stateful", False):
+            fact = f"{kind} keeps states of fixed size, of a state space or of linear attention"
+            help_ = "leave out 'generate': the model then computes whole sequences"
+            raise CompileError(Problem(where, fact, _LAW, help_)) from error
         raise CompileError(
             Problem(where, fact, _LAW, "export it in a module of your own, with past and present")
         ) from error
