@@ -86,13 +86,6 @@ class ManifestFile(ArtifactRecord):
             raise ValueError(f"the mesh {self.mesh} is not a grid of {self.ranks} ranks")
         return self
 
-    @model_validator(mode="after")
-    def _weights_alone_are_absent(self) -> Self:
-        for name, record in self.files.items():
-            if record.absent and not name.endswith(".safetensors"):
-                raise ValueError(f"the file '{name}' has no hash, which only files of weights may lack")
-        return self
-
     def manifest(self, name: str = "") -> Manifest:
         """The manifest as a program needs it, by default the main one; always the same object."""
         name = name or next(iter(self.programs))
