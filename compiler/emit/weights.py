@@ -141,7 +141,7 @@ def _write_file(
         locations[name] = Location(file, end, size)
         end += size
     if absent:
-        return FileRecord(bytes=end, sha256=""), locations
+        return FileRecord(bytes=end, sha256="", absent=True), locations
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     running = RunningSums(prefix)

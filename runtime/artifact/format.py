@@ -293,17 +293,13 @@ class StateRecord(TensorRecord):
 class FileRecord(Record):
     """What a file of the artifact must be; files of weights have a CRC-32 as well, which a load compares in a third of the time.
 
-    A file of weights without a hash is absent: the artifact was compiled without weights.
+    `absent`: there is no such file, since the artifact was compiled without weights; it has no hash.
     """
 
     bytes: int
     sha256: str
     crc32: str = ""
-
-    @property
-    def absent(self) -> bool:
-        """Whether the artifact does not have the file."""
-        return not self.sha256
+    absent: bool = False
 
 
 class SourceRecord(Record):
