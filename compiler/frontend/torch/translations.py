@@ -35,17 +35,24 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _LN2 = math.log(2)
 _LONGEST = 4096
+_COMPLEX = "aten::unsqueeze"
 """The longest dim along which a running product is written out, in its logarithm of steps."""
 
 
-@cache
 def table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Maps each function of torch to its translation, as `torch.onnx.export` takes them in `custom_translation_table`."""
-    import torch
-    from onnxscript.function_libs.torch_lib.registration import torch_op
+    from onnxscript.function_libs.torch_lib.registration import default_registry, torch_op
 
     # torch takes no translation of complex numbers from a table
-    torch_op("aten::unsqueeze", trace_only=True, complex=True)(unsqueeze_complex)
+    if _COMPLEX not in default_registry or not default_registry[_COMPLEX].complex:
+        torch_op(_COMPLEX, trace_only=True, complex=True)(unsqueeze_complex)
+    return _table()
+
+
+@cache
+def _table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    import torch
+
     aten = torch.ops.aten
     return {
         aten._cdist_forward.default: cdist,
