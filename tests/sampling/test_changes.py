@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from partc.runtime import Request
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.generation.changes import changes_of
 from partc.runtime.generation.draw import NO_TOKEN, Scratch, candidates, draw
 from partc.runtime.generation.request import faults_of
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
+
+torch = pytest.importorskip("torch")
+transformers: Any = pytest.importorskip("transformers", "5.0", reason="compares with processors of transformers")
 
 VOCABULARY = 90
 RECORD = GenerationRecord(
@@ -39,7 +40,7 @@ def changed(request: Request, logits: Logits, shards: int = 3) -> Logits:
 def test_changes_are_those_of_transformers_and_openai() -> None:
     logits = (np.random.default_rng(0).standard_normal(VOCABULARY) * 4).astype(np.float32)
     scores, ids = torch.from_numpy(logits)[None], torch.tensor([PROMPT + MADE])
-    of_repetition = RepetitionPenaltyLogitsProcessor(1.7)(ids, scores.clone())[0].numpy()
+    of_repetition = transformers.RepetitionPenaltyLogitsProcessor(1.7)(ids, scores.clone())[0].numpy()
     assert (changed(Request(PROMPT, repetition_penalty=1.7), logits) == of_repetition).all()
     expected = logits.astype(np.float64)
     for token, times in Counter(MADE).items():
@@ -50,7 +51,7 @@ def test_changes_are_those_of_transformers_and_openai() -> None:
     expected = logits.copy()
     expected[[5, 89]] += np.float32([-100, 2.5])
     assert (changed(Request(PROMPT, logit_bias={5: -100, 89: 2.5}), logits) == expected).all()
-    without_ends = SuppressTokensLogitsProcessor([2, 7, 80])(ids, scores.clone())[0].numpy()
+    without_ends = transformers.SuppressTokensLogitsProcessor([2, 7, 80])(ids, scores.clone())[0].numpy()
     assert (changed(Request(PROMPT, min_tokens=6, stop=[7]), logits) == without_ends).all()
     assert (changed(Request(PROMPT, min_tokens=5, stop=[7]), logits) == logits).all()
     assert changes_of(Request(PROMPT, temperature=1.0, min_p=0.1), RECORD) == ()
@@ -58,7 +59,12 @@ def test_changes_are_those_of_transformers_and_openai() -> None:
 
 def test_min_p_keeps_the_tokens_that_transformers_keeps() -> None:
     logits = (np.random.default_rng(1).standard_normal(VOCABULARY) * 2).astype(np.float32)
-    kept = MinPLogitsWarper(0.1)(torch.zeros(1, 1), torch.from_numpy(logits)[None])[0].isfinite().nonzero().flatten()
+    kept = (
+        transformers.MinPLogitsWarper(0.1)(torch.zeros(1, 1), torch.from_numpy(logits)[None])[0]
+        .isfinite()
+        .nonzero()
+        .flatten()
+    )
     request = Request(temperature=1.0, min_p=0.1)
     one = candidates(logits, 0, VOCABULARY, request, Scratch())
     drawn = {draw([one], request, number, Scratch()) for number in range(1500)}
