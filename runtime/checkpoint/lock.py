@@ -2,7 +2,8 @@
 
 It is the operating system's lock (flock) on the file `.lock`, held by rank 0's process: it ends with the process, however that ends, and
 NFS carries it between hosts. The file's text says who holds it, for the message that another job gets. The file stays: whoever ends in
-order leaves it empty, a killed job leaves it unlocked, and the next job takes it.
+order leaves it empty, a killed job leaves it unlocked, and the next job takes it. The ranks of a job whose launcher was killed end some
+moments later, so a job that finds the folder locked tries for `PATIENCE_SECONDS` before it is refused.
 
 Where the file system has no locks, the text alone decides: a process of this host that is gone has left it behind; of another host that
 cannot be known, and the message says which file to remove.
@@ -16,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import time
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +30,9 @@ except ImportError:  # a system without such locks
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+PATIENCE_SECONDS = 5.0
 _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_RETRY_SECONDS = 0.05
 _TEXT_BYTES = 200
 _HOLDER = re.compile(r"process (\d+) on (\S+), since .*")
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -41,8 +45,8 @@ class Lock:
         """Takes the lock; the folder is made where there is none. CheckpointError names the job that has it, or what is in the way."""
         self.folder = folder
         self._file = folder / LOCK
-        self._is_own = False
-        """Whether it is this very process that has the lock, in another object."""
+        self._is_busy = self._is_own = False
+        """Whether a job has the lock; whether it is this very process, in another object."""
         self._handle = self._taken()
         _held.add(self)
 
@@ -50,13 +54,17 @@ class Lock:
         self.release()  # a trainer that is dropped without `close`, as in a cell of a notebook that runs twice
 
     def _taken(self) -> int:
-        try:
-            return self._tried()
-        except CheckpointError:
-            if self._is_own:
-                gc.collect()  # a trainer of this process that nothing refers to any more may have it
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
                 return self._tried()
-            raise
+            except CheckpointError:
+                if self._is_own:
+                    gc.collect()  # a trainer of this process that nothing refers to any more may have it
+                    return self._tried()
+                if not self._is_busy or time.monotonic() >= until:
+                    raise
+            time.sleep(_RETRY_SECONDS)
 
     def _tried(self) -> int:
         try:
@@ -93,6 +101,7 @@ class Lock:
 
     def _busy(self, text: str, remedy: str = "") -> CheckpointError:
         holder = _HOLDER.fullmatch(text)
+        self._is_busy = True
         self._is_own = holder is not None and (int(holder[1]), holder[2]) == (os.getpid(), socket.gethostname())
         if self._is_own:
             remedy = f"{remedy}; it is a trainer of this very process: `close()` ends it"

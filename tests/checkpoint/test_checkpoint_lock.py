@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,10 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("words", [[], ["forks"]])
-def test_another_job_is_named_and_its_death_frees_the_folder(tmp_path: Path, words: list[str]) -> None:
+def test_another_job_is_named_and_its_death_frees_the_folder(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 0.1)
     folder = tmp_path / "runs"
     process = holder(folder, *words)
     try:
@@ -71,6 +75,16 @@ def test_another_job_is_named_and_its_death_frees_the_folder(tmp_path: Path, wor
         assert names(folder) == ["step_00000010"]
     finally:
         end(process)
+
+
+def test_a_job_waits_for_one_that_is_ending(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    killer = threading.Timer(0.2, end, [process])
+    killer.start()
+    try:
+        Lock(tmp_path).release()
+    finally:
+        killer.join()
 
 
 def test_a_lock_is_taken_once_and_given_back(tmp_path: Path) -> None:
@@ -96,6 +110,7 @@ def test_without_locks_of_the_file_system_the_text_decides(tmp_path: Path, monke
     ):
         Lock(tmp_path)
     lock.release()
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 0.1)
     (tmp_path / LOCK).write_text("process 1 on elsewhere, since \x1b[2J\n")
     with pytest.raises(CheckpointError, match=r"process 1 on elsewhere, since \\x1b\[2J"):
         Lock(tmp_path)
