@@ -19,6 +19,7 @@ from partc.compiler.dims.expression import facts_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.rewrite.class_losses import IS_LOSS
 
 Place = tuple[ir.Value, int]
 _CACHE_DIMS = 4
@@ -187,7 +188,7 @@ class _Links:
         made = any(letter in letters for letters in rule.outputs if letters)
         if rule.reduce.get(letter) == "":
             return  # nothing is summed: every rank knows the result, as Shape the sizes
-        if not made and not products and others:
+        if not made and not products and others and IS_LOSS not in node.meta:  # whose sums are a number a position
             one.obstacles.append(f"{node.op_type} ({path}) sums over it")
         elif not made and products and others:
             one.summed.append(node)

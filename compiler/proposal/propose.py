@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from partc.compiler.proposal.generation import Generation, are_repeated, repeate
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
-from partc.compiler.proposal.starting_plan import Ports, Proposed, key, loss_line, starting_plan
+from partc.compiler.proposal.starting_plan import Ports, Proposed, is_loss, key, loss_line, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.proposal.tp_plan import TpPlan, matching_entries, read_tp_plan
@@ -39,7 +40,7 @@ from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
 from partc.compiler.start import start
-from partc.runtime.units import count
+from partc.runtime.units import count, size_text
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
@@ -345,6 +346,8 @@ def _head(
     for event in largest_first(done)[:3]:
         cause = event.cause.partition(" (")[0]  # without the line of a plan that is not written yet
         yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {cause}"
+    if degrees.dp > 1 and is_loss(done.model.graph):
+        yield f"# A training sums its gradients over dp besides: {size_text(_most_trained(done))} to a rank in a step."
     if uneven(stages):
         costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
@@ -360,6 +363,24 @@ def _head(
         yield from (f"#   {line}" for line in cut.replicated)
     for line in missing:
         yield f"# Not recognized: {line}"
+
+
+def _most_trained(done: Complete) -> int:
+    """The bytes of the weights that a training changes, of the rank that has most of them."""
+    from partc.compiler.training.trainable import trainable_names
+
+    names = set(trainable_names(done.model))
+    return max(
+        sum(
+            int(
+                held.version.value.dtype.itemsize
+                * math.prod(dim for dim in held.value.shape or () if isinstance(dim, int))
+            )
+            for held in part.weights
+            if held.version.value.name in names and held.version.value.dtype is not None
+        )
+        for part in done.parts
+    )
 
 
 def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) -> Iterator[str]:

@@ -161,12 +161,12 @@ def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str], ranks: int) -> P
 def _fed(graph: ir.Graph) -> str:
     """What the data of a training has: the model's inputs, and labels where the loss is not the model's own."""
     names = [_shown(name_of(value)) for value in graph.inputs]
-    if not _is_loss(graph):
+    if not is_loss(graph):
         names.append("label")
     return ", ".join(names[:-1]) + " and " * (len(names) > 1) + "".join(names[-1:]) or "no input"
 
 
-def _is_loss(graph: ir.Graph) -> bool:
+def is_loss(graph: ir.Graph) -> bool:
     """Whether the first output is one number."""
     return bool(graph.outputs) and graph.outputs[0].shape is not None and graph.outputs[0].shape.rank() == 0
 
@@ -174,7 +174,7 @@ def _is_loss(graph: ir.Graph) -> bool:
 def loss_line(graph: ir.Graph) -> str:
     """`loss:` of the first output, which is itself the loss where it is one number."""
     name = key(name_of(graph.outputs[0])) if graph.outputs else "logits"
-    if _is_loss(graph):
+    if is_loss(graph):
         return f"loss: {name}"
     return f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
 

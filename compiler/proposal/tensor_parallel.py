@@ -21,6 +21,7 @@ from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Linked, Place, linked_dims
 from partc.compiler.proposal.names import among, patterns, template
 from partc.compiler.proposal.tp_plan import TpPlan
+from partc.compiler.rewrite.class_losses import IS_LOSS
 
 _LEAST_SHARE = 50
 _EVEN = 20
@@ -175,11 +176,16 @@ def _sent(one: Linked, sizes: TypicalSizes) -> int:
 
 
 def _ends(one: Linked) -> bool:
-    """Whether dims with one side only begin or end the model: rows that are looked up, inputs, outputs."""
+    """Whether dims with one side only begin or end the model: rows that are looked up, inputs, outputs, classes of its own loss."""
     if one.producers:
-        return any(value.is_graph_output() for value, _ in one.places)
+        return _has_loss(one) or any(value.is_graph_output() for value, _ in one.places)
     looked_up = all(node.op_type in ("Gather", "GatherBlockQuantized") for node in one.summed)
     return looked_up or any(value.is_graph_input() for value, _ in one.places)
+
+
+def _has_loss(linked: Linked) -> bool:
+    """Whether a loss of the model's own is over these dims."""
+    return any(IS_LOSS in node.meta for node in linked.nodes)
 
 
 class _Regions:
@@ -217,7 +223,14 @@ def _reason(program: Typed, one: Linked, times: int, styles: Sequence[Style], sh
         return f"each rank computes {each} columns in {made}, contracted in {summed}: {messages}"
     if made:
         out = any(value.is_graph_output() for value, _ in one.places)
-        return f"each rank computes {each} columns{', gathered where the output goes' if out else ''}"
+        end = (
+            ", gathered where the output goes"
+            if out
+            else ", three numbers a position are reduced"
+            if _has_loss(one)
+            else ""
+        )
+        return f"each rank computes {each} columns{end}"
     return f"each rank has {each} rows, and the partial outputs are summed: {messages}"
 
 

@@ -24,6 +24,7 @@ from partc.compiler.frontend.preserved import preserving_by_output
 from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import WRITTEN, operands_of
 from partc.compiler.plan.rules import FULL_BATCH, Plan
+from partc.compiler.rewrite.class_losses import write_out_class_loss
 
 TABULAR = "ai.onnx.ml"
 NUMBERED = {
@@ -140,4 +141,7 @@ def converted(model: ir.Model, name: str, oldest: int = OLDEST, trains: bool = F
     for node in list(model.graph):
         decompose(node, trains)
         number_labels(node)
+    for graph in model.graphs():
+        for node in list(graph):
+            write_out_class_loss(node)
     return model

@@ -37,7 +37,6 @@ from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.families.images.pool import scaled
-from partc.compiler.ops.families.neural.loss import local_mean
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -210,7 +209,7 @@ class Flow:
             elif self.streams and out.name and how != "":  # as of Shape and Size, whose local form gives the whole
                 return f"takes {_REDUCED.get(how or '', 'something')} over the records of the batch"
             elif not self.streams:
-                term = MEAN if rule.local in (scaled, local_mean) else SUM
+                term = MEAN if rule.local is scaled else SUM
                 self.states[out] = term if how == "sum" else OWN
         self.cut[node] = rule, letter
         return ""

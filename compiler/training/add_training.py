@@ -57,7 +57,6 @@ from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
-from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.graph_appender import DENOMINATOR, GraphAppender, Inferred
 from partc.compiler.training.microbatch_model import PART
 from partc.compiler.training.shared import parted, separate_shared
@@ -240,7 +239,6 @@ def add_loss_and_metrics(
     """
     graph = model.graph
     split_sequences(model)
-    split_uneven_means(model)
     trainable, shared = separate_shared(model, trainable, _shared_by(rules))
     others = [name_of(value) for value in candidates(model) if value.name not in trainable]
     how = _parameter_options(rules, trainable, others)

@@ -30,10 +30,9 @@ from partc.compiler.ops.families.neural.dropout import DROPOUT, PARTS, RECORDS_D
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
 from partc.compiler.plan.training.loss import ClassLabels
+from partc.compiler.rewrite.class_losses import CLASS_LABELS
 from partc.compiler.sharding.flow import OWN, SUM, Flow
 from partc.runtime.artifact.format import LabelRecord
-
-_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 
 def labels_of(program: Prepared) -> dict[str, LabelRecord]:
@@ -56,10 +55,9 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
     if (own := train.loss.class_labels) is not None:
         add(str(own.labels), values.get(own.output), own.axis, own.ignored)
     for node in graph:
-        if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES:
-            scores, labels = node.inputs[:2]
-            if labels is not None and labels.is_graph_input():
-                add(name_of(labels), scores, 1, node.attributes.get_int("ignore_index", None))
+        labels, ignored = node.meta.get(CLASS_LABELS, (None, None))
+        if labels is not None:
+            add(labels, node.inputs[0], 1, ignored)
     for name, metric in train.metrics.items():
         match metric.class_labels:
             case ClassLabels(of, count=int(count)) if count:

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from equivalence import same_as_whole
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from partc.cli.commands.plan import command
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.pattern import compile_pattern
@@ -16,7 +16,8 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.names import among, patterns
 from partc.compiler.proposal.propose import propose
 from partc.compiler.proposal.stages import _partition
-from proposal_case import HIDDEN, WIDTH, Graph, ids, source, transformer
+from partc.runtime.units import size_text
+from proposal_case import HIDDEN, WIDTH, WORDS, Graph, ids, source, transformer
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,35 @@ def test_cuts_are_lines_with_reasons() -> None:
     }
     assert "# each rank computes 15 of 30 columns in up, contracted in down: 1 AllReduce, 3 times" in text
     assert "# Communication in a step: 7 AllReduce, 1 Exchange." in text
+
+
+def test_a_head_before_a_loss_of_the_models_own_is_cut() -> None:
+    """Three numbers a position are reduced, and no scores are sent."""
+    proto = transformer(1, batch=4)
+    graph = proto.graph
+    (logits,) = graph.output
+    order = numpy_helper.from_array(np.array([-1, WORDS]), "flat")
+    graph.initializer.append(order)
+    graph.node.extend(
+        [
+            helper.make_node("Reshape", [logits.name, "flat"], ["rows"], "loss.rows"),
+            helper.make_node("SoftmaxCrossEntropyLoss", ["rows", "labels"], ["loss"], "loss.entropy", ignore_index=3),
+        ]
+    )
+    graph.input.append(helper.make_tensor_value_info("labels", TensorProto.INT64, [20]))
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("loss", TensorProto.FLOAT, []))
+    text, missing = propose(source(proto), "model.onnx", Degrees(tp=2))
+    assert not missing
+    assert ("head", "colwise") in {(rule.pattern, rule.style) for rule in parse_plan(text, "plan.yaml").sharding}
+    assert "columns, three numbers a position are reduced" in text
+    feeds = ids(4, 5) | {"labels": np.arange(20) % 7}
+    program = same_as_whole(proto, text, feeds, rtol=1e-5, atol=1e-5)
+    sent = [event.op_type for event in program.events]
+    assert sent == ["AllReduce"] * 6
+    text, _ = propose(source(proto), "model.onnx", Degrees(dp=2))
+    trained = 4 * sum(int(np.prod(one.dims)) for one in graph.initializer if one.data_type == TensorProto.FLOAT)
+    assert f"# A training sums its gradients over dp besides: {size_text(trained)} to a rank in a step." in text
 
 
 def test_packed_projections_are_recognized_by_their_split() -> None:

@@ -50,6 +50,7 @@ PLANS = {
         "ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 16}}\ndataset: {x: [dp, null], DATA}\n"
         "sharding: {up: {parameters: {w: [null, tp]}}, down: {parameters: {v: [tp, null]}}}\n"
     ),
+    5: "ranks: 5\nmesh: {classes: 5}\nsharding: {head: {parameters: {w: [null, classes]}}}\n",
 }
 MEASURED = "  metrics: {right: {type: accuracy, logits: y, labels: label}, best: {type: top_k, logits: y, labels: label, k: 2}}\n"
 
@@ -143,7 +144,7 @@ OWN_LOSS = (
     HEAD
     + """m (float[batch, 6] x, int64[batch] label, float keep) => (float loss, float other)
 <float[6, 5] w, float[5] k = {0.1, 3, 1, 0.5, 2}, float small = {0.01}> {
-    y = MatMul (x, w)
+    [head] y = MatMul (x, w)
     ENTROPY
     w2 = Mul (w, w)
     decay = ReduceSum<keepdims = 0> (w2)

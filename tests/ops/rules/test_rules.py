@@ -19,6 +19,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entries, fresh_rule, rule_of, standard_ops
 from partc.compiler.ops.rule import OWN, Local, Rule
+from partc.compiler.rewrite.class_losses import write_out_class_loss
 from partc.compiler.rewrite.opset import BENT, decompose
 from rule_case import feeds_of, run
 from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations
@@ -277,6 +278,35 @@ def test_a_bent_sum_is_taken_apart(op_type: str, trains: bool) -> None:
     assert [one.name for one in graph.outputs] == ["y0"]
     assert rule_of(graph[0]).reduce == {"b": "sum"}
     assert equal(run(list(graph), feeds, {}, this)[0], want[0], 1e-6)
+
+
+LABELS = np.arange(72).reshape(6, 12) % 5
+WEIGHED = [(6, 5, 12), LABELS, (5,)]
+IGNORES = {"ignore_index": 3}
+CLASS_LOSSES = [
+    *(
+        case(op_type, operands, {"reduction": reduction, **more})
+        for op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+        for operands in (WEIGHED[:2], WEIGHED)
+        for reduction in ("none", "mean", "sum")
+        for more in ({}, IGNORES)
+    ),
+    case("SoftmaxCrossEntropyLoss", WEIGHED[:2], outputs=2),
+    case("SoftmaxCrossEntropyLoss", [(6, 5), np.array([1, -100, 2, 0, -100, 4], np.int32)], {"ignore_index": -100}),
+]
+
+
+@pytest.mark.parametrize("this", CLASS_LOSSES, ids=str)
+def test_a_class_loss_is_written_out(this: Case) -> None:
+    node, feeds = node_of(this), feeds_of(this)
+    graph, names = node.graph, [out.name for out in node.outputs]
+    want = run([node], feeds, {}, this)
+    assert graph is not None
+    write_out_class_loss(node)
+    assert this.op_type not in {one.op_type for one in graph}
+    assert [one.name for one in graph.outputs][: len(names)] == names
+    for one, other in zip(run(list(graph), feeds, {}, this), want, strict=True):
+        assert equal(one, other, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], t
         close(trained(tmp_path / str(count), from_text(NET, WEIGHTS), text, [given]), want, start_of())
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "entropy"), *((2, name) for name in LABELLED)])
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "entropy"), (5, "entropy and logs"), *((2, name) for name in LABELLED)]
+)
 def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
     text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
     given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}

@@ -15,6 +15,12 @@ softmax = op("Softmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="
 log_softmax = op("LogSoftmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="normalization")
 hardmax = op("Hardmax", factors="ax->ax", replicated="x", remarks=_OLD, precision="follow", rounds="sums")
 
+op(
+    "SoftmaxCrossEntropyLoss",
+    "NegativeLogLikelihoodLoss",
+    why="written out as reductions, which are cut, where operators are sharded and in training",
+)
+
 
 @softmax.sharding
 @log_softmax.sharding
