@@ -10,11 +10,12 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from partc.cli.server.answer import Answer, Letters, likeliest, usage_of
+from partc.cli.server.answer import Answer, Delta, Letters, likeliest, usage_of
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError, error_body
+from partc.cli.server.responses import ResponseStream, document
 from partc.cli.server.settings import ServerSettings
 from partc.cli.server.stream import EventStream, ended_when_left
 from partc.cli.text.tool_calls import FORMS
@@ -36,7 +37,10 @@ _MOST_CHATS = 8
 _WAITING_BYTES = 4 * MOST_BYTES
 """How many bytes may wait in bodies of one kind."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics")
+_PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"),
+    *("/tokenize", "/detokenize", "/health", "/metrics"),
+)
 _OPEN_PATHS = {"/", "/health"}
 """Paths that are answered without a key."""
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
@@ -114,6 +118,7 @@ class Server:
         routes = [  # in this order a path is looked for
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/", self.page, methods=["GET"]),
@@ -211,6 +216,14 @@ class Server:
         """Answers a conversation."""
         return await self._answer(request, self.reader.chat, self._chats)
 
+    async def responses(self, request: Request) -> Response:
+        """Answers a conversation in the newer form of the API."""
+        (answer,) = await self._begun(request, self.reader.response, self._chats)
+        if answer.completion.streams:
+            return ResponseStream(answer, self.engine)
+        with ended_when_left(request.receive, self.engine, [answer.ticket]):
+            return Document(document(answer, await self._deltas(answer)))
+
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a conversation."""
         self._refuse_other_origin(request)
@@ -228,7 +241,17 @@ class Server:
         return Document(error.body(), error.status, headers=headers)
 
     async def _answer(self, request: Request, read: Read, turns: Turns, short: int = 0) -> Response:
-        """The answer to a request whose body is read by `read` in one of `turns`, or at once where it is `short`."""
+        """The answer to a request, all choices of it."""
+        answers = await self._begun(request, read, turns, short)
+        if answers[0].completion.streams:
+            return EventStream(answers, self.engine)
+        with ended_when_left(request.receive, self.engine, [one.ticket for one in answers]):
+            documents = [one.document(await self._deltas(one)) for one in answers]
+        found = likeliest(answers, [choice for one in documents for choice in one["choices"]])
+        return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
+
+    async def _begun(self, request: Request, read: Read, turns: Turns, short: int = 0) -> list[Answer]:
+        """The choices of an answer to a request whose body is read by `read` in one of `turns`, or at once where it is `short`."""
         self._refuse_other_origin(request)
         body = await _body(request)
         with self.engine.place():
@@ -238,7 +261,7 @@ class Server:
             timeout = self.timeout if completion.timeout is None else completion.timeout
             tickets = [self.engine.submit(one.request, timeout) for one in choices]
         del body
-        answers = [
+        return [
             Answer(
                 one,
                 self.reader.model,
@@ -249,23 +272,17 @@ class Server:
             )
             for one, ticket in zip(choices, tickets, strict=True)
         ]
-        if completion.streams:
-            return EventStream(answers, self.engine)
-        with ended_when_left(request.receive, self.engine, tickets):
-            documents = [await self._whole(answer) for answer in answers]
-        found = likeliest(answers, [choice for one in documents for choice in one["choices"]])
-        return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
 
     def _letters(self, choice: Completion) -> Letters:
         controls = () if choice.tools is None else FORMS[choice.tools.form].controls
         return Letters(self.reader.tokenizer, choice.stops, controls)
 
-    async def _whole(self, answer: Answer) -> dict[str, Any]:
-        """The whole of a choice, as an answer."""
+    async def _deltas(self, answer: Answer) -> list[Delta]:
+        """All that is added to a choice, up to its end."""
         deltas = [await answer.next(self.engine)]
         while not deltas[-1].finish:
             deltas.append(await answer.next(self.engine))
-        return answer.document(deltas)
+        return deltas
 
 
 async def _body(request: Request) -> bytearray:

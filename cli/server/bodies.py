@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from partc.cli.server.refusals import RefusedError
+from partc.cli.server.response_body import ResponseBody
 from partc.cli.text.chat_template import ChatTemplate
 from partc.cli.text.message_text import MARK_LETTERS, MessageText
 from partc.cli.text.tokenizer import ids_of
@@ -381,6 +382,8 @@ class Completion:
     """How many choices are made of its prompt, of which the `kept` likeliest are answered."""
     kept: int = 1
     tools: Tools | None = None
+    response: Mapping[str, Any] | None = None
+    """The fields that the answer repeats of a request to `/v1/responses`."""
 
 
 @dataclass(frozen=True)
@@ -449,6 +452,11 @@ class Reader:
             raise RefusedError(400, fact, "response_format")
         choices = self._choices(body, [ids], most, self.record.length, True, body.n, logprobs, bound)
         return [replace(one, logprobs=body.logprobs, copies=body.n, kept=body.n, tools=tools) for one in choices]
+
+    def response(self, data: bytes | bytearray) -> list[Completion]:
+        """The one choice of a request to `/v1/responses`; RefusedError."""
+        body = self._body(data, ResponseBody.model_validate)
+        return [replace(one, response=body.repeated()) for one in self.chat(json.dumps(body.chat()).encode())]
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
         """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
