@@ -18,10 +18,9 @@ from typing import TypeAlias
 from partc.runtime.artifact.training.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
-from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
-from partc.runtime.checker.across.rows import check_rows
+from partc.runtime.checker.across.rows import check_microbatches, check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks

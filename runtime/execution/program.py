@@ -36,9 +36,9 @@ from .collective_plans import connected
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .session_settings import settings_for
-from .sizes.step_plans import StepPlans
 from .state import State
 from .step_plan import StepPlan
+from .step_plans import StepPlans
 from .symbol_bindings import Bindings, Halted
 from .targets.counts import TargetCounts
 from .times.profiler import Profiler

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.cli.difference.facts import facts_of
+from partc.cli.difference import facts_of
 from partc.cli.main import invoke
 from partc.cli.report.document import axes_of
 from partc.cli.report.page import SCRIPTS, STYLES, json_text

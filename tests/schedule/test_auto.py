@@ -14,11 +14,10 @@ from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedulers import improve as improve_module
-from partc.compiler.schedulers.auto import LimitError, auto
+from partc.compiler.schedulers.auto import LimitError, auto, improve
 from partc.compiler.schedulers.bound import lower_bound
 from partc.compiler.schedulers.fill import fill
 from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.improve import improve
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.runtime.artifact.tasks.task import Kind, Task

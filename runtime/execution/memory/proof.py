@@ -11,19 +11,60 @@ a fault of partc, not of the artifact; no step runs with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 from partc.runtime.artifact.tensors.tensor import Tensor
 
+from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
-from ...program.value_table import Storage
+from ...program.value_table import Storage, ValueTable
 from ...updates.updater import Updater
-from ..collective_plans import scratch_name
+from ..collective_plans import AnyCollective, scratch_name
+from ..rank_program import RankProgram
+from ..targets.lanes import Lanes
+from ..targets.session_calls import SessionCalls
 from .effects import Effects, at_the_end, effects_of, freed_name
-from .planned import Planned
+from .roles import Role
+
+
+class Planned(Protocol):
+    """A step plan whose actions and places are known."""
+
+    program: RankProgram
+    values: ValueTable
+    transport: Transport
+    sessions: SessionCalls
+    lanes: Lanes | None
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The role of each action, in the order of the actions."""
+        ...
+
+    @property
+    def works(self) -> Mapping[int, AnyCollective]:
+        """Maps each tag to the collectives that run at the same time."""
+        ...
+
+    @property
+    def cells(self) -> Mapping[str, Cell]:
+        """Maps names to the values that have a place."""
+        ...
+
+    @property
+    def scratch(self) -> Mapping[tuple[int, str], Bytes]:
+        """Maps tag and side to the memory in which a collective packs."""
+        ...
+
+    @property
+    def arenas(self) -> Mapping[str, tuple[int, int]]:
+        """Maps each target to the address and the size of its arena."""
+        ...
+
 
 _SHOWN = 8
 _HELP = "  help: this is a bug in partc; please report it with the artifact and the sizes of the inputs"

@@ -20,8 +20,7 @@ from ...program.steps import Collective, Copy, LookUp, Segment, Step, Update, Wa
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
 from ..targets.workers import Action
-from .ops import ops_of
-from .session_runs import SessionRuns
+from .session_runs import SessionRuns, ops_of
 from .spans import spans_of
 
 KEPT = 100
