@@ -8,19 +8,30 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.compiler.cost.expressions import operations, payload
+from partc.compiler.cost.actions import shown
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 from partc.compiler.cost.machine_file import read_machine
+from partc.compiler.cost.node import Known, products
+from partc.compiler.cost.sizes import FileSizes
 from partc.compiler.cost.step import Simulation, simulated
 from partc.compiler.cost.traced import Traced, read_traced
+from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_value
+from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.ranks import ranks_text
+from partc.runtime.artifact.tasks.task import parse as parse_task
 from partc.runtime.errors import UsageError
+from partc.runtime.program.steps import Segment, Send, StartCollective
 from partc.runtime.units import count, operations_text, seconds, size_text
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
 
 PLANS = (".yaml", ".yml")
 _NO_TIME = Curve(((1.0, 1e-12),))
@@ -148,3 +159,54 @@ def document(where: str, simulation: Simulation, traced: Traced | None) -> dict[
         },
         **({"measured": measured} if measured else {}),
     }
+
+
+_EACH = "tensor(uint8)"
+"""The type of which a value has as many bytes as elements."""
+
+
+def operations(sizes: FileSizes) -> ByteCount:
+    """The operations of a rank, two for each multiply-add; without those of nodes whose dims only a run tells."""
+    total, known = ZERO, dict[int, ByteCount]()
+    for step in sizes.file.steps:
+        if isinstance(step, Segment):
+            key = id(step.formal)
+            if key not in known:
+                known[key] = sum((_node(node, step, sizes) for node in step.formal.nodes), start=ZERO)
+            total += known[key]
+    return total
+
+
+def _node(node: NodeProto, segment: Segment, sizes: FileSizes) -> ByteCount:
+    names = sizes.names(segment)
+    suffix = f".{parse_task(segment.task).microbatch}" if segment.task else ""
+
+    def dims(name: str) -> Known:
+        return sizes.shapes.get(names.get(name, name + suffix)) if name else None
+
+    given, made = ([dims(name) for name in some] for some in (node.input, node.output))
+    total = ZERO
+    for term in products(shown(node), given, made, lambda dim: _size(dim, sizes.sizes)):
+        total += of_value(_EACH, [2, *term]) or ZERO
+    return total
+
+
+def _size(dim: int | str, sizes: Mapping[str, int]) -> int:
+    try:
+        return parse(dim, sizes)(sizes)
+    except ValueError:
+        return 0
+
+
+def payload(sizes: FileSizes) -> ByteCount:
+    """The bytes that a rank gives messages and collectives, but for exchanges of boxes and lookups, whose bytes are those of a run."""
+    total = ZERO
+    for step in sizes.file.steps:
+        if isinstance(step, Send):
+            record = sizes.file.transfers[step.tag]
+            total += of_value(record.type, record.shape) or ZERO
+        elif isinstance(step, StartCollective) and not step.call.kind.boxes and len(step.ranks) > 1:
+            one = sizes.file.collectives[step.call.tag]
+            gives = step.call.kind.root != "gives" or step.ranks[step.call.root] == sizes.file.rank
+            total += (of_value(one.type, one.shape) or ZERO) if gives else ZERO
+    return total

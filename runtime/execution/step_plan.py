@@ -45,7 +45,6 @@ from .memory.layout import arenas, at_sizes
 from .memory.roles import ActionKind, Role
 from .moves import AtLarge, MessageCalls
 from .rank_program import RankProgram
-from .step_plans import SizeRange
 from .symbol_bindings import Bindings
 from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
@@ -72,7 +71,6 @@ class StepPlan:
         self.bindings = bindings
         self.widest = bindings
         """The sizes for which its places were made."""
-        self.reaches: dict[frozenset[str], SizeRange | None] = {}
         self.transport = transport
         self.wire, self.at_once = wire, at_once
         symbols = program.binder.manifest.symbols

@@ -34,6 +34,7 @@ class StepPlans:
     def __init__(self, program: RankProgram, make: Callable[[Bindings], StepPlan]) -> None:
         self._program, self._make = program, make
         self._plans: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
+        self._ranges: dict[frozenset[str], SizeRange | None] = {}
         self._many = False
         self._last: tuple[Bindings, StepPlan] | None = None
         self.profiler: Profiler | None = None
@@ -71,7 +72,9 @@ class StepPlans:
         if not self._many or (self.profiler is not None and not self.profiler.has_stopped):
             return None
         for key, plan in list(self._plans.items()):
-            if all(size <= plan.widest[name] for name, size in bindings.items()) and resize(plan, bindings):
+            if all(size <= plan.widest[name] for name, size in bindings.items()) and resize(
+                plan, bindings, self._ranges
+            ):
                 del self._plans[key]
                 return plan
         return None
@@ -80,7 +83,7 @@ class StepPlans:
         """A new plan; one with room for larger sizes where sizes are many."""
         room = self._room(bindings) if self._many else bindings
         plan = self._make(room)
-        if room != bindings and not resize(plan, bindings):
+        if room != bindings and not resize(plan, bindings, self._ranges):
             plan = self._make(bindings)
         for key in [key for key, other in self._plans.items() if other.memory is not plan.memory]:
             del self._plans[key]  # it would keep an arena beside the larger one
@@ -111,15 +114,18 @@ class StepPlans:
         self._last = None
 
 
-def resize(plan: StepPlan, bindings: Bindings) -> bool:
-    """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made."""
+def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], SizeRange | None]) -> bool:
+    """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made.
+
+    `ranges`: by the symbols that change what of the program depends on them, as far as it is known.
+    """
     program, symbols = plan.program, plan.program.binder.manifest.symbols
     if plan.lanes is not None:
         return False
     changed = frozenset(name for name, size in bindings.items() if plan.bindings[name] != size)
-    if changed not in plan.reaches:
-        plan.reaches[changed] = reached(program, changed)
-    reach = plan.reaches[changed]
+    if changed not in ranges:
+        ranges[changed] = reached(program, changed)
+    reach = ranges[changed]
     if reach is None:
         return False
     shapes, promises = dict(plan.shapes), dict(plan.promises)
