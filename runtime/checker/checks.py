@@ -31,10 +31,10 @@ from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
-from partc.runtime.checker.training.replicas import check_copies
 from partc.runtime.checker.training.section import check_training
 from partc.runtime.checker.training.slot_rows import check_slots
 from partc.runtime.checker.training.state import check_state
+from partc.runtime.checker.training.value_numbering import check_copies
 from partc.runtime.errors import Violation
 
 FILES, GRAPH, ACROSS, TRAINING = "files", "graph", "across", "training"

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-from partc.compiler.emit.node_proto import node_proto
+from partc.compiler.emit.helper_types import node_proto
 from partc.compiler.emit.weights import WeightShards
 from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.programs import Comm, Compute, State, Value
