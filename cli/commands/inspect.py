@@ -294,7 +294,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
-    from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+    from partc.runtime.artifact.comm.collectives import GROUP_OPS
     from partc.runtime.artifact.comm.message_node import peer_of
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND
     from partc.runtime.artifact.graph.onnx_graph import text_of

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from partc.runtime.artifact.comm.collectives import COLLECTIVES
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
 from ..communication.coalesced import CoalescedCollective

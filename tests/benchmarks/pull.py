@@ -57,7 +57,7 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
     from mpi4py import MPI
     from onnx.parser import parse_model
     from partc.runtime import load
-    from partc.runtime.artifact.comm.lookup_ops import pulled
+    from partc.runtime.artifact.comm.collectives import pulled
 
     comm = MPI.COMM_WORLD
     mine = skewed(comm.rank + 1, ids, rows)

@@ -23,8 +23,7 @@ from partc.compiler.lower.local_view import Localized
 from partc.compiler.training.optimizer_functions import functions
 from partc.runtime.artifact import dim_expression
 from partc.runtime.artifact import format as fmt
-from partc.runtime.artifact.comm.collectives import COLLECTIVES
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 from partc.runtime.artifact.tensors.boxes import merge, slices
 from partc.runtime.artifact.tensors.law import full_tensor
 
