@@ -196,7 +196,7 @@ def test_a_trace_is_beside_the_simulation(tmp_path: Path, capsys: Capture, monke
         )
     other = lenet(tmp_path, "other")
     with monkeypatch.context() as before_work:
-        for name in ("document.rank_classes", "against.differences"):
+        for name in ("document.rank_classes", "page.differences"):
             before_work.setattr(f"partc.cli.report.{name}", lambda *_: pytest.fail("a report is made"))
         for more in ((), ("--against", build)):
             said = refused(capsys, 2, other, "-o", tmp_path / "z.html", *options, *more)

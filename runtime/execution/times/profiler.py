@@ -1,7 +1,7 @@
 """Measures the tasks of a rank: the time of every action of every step, with two readings of the clock for each.
 
     profiler = program.record_times()        from the next step on
-    profiler.text()                          JSON: a rank's part of what `artifact/profile.py` reads
+    profiler.text()                          JSON: a rank's part of the file that `--profile` writes
     profiler.trace(offset, error)            JSON: when each action of each step began, and how long it took
     profiler.stop()                          from the next step on nothing is measured, at no cost
 
