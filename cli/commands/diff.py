@@ -14,8 +14,7 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
-    from partc.cli.difference.compare import Difference
-    from partc.cli.difference.threshold import Threshold
+    from partc.cli.difference import Difference, Threshold
 
 _SHOWN = 20
 _TITLES = {
@@ -27,7 +26,7 @@ _TITLES = {
 
 
 def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> list[Threshold]:
-    from partc.cli.difference.threshold import parse_threshold
+    from partc.cli.difference import parse_threshold
 
     found, problems = [], []
     for text in given:
@@ -76,9 +75,7 @@ def command(
     partc diff main/build build
     partc diff main/build build --fail-if 'bytes>5%' --fail-if 'placement>0'
     """
-    from partc.cli.difference.facts import TIME
-    from partc.cli.difference.programs import common_sizes, differences
-    from partc.cli.difference.threshold import exceeded
+    from partc.cli.difference import TIME, common_sizes, differences, exceeded
     from partc.compiler.cost.machine_file import read_machine
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.errors import UsageError
@@ -129,8 +126,7 @@ def command(
 
 def _tables(found: Difference, most: int | None) -> Iterator[Table]:
     """The measures, and a table of changes for each kind that has any."""
-    from partc.cli.difference.compare import grouped_changes
-    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES, TIME
+    from partc.cli.difference import IN_BYTES, KINDS, MEASURES, TIME, grouped_changes
 
     table = Table(["measure", ">before", ">after", ">change"])
     for one in found.measures:

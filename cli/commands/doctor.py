@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
-from partc.cli.doctor import gpu, machine, mpi, packages
+from partc.cli.doctor import machine, mpi
 from partc.cli.doctor.finding import FAULT, NOTE, Finding
 from partc.cli.output import console
 from partc.runtime.units import count
 
 CHECKS = (
-    packages.python,
-    packages.packages,
+    machine.python,
+    machine.packages,
     machine.cores,
     machine.memory,
     machine.temporary,
     machine.limits,
-    gpu.providers,
+    machine.providers,
     mpi.mpi,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +13,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
+from partc.cli.output.stats import Moved, moved
 from partc.cli.output.table import Table, show_tables
+from partc.runtime.artifact.format import BYTES, DOMAIN
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
     from partc.cli.output.pipeline import Pipeline
     from partc.cli.output.stats import Moved, RankStats
     from partc.cli.output.training_stats import TrainingStats
     from partc.compiler.cost.memory import RankMemory
     from partc.runtime.artifact.format import Collective, Transfer
     from partc.runtime.artifact.manifest import Artifact
+
 
 _LARGEST = 10
 _SHOWN = 3
@@ -69,10 +76,8 @@ def command(
     partc inspect --format mermaid         # the graph of modules, by ranks
     """
     from partc.cli.job.inputs import choose_sizes
-    from partc.cli.output.memory import memory_table
     from partc.cli.output.pipeline import pipeline_of, rows_text
     from partc.cli.output.stats import all_rank_stats, by_rank
-    from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
     from partc.compiler.cost.memory import memory_of_ranks
     from partc.runtime.artifact.legal_sizes import typical_sizes
@@ -289,7 +294,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
-    from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+    from partc.runtime.artifact.comm.collectives import GROUP_OPS
     from partc.runtime.artifact.comm.message_node import peer_of
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND
     from partc.runtime.artifact.graph.onnx_graph import text_of
@@ -356,3 +361,81 @@ def _show_rows(folder: Path, rows: list[NodeRow], pattern: str | None, as_json: 
             values += f" and {len(row.outputs) - _SHOWN} more"
         table.add(row.rank, row.at, row.op, row.path, values, row.why)
     table.show()
+
+
+def memory_table(memory: Sequence[RankMemory]) -> Table:
+    """A row for each target of each rank; columns without bytes on any are left out."""
+    rows = [(one.rank, target) for one in memory for target in one.targets]
+    columns = {
+        "weights": [target.weights + target.parameters for _, target in rows],
+        "optimizer": [target.optimizer for _, target in rows],
+        "caches": [target.caches for _, target in rows],
+        "inputs, outputs": [target.inputs_outputs for _, target in rows],
+        "between segments": [target.between for _, target in rows],
+        "inside segments": [target.inside for _, target in rows],
+        "sessions": [target.sessions for _, target in rows],
+        "messages": [target.messages for _, target in rows],
+        "evaluation": [target.evaluation for _, target in rows],
+        "loading": [target.loading for _, target in rows],
+    }
+    columns = {name: bytes for name, bytes in columns.items() if any(bytes)}
+    table = Table([">rank", "target", *(f">{name}" for name in columns), ">peak memory"], title="memory")
+    for k, (rank, target) in enumerate(rows):
+        peak = size_text(target.peak) + ("+?" if target.unknown else "")
+        table.add(rank, target.target, *(size_text(bytes[k]) for bytes in columns.values()), peak)
+    return table
+
+
+@dataclass(frozen=True)
+class TargetStats:
+    """A target of a rank: its ops, and the copies that lead to it.
+
+    `switches`: how often the rank changes from an op of this target to one of another.
+    """
+
+    rank: int
+    target: str
+    ops: int
+    copies: int
+    copied: Moved
+    switches: int
+
+
+def target_stats(model: ModelProto, rank: int, sizes: Mapping[str, int]) -> list[TargetStats]:
+    """The targets of a rank, whose tasks stand in place of their calls; none where its file names no target."""
+    ops: Counter[str] = Counter()
+    switches: Counter[str] = Counter()
+    copies: dict[str, list[str]] = {}
+    last = ""
+    for node in model.graph.node:
+        if is_copy(node):
+            copies.setdefault(output_target(node), []).append(metadata_of(node, BYTES, "unknown"))
+        elif node.domain != DOMAIN and (target := target_of(node)):
+            ops[target] += 1
+            switches[last] += bool(last) and last != target
+            last = target
+    if not ops:
+        return []
+    return [
+        TargetStats(
+            rank,
+            target,
+            ops[target],
+            len(copies.get(target, ())),
+            moved(copies.get(target, ()), sizes),
+            switches[target],
+        )
+        for target in sorted({*ops, *copies})
+    ]
+
+
+def targets_table(stats: Sequence[TargetStats]) -> Iterator[Table]:
+    """A row for each target of each rank."""
+    if not stats:
+        return
+    columns = [">rank", "target", ">ops", ">copies to it", "bytes copied a step", ">at this size"]
+    table = Table([*columns, ">switches from it"], title="targets")
+    for one in stats:
+        at = size_text(one.copied.bytes) + ("+?" if one.copied.unknown else "")
+        table.add(one.rank, one.target, one.ops, one.copies, one.copied.text, at, one.switches)
+    yield table

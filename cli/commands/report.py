@@ -59,9 +59,8 @@ def command(
     partc report build/ --against main/build                # what a change does, for a review
     partc report build/ --trace x.trace.json --set batch=64 # why a rank is slow
     """
-    from partc.cli.report.against import report_data
     from partc.cli.report.document import Request
-    from partc.cli.report.page import page_text
+    from partc.cli.report.page import page_text, report_data
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.files.replace import refuse_other, write_text
 

@@ -20,7 +20,7 @@ from partc.cli.job.job import Job, TrainingJob
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-@data_option("data", "Training data: a .npz, a folder, .tar shards, a .py, or one file per input.")
+@data_option("data", "Training data: a .npz, a folder, a .py, or one file per input.")
 @data_option("test", "Evaluation data, like --data.")
 @setting("batch", "N")
 @setting("epochs", "N")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding, output_of
+from partc.runtime.devices.devices import gpus
 from partc.runtime.files.regular import text_of_system
 from partc.runtime.files.writers import write_new
 from partc.runtime.job.machine import core_limit, usable_cores
@@ -114,3 +122,111 @@ def limits() -> Iterator[Finding]:
     changed = sorted(name for name in os.environ if name.startswith("PARTC_"))
     if changed:
         yield Finding("settings", OK, ", ".join(f"{name}={os.environ[name]}" for name in changed))
+
+
+_ASK = """
+import json, onnxruntime
+onnxruntime.set_default_logger_severity(4)
+{preload}
+from onnx import TensorProto, helper
+x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "one", [x], [y])
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+used, error = [], ""
+try:
+    used = onnxruntime.InferenceSession(model.SerializeToString(), providers=["{provider}"]).get_providers()
+except Exception as problem:
+    error = (str(problem).splitlines() or [""])[0]
+known = onnxruntime.get_available_providers()
+print(json.dumps({"version": onnxruntime.__version__, "known": known, "used": used, "error": error}))
+"""
+_START = 60.0
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+_LIBRARIES = "pip install onnxruntime-gpu[cuda,cudnn], or CUDA and cuDNN of the versions that it needs"
+
+
+def providers() -> Iterator[Finding]:
+    """Whether onnxruntime loads, which providers it has, and whether a session begins on the GPUs that the system has."""
+    there = gpus()
+    wanted = _CUDA if there else _CPU
+    program = _ASK.replace("{provider}", wanted).replace("{preload}", "onnxruntime.preload_dlls()" if there else "")
+    good, text = output_of([sys.executable, "-P", "-c", program], _START)
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if not good or not lines:
+        remedy = "pip install --force-reinstall onnxruntime-gpu, or onnxruntime where there is no such wheel"
+        yield Finding("onnxruntime", FAULT, f"it cannot be loaded: {text}", remedy)
+        return
+    found = json.loads(lines[-1])
+    begins = wanted in found["used"]
+    if begins or wanted == _CUDA:
+        yield Finding("onnxruntime", OK, f"{found['version']}, {', '.join(found['known'])}")
+    else:
+        yield Finding("onnxruntime", FAULT, f"no session begins: {found['error']}", "reinstall onnxruntime")
+    if there and not begins:
+        has = _CUDA in found["known"]
+        why = f"a session does not begin there: {found['error'] or 'its libraries are missing'}"
+        text = f"{count(there, 'GPU')}; " + (why if has else f"onnxruntime has no {_CUDA}")
+        remedy = _LIBRARIES if has else "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
+        yield Finding("GPU", NOTE, text, f"{remedy}; until then run with --device cuda=cpu")
+    else:
+        yield Finding(
+            "GPU", OK, f"{count(there, 'GPU')} usable" if there else "none; --device cuda=cpu stands in for one"
+        )
+
+
+_TWINS = ("onnxruntime", "onnxruntime-gpu")
+"""Distributions that install the same modules, the later one over the other's files."""
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter: its version and whether it has 64 bits."""
+    needed = metadata.metadata("partc")["Requires-Python"] or ""
+    version = platform.python_version()
+    where = f"{platform.python_implementation()} {version}, {sys.executable}"
+    if Version(version) not in SpecifierSet(needed, prereleases=True):
+        yield Finding("python", FAULT, where, f"partc needs Python {needed}")
+    elif sys.maxsize < 2**32:
+        yield Finding("python", FAULT, f"{where}, 32 bits", "install a Python of 64 bits: onnxruntime has no other")
+    else:
+        yield Finding("python", OK, where)
+
+
+def packages() -> Iterator[Finding]:
+    """What is missing or older than tested, all at once; optional packages that are not there; two onnxruntimes in one place."""
+    missing, old, there = [], [], []
+    for need in map(Requirement, metadata.requires("partc") or ()):
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(need.name)
+        if found is None:
+            missing.append(need)
+        elif found not in need.specifier:
+            old.append((need, found))
+        else:
+            there.append(f"{need.name} {found}")
+    if missing or old:
+        wrong = [f"{one.name} is missing" for one in missing]
+        wrong += [f"{one.name} is {found}, tested is {one.specifier}" for one, found in old]
+        wanted = [f'"{one.name}{one.specifier}"' for one in (*missing, *(one for one, _ in old))]
+        yield Finding("packages", FAULT, "; ".join(wrong), f"pip install {' '.join(wanted)}")
+    if there:
+        yield Finding("packages", OK, ", ".join(there))
+    twins = [name for name in _TWINS if _version(name) is not None]
+    if len(twins) > 1:
+        yield Finding(
+            "packages",
+            FAULT,
+            " and ".join(twins) + " are both installed: the later one has overwritten files of the other",
+            f"pip uninstall {' '.join(twins)}, then install the one that is needed",
+        )
+    if _version("torch") is None:
+        yield Finding(
+            "packages", NOTE, "torch is not installed", 'pip install "partc[torch]" for models that are torch modules'
+        )
+
+
+def _version(name: str) -> Version | None:
+    try:
+        return Version(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,20 +1,37 @@
-"""What a rank of a training is given: its settings, which are the plan's and the command line's, its learning rates, and its batches."""
+"""What a rank of a training is given: its settings, which are the plan's and the command line's, its learning rates, and its batches.
+
+Whether the settings of a training come from the user, by a plan or by options, or from an artifact alone.
+
+With `partc train build --plan train.yaml` the plan is the user's. Its `train:` must agree with the manifest on data, schedule and
+checkpoints, and their paths are relative to its folder. Without it, code and paths outside of the artifact are refused, all in one error.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.cli.job.job import Job
-from partc.cli.job.origin import base_of, check_plan
+from partc.cli.job.job import Job, TrainingJob
 from partc.cli.job.weights_of import weights_of
 from partc.cli.output import console
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.training.named import (
+    CALLBACKS,
+    CHECKPOINT,
+    DATA,
+    SCHEDULE,
+    TEST,
+    base_folder,
+    outside,
+    refusal,
+)
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from partc.runtime.artifact.format import Manifest, TrainingRecord
     from partc.runtime.artifact.training.data_spec import Spec
     from partc.runtime.artifact.training.lr_schedule import Rate
     from partc.runtime.data.loader import Loader
@@ -24,8 +41,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """What `--resume` is for the newest intact checkpoint, or the start where the folder has none."""
-DATA, TEST, SCHEDULE, CALLBACKS = "data", "test", "schedule", "callbacks"
-"""What files of Python are for; each use has its globals for itself."""
 
 
 def check(job: Job, manifest: Manifest) -> None:
@@ -248,3 +263,52 @@ class TrainingInputs:
                 f"the last {rest} of {records:,} evaluation records are left out: the ranks cannot share so small a batch"
             )
         return loader
+
+
+_OPTIONS = {DATA: "--data DATA", TEST: "--test DATA", CHECKPOINT: "--checkpoint DIR"}
+
+
+def base_of(job: TrainingJob, folder: Path, manifest: Manifest) -> Path:
+    """The folder to which paths of `train:` are relative; UsageError lists all code and paths that only the artifact names."""
+    record = manifest.training
+    assert record is not None
+    if job.plan is not None:
+        return Path(job.plan).parent
+    if not job.trust_code and (found := outside(folder, record, _used(job))):
+        options = {
+            "--data DATA" if job.only_test else _OPTIONS[one.setting]: None for one in found if one.setting in _OPTIONS
+        }
+        given = f", or {', '.join(options)}" if options else ""
+        mine = f"if the plan is yours, use --plan{{plan}}{given}"
+        raise refusal(folder, manifest, found, f"{mine}; --trust-code allows all that the artifact names")
+    return base_folder(folder, record)
+
+
+def _used(job: TrainingJob) -> set[str]:
+    """The settings that the command takes from the artifact."""
+    if job.only_test:
+        return {TEST} - job.options.keys()
+    given = {*job.options} - ({CHECKPOINT} if "folder" not in job.options.get(CHECKPOINT, {}) else set())
+    return {SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT} - given - ({TEST} if job.only_train else set())
+
+
+def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
+    """Raises UsageError where the artifact and the plan differ, CompileError for an invalid plan."""
+    from partc.compiler.plan.read import read_plan
+
+    rules = read_plan(plan).train
+    if rules is None:
+        raise UsageError(f"{plan}: it has no `train:`\n  help: use the plan that {folder} was compiled from")
+    mine, its = (one.model_dump(mode="json") for one in (rules.settings(), record.settings))
+    problems = [
+        f"{plan}: its `{name}` is {_text(mine.get(name))}, and {folder} was compiled with {_text(its.get(name))}"
+        for name in (SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT)
+        if mine.get(name) != its.get(name)
+    ]
+    if problems:
+        raise UsageError("\n".join([*problems, "  help: compile again, or use the plan that it was compiled from"]))
+
+
+def _text(said: Any) -> str:
+    """A setting in one form, however it is written."""
+    return json.dumps(said, sort_keys=True) if said else "nothing"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from partc.cli.report.classes import RankClass
 from partc.runtime.artifact.byte_count import of_tensor
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import (
     BYTES,
     CAUSE,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from partc.cli.output.stats import moved_text
 from partc.cli.report.classes import RankClass
 from partc.cli.report.graph import nodes_once
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import BYTES, DOMAIN, PATH, PEER, RECV, SEND
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, reads
 from partc.runtime.artifact.ranks import ranks_text

@@ -26,12 +26,6 @@ def vector(g: GradientBuilder, x: str) -> str:
     return x if g.dtype(x) == ir.DataType.INT64 else str(g.Cast(x, to=ir.DataType.INT64))
 
 
-def scalar(g: GradientBuilder, x: str) -> str:
-    """The one number of a vector, without dims."""
-    known = g.known(x)
-    return g.constant(int(known.ravel()[0])) if known is not None else str(g.Squeeze(x))
-
-
 def extents(g: GradientBuilder, x: str, axes: Sequence[int]) -> str:
     """The dims of a value along axes."""
     shape = g.shape(x)

@@ -50,10 +50,9 @@ from partc.runtime.communication.host.rounds import ROOM, ROOMS
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.devices.devices import Devices
 from partc.runtime.errors import UsageError
-from partc.runtime.execution.collective_plans import plan_collectives, scratch_lifetimes
+from partc.runtime.execution.collective_plans import plan_collectives, scratch_lifetimes, wire_tags
 from partc.runtime.execution.memory.layout import MOST_PLANS, arenas, at_sizes, lay_out
 from partc.runtime.execution.symbol_bindings import bound_symbols
-from partc.runtime.execution.wire_tags import wire_tags
 from partc.runtime.program.lifetimes import in_place_aliases
 from partc.runtime.program.locations import locations, used_targets
 from partc.runtime.program.memory_plan import Lifetime

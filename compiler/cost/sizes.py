@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -79,12 +78,6 @@ class FileSizes:
             shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or size for dim in dims]
             if value.type.tensor_type.HasField("shape"):
                 self.shapes[name] = shape
-
-    def at(self, sizes: Mapping[str, int]) -> FileSizes:
-        """The same file at other sizes of its symbols."""
-        other = copy.copy(self)
-        other.sizes, other.unknown, other._known, other._bound = sizes, set(), {}, {}
-        return other
 
     def operand(self, name: str) -> Operand:
         """The sizes and the element's bytes of a value."""

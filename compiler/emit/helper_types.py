@@ -11,12 +11,26 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.emit.node_proto import node_proto
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Body, Compute, Op, RankProgram, Value
 from partc.compiler.ir.value_info import Array, Shape
+
+
+def node_proto(step: Compute, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.NodeProto:
+    """The op's node with its attributes and bodies; what bodies read from outside has the model's names there."""
+    node = step.node
+    proto = onnx.NodeProto(
+        op_type=node.op_type,
+        domain=node.domain or None,
+        overload=node.overload or None,
+        input=inputs,
+        output=outputs,
+    )
+    proto.attribute.extend([ir.serde.serialize_attribute(one) for one in node.attributes.data.values()])
+    return proto
+
 
 Types = Mapping[Value, onnx.TypeProto]
 

@@ -12,10 +12,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from partc.compiler.emit.factors import NodeFactors
-from partc.compiler.emit.helper_types import HelperTypes
+from partc.compiler.emit.helper_types import HelperTypes, node_proto
 from partc.compiler.emit.layout_text import cut_text
 from partc.compiler.emit.names import Names
-from partc.compiler.emit.node_proto import node_proto
 from partc.compiler.emit.weights import Location, Stored, WeightShard, WeightShards
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.program import Complete

@@ -18,12 +18,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from partc.compiler.layout.layout import Box, Layout
+from partc.compiler.layout.layout import Layout
 
 Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
 """Per dim, begin and end as fractions of its size."""
@@ -108,17 +108,6 @@ def within(span: Span, shard: Span) -> Span:
         if not first <= begin <= end <= last:
             raise ValueError(f"{begin}..{end} is not inside of {first}..{last}")
         found.append(((begin - first) / (last - first), (end - first) / (last - first)))
-    return tuple(found)
-
-
-def offsets(span: Span, shape: Sequence[int]) -> Box:
-    """Fractions of a shard of `shape` as begin and end per dim; they must be whole numbers."""
-    found = []
-    for dim, ((begin, end), size) in enumerate(zip(span, shape, strict=True)):
-        first, last = begin * size, end * size
-        if first.denominator != 1 or last.denominator != 1:
-            raise ValueError(f"dim {dim} of {size} has no whole place for {begin}..{end}")
-        found.append((int(first), int(last)))
     return tuple(found)
 
 

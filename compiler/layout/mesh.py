@@ -48,11 +48,6 @@ def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
     return _split_at(one, bounds), _split_at(other, bounds)
 
 
-def needs(layout: Layout) -> dict[int, int]:
-    """The dims that are cut, each with the number of shards that its size must be divisible by."""
-    return {dim: number for dim, number in enumerate(layout.shards) if number > 1}
-
-
 def _alike(layout: Layout, axis: int, following: int) -> bool:
     """Whether two neighbouring axes do the same, so that one axis of both sizes could do it."""
     if layout.placement(axis) != layout.placement(following):

@@ -18,14 +18,14 @@ import onnx_ir as ir
 from partc.compiler.cost.memory import TargetMemory, rank_memory
 from partc.compiler.emit.emit import Unwritten
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import name_of, nodes_of
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Value
 from partc.compiler.placement.typical_sizes import TypicalSizes
-from partc.compiler.proposal.cuda_kernels import without_kernel
 from partc.compiler.proposal.names import among, patterns
 from partc.compiler.proposal.starting_plan import key
 from partc.runtime.artifact.format import CPU, CUDA
+from partc.runtime.artifact.graph.kernels import FLOATS_ON_CUDA, NOT_ON_CUDA
 from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.units import size_text
 
@@ -219,3 +219,24 @@ def _too_large(need: _Need, limit: int, name: str) -> Problem:
         f"all weights that are worth it and the optimizer are on the CPU; what is left is {largest}",
         help,
     )
+
+
+_INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64))
+
+
+def without_kernel(node: ir.Node) -> str:
+    """What a node, or one inside of it, does that CUDA has no kernel for: `Unique`, `MatMul of int32`; empty where there is nothing."""
+    return next((found for one in nodes_of([node]) if (found := _missing(one))), "")
+
+
+def _missing(node: ir.Node) -> str:
+    if node.domain not in ("", "ai.onnx"):
+        return ""
+    if node.op_type in NOT_ON_CUDA:
+        return node.op_type
+    first = next((value.dtype for value in node.inputs if value is not None), None)
+    if first is ir.DataType.STRING:
+        return f"{node.op_type} of strings"
+    if node.op_type in FLOATS_ON_CUDA and first in _INTEGERS:
+        return f"{node.op_type} of {first.name.lower()}"
+    return ""

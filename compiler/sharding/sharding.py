@@ -6,13 +6,26 @@ into shards that are proven to be equal, for all sizes that its symbols may have
 An op that reads a weight only for its size reads the shard of the weight's other reader: each rank knows the number of shards.
 
 h = MatMul(x, w), w in two shards        s = Shape(w)     would keep the whole weight beside its shard, and train it twice
+
+Values that are cheap to compute from inputs and shapes are computed in a layout from which every reader takes a slice.
+
+A mask that one reader takes sharded and another replicated would be gathered, or exchanged, in every step. Its operands are on every rank,
+so every rank computes all of it instead: a sharding that only neighbours asked for is removed where a reader on the same ranks takes the
+value in another layout. It stays where an input that arrives sharded would have to be gathered for that and has more bytes than the value.
+
+Shardings given to a region's inputs that no op inside takes: the value is resharded, with a warning, or refused with the op's reason.
+
+What enters is cut as the rule says if one op inside takes it so. Where none does, because another value of the region was given a
+cut that the op follows, it is resharded at the op; so it is, with a warning, where the op needs the dim whole. Where an op could take
+the cut but for a law, such as a size that is not proven to be divisible, that is an error.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -26,20 +39,24 @@ from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.ir.sized import SIZES
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.placement.computed_at_readers import following, repeatable
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.generate import multiples_beside
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
-from partc.compiler.sharding.cheap_values import replicate_cheap_values
 from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.propagate import Propagation
-from partc.compiler.sharding.resharded_at_entry import gathered_inside, not_taken
 from partc.compiler.sharding.seeding.local_maps import seed_local_maps
 from partc.compiler.sharding.seeding.region_layouts import is_text
 from partc.compiler.sharding.seeding.regions import group_mesh
 from partc.compiler.sharding.seeding.seeds import seed
+from partc.runtime.artifact import format as fmt
 
 
 def ask_shards(done: Propagation) -> None:
@@ -258,3 +275,148 @@ def _spelled(facts: Facts) -> str:
         return str(facts.value)
     steps = "any size" if facts.divisor == 1 else f"{facts.divisor}*N"
     return f"{steps} + {facts.remainder}" if facts.remainder else steps
+
+
+def replicate_cheap_values(program: Placed, done: Propagation) -> None:
+    """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
+    shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
+    among = {*repeatable(program, {}, shapes, following(program)), *shapes}
+    heavy = _sharded_input_bytes(program, done, among)
+    for instance in reversed(done.instances):
+        choice = done.choices[instance]
+        node = instance.node
+        if node not in among or not choice.axes or not choice.open:
+            continue
+        if any(why not in program.derived_paths for why in choice.why.values()):
+            continue
+        size = sum(done.weigh(value)[1] for value in node.outputs)
+        if heavy.get(node, 0.0) > size:
+            continue
+        for letter in _disputed(instance, choice, done):
+            del choice.axes[letter]
+            choice.why.pop(letter, None)
+
+
+def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) -> list[str]:
+    """The factors of a node whose shards a reader on the same ranks takes in another layout."""
+    found: dict[str, None] = {}
+    for k, value in enumerate(instance.node.outputs):
+        letters, made = choice.rule.outputs[k], choice.output(k)
+        if letters is None or made is None:
+            continue
+        for reader, operand in done.readers.get((value, len(instance.group)), ()):
+            if reader.group != instance.group:
+                continue
+            wanted = done.choices[reader].input(operand)
+            for dim, letter in enumerate(letters):
+                if letter in choice.axes and not _slices(made, wanted, dim):
+                    found[letter] = None
+    return list(found)
+
+
+def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
+    """Whether each shard of a dim that a reader takes lies within one that the node computes."""
+    if wanted is None:
+        return False
+    common = on_common_mesh(made, wanted)
+    if common is None:
+        return False
+    have, want = common[0].cuts[dim], common[1].cuts[dim]
+    return want[: len(have)] == have
+
+
+def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
+    """Maps each node to the bytes of its sharded inputs, direct and indirect."""
+    cut = {
+        value: done.weigh(value)[1]
+        for value in (there.value for there in done.pinned.arriving)
+        if value.is_graph_input()
+    }
+    below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}
+    found: dict[ir.Node, float] = {}
+    for node in program.model.graph:
+        if node in among:
+            inputs = frozenset[ir.Value]().union(*(below.get(value, frozenset()) for value in program.reads[node]))
+            if node.op_type in ("Shape", "Size"):
+                inputs = frozenset()  # a size is known wherever a shard is: nothing is gathered for it
+            found[node] = sum(cut[value] for value in inputs)
+            below.update(dict.fromkeys(node.outputs, inputs))
+    return found
+
+
+Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
+"""Why a factor of a node cannot be cut into so many shards, at the line that asks for it; None where nothing forbids it."""
+
+
+def not_taken(
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, refusal: Refusal
+) -> tuple[list[Problem], list[str]]:
+    """The problems and warnings of given shards that no op of their region takes."""
+    entering: dict[tuple[object, Layout, str], list[tuple[NodeOnGroup, int]]] = {}
+    for (instance, k), (layout, where) in given.inputs.items():
+        entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))
+    problems: list[Problem] = []
+    told: list[str] = []
+    for (_, layout, where), readers in entering.items():
+        if any(have is not None and normal(have) == layout for have in (choices[i].input(k) for i, k in readers)):
+            continue
+        laws = [why for i, k in readers for why in _laws(choices[i], i, k, given.inputs[i, k][0], where, refusal)]
+        problems += laws
+        if not laws:
+            told += [
+                text for i, k in readers[:1] if (text := _needs_replicated(program, choices[i], i, k, layout, where))
+            ]
+    return problems, told
+
+
+def _laws(
+    choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str, refusal: Refusal
+) -> list[Problem]:
+    """The reasons why a node cannot take an operand in its layout, one for each dim that it could shard."""
+    letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
+    wanted = [(letter, layout.num_shards(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
+    cuttable = [(letter, shards) for letter, shards in wanted if shards > 1 and letter in choice.rule.factors]
+    found = [refusal(instance, choice, letter, shards, where) for letter, shards in cuttable]
+    return [problem for problem in found if problem is not None]
+
+
+def _needs_replicated(
+    program: Placed, choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str
+) -> str:
+    """A warning if a node reads replicated what enters sharded; empty if it follows another sharding that was given."""
+    letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
+    value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
+    cut = [dim for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1]
+    whole = [dim for dim in cut if letters is None or letters[dim] == WHOLE or letters[dim] not in choice.rule.factors]
+    if not whole or value is None:
+        return ""
+    dims = f"dim {whole[0]}" if len(whole) == 1 else f"dims {', '.join(map(str, whole))}"
+    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} replicated: it is gathered there"
+
+
+def gathered_inside(
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
+) -> Iterator[str]:
+    """Warnings of ops inside a module with a strategy or style that need replicated what another op inside makes sharded."""
+    is_module = functools.cache(_is_module)
+    for instance, choice in choices.items():
+        rule = rules.get(instance.node)
+        if rule is None or rule.style == "replicate":
+            continue
+        if not is_module(rule.pattern, program.paths[instance.node].rpartition(".")[0]):
+            continue
+        for k, value in enumerate(instance.node.inputs):
+            producer = value.producer() if value is not None else None
+            if value is None or producer is None or rules.get(producer) is not rule:
+                continue
+            maker = choices.get(NodeOnGroup(producer, instance.group))
+            made = maker.output(producer.outputs.index(value)) if maker is not None and maker.axes else None
+            text = _needs_replicated(program, choice, instance, k, made, rule.where) if made is not None else ""
+            if text:
+                yield text.replace(" enters cut ", " is cut ")
+
+
+def _is_module(pattern: str, path: str) -> bool:
+    """Whether a pattern matches the module of this path, or one around it."""
+    matches, parts = compile_pattern(pattern).matches, path.split(".") if path else []
+    return any(matches(".".join(parts[:end])) for end in range(1, len(parts) + 1))

@@ -52,10 +52,9 @@ from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.plan.training.usual_names import known_type, usual_names
 from partc.compiler.rewrite.extremes import in_parts
-from partc.compiler.rewrite.gradient_forms import give_gradient_forms
+from partc.compiler.rewrite.gradient_forms import give_gradient_forms, split_sequences
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
-from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.training.graph_appender import DENOMINATOR, GraphAppender, Inferred
 from partc.compiler.training.microbatch_model import PART

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.graph.onnx_graph import model_tensors, read_model
 from partc.runtime.artifact.graph.rank_constants import bound
 from pydantic import ValidationError

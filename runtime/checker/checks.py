@@ -18,10 +18,9 @@ from typing import TypeAlias
 from partc.runtime.artifact.training.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
-from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
-from partc.runtime.checker.across.rows import check_rows
+from partc.runtime.checker.across.rows import check_microbatches, check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks
@@ -32,10 +31,10 @@ from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
-from partc.runtime.checker.training.replicas import check_copies
 from partc.runtime.checker.training.section import check_training
 from partc.runtime.checker.training.slot_rows import check_slots
 from partc.runtime.checker.training.state import check_state
+from partc.runtime.checker.training.value_numbering import check_copies
 from partc.runtime.errors import Violation
 
 FILES, GRAPH, ACROSS, TRAINING = "files", "graph", "across", "training"

@@ -41,8 +41,6 @@ NONFINITE = "nonfinite"
 SKIPPED = "skipped"
 """Key of `meta`: how many of its steps changed nothing."""
 FORMAT: Literal[2] = 2
-_FORMATS = (1, FORMAT)
-"""Format 1 has a hash of each file as a whole, and none of the index."""
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _TOLD = 20
@@ -91,17 +89,16 @@ class TensorRecord(Record):
 
 
 class CheckpointFile(Record):
-    """A file: its size, and the SHA-256 of its header; in format 1 of the whole."""
+    """A file: its size, and the SHA-256 of its header."""
 
     bytes: int = Field(ge=0)
     header: str = ""
-    sha256: str = ""
 
 
 class CheckpointIndex(Record):
     """What a checkpoint holds; `ranks` wrote it, `meta` is whatever the training run wants back."""
 
-    format: Literal[1, 2]
+    format: Literal[2]
     partc: str
     step: int = Field(ge=0)
     ranks: int = Field(ge=1)
@@ -111,7 +108,7 @@ class CheckpointIndex(Record):
 
     def text(self) -> str:
         """The index as JSON, a line for each tensor and file, so that it can be compared; the last is the hash of those before."""
-        data = self.model_dump(mode="json", exclude={"files": {"__all__": {"sha256"}}})
+        data = self.model_dump(mode="json")
         lists = {key: data.pop(key) for key in ("tensors", "files")}
         lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
         for key, entries in lists.items():
@@ -203,7 +200,7 @@ def _read(file: Path) -> bytes:
 
 
 def _parsed(file: Path, text: bytes) -> dict[str, object]:
-    """What an index says, once its hash is found right; in format 1 it has none."""
+    """What an index says, once its hash is found right."""
     seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
     if seal and seal[1].decode() != hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest():
         raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
@@ -214,12 +211,12 @@ def _parsed(file: Path, text: bytes) -> dict[str, object]:
     if not isinstance(data, dict):
         raise DamagedError([f"{file}: holds no JSON object"])
     version = data.get("format")
-    if version not in _FORMATS or isinstance(version, bool):
+    if version != FORMAT or isinstance(version, bool):
         raise CheckpointError(
-            f"{file}: is of format {version!r}, this partc reads formats {' and '.join(map(str, _FORMATS))}\n"
+            f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
             f"  help: read it with the partc that wrote it ({data.get('partc')})"
         )
-    if version == FORMAT and (not seal or data.pop("sha256", None) != seal[1].decode()):
+    if not seal or data.pop("sha256", None) != seal[1].decode():
         raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
     return data
 

@@ -112,11 +112,6 @@ class Verification:
 
 def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Iterator[_Extent]:
     """The parts that a rank sums up; DamagedError where a file's header is not the one that was written."""
-    if checkpoint.index.format == 1:
-        for name, record in list(checkpoint.index.files.items())[rank::ranks]:
-            if record.sha256:
-                yield _Extent(checkpoint.folder / name, 0, record.bytes, record.sha256, "it")
-        return
     tensors = checkpoint.index.tensors
     pieces = sorted(
         (piece.file, piece.key, STORED[one.dtype].bytes_of(piece.region.shape), name, piece)

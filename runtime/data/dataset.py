@@ -23,7 +23,6 @@ from .memory import Memory
 from .sources.arrow import ArrowSource
 from .sources.naming import Naming, Unfit
 from .sources.records import CodeSource
-from .sources.shards import ShardSource
 from .sources.user_source import STREAMS, Kind, UserSource, user_source
 from .sources.values import as_array
 
@@ -133,9 +132,7 @@ def open_data(
     sources: list[Source] = []
     counts: dict[str, int] = {}
     try:
-        if spec.source is not None and spec.source.suffix == ".tar":
-            found = UserSource(Kind.SHARDS, spec.source, spec.where)
-        elif spec.source is not None and spec.source.suffix == ".py":
+        if spec.source is not None and spec.source.suffix == ".py":
             found = found or user_source(code.value(spec.source, "source"), str(spec.source), None, 0)
         if found is not None:
             records = _of_user(found, spec, Naming(spec.fields, () if spec.transform else tuple(inputs)))
@@ -182,8 +179,6 @@ def _of_user(source: UserSource, spec: Spec, naming: Naming) -> Source:
     match source.kind:
         case Kind.ARROW:
             return ArrowSource(source.value, source.where, naming, ragged)
-        case Kind.SHARDS:
-            return ShardSource(source.value, source.where, naming, ragged)
         case Kind.COLUMNS:
             return _of_columns(source, naming)
         case kind if kind in STREAMS:

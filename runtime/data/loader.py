@@ -33,9 +33,8 @@ from .sources.naming import Naming, quoted
 from .sources.user_source import STREAMS, Kind, UserSource, user_source
 from .streams.batches import StreamBatches
 from .streams.child_signals import WithoutTorch
-from .streams.loader_stream import LoaderStream
+from .streams.loader_stream import LoaderStream, RecordStream
 from .streams.reader import StreamReader
-from .streams.record_stream import RecordStream
 from .streams.stream import Stream
 
 

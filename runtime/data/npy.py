@@ -56,15 +56,6 @@ def read_array(path: Path) -> Array:
         return _mapped(file, os.fstat(file.fileno()).st_size)
 
 
-def array_of(data: bytes) -> Array:
-    """The array that the bytes of an .npy file are."""
-    end = int.from_bytes(data[8:10], "little") + 10 if data[6:7] == b"\1" else len(data)
-    shape, fortran, dtype, begin = _header_of(data[:end])
-    count = _promised(shape, dtype, len(data) - begin)
-    array = np.frombuffer(data, dtype, count // dtype.itemsize if dtype.itemsize else 0, begin)
-    return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)
-
-
 class Archive:
     """The arrays of an .npz by name. `load` gives one; what is not mapped counts as memory taken."""
 

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +23,9 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from .devices import Device
+from ..artifact.format import CUDA
+from ..errors import UsageError
+from .devices import Device, Devices
 
 
 @dataclass(frozen=True)
@@ -230,3 +233,25 @@ def _forget(key: int | None) -> None:
 _DELETER = _Deleter(_forget)
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
+    """UsageError where a program has targets for a device that this machine lacks or onnxruntime cannot use."""
+    for target in used:
+        device = devices.of(target)
+        if device.is_host or not (why := _missing(device)):
+            continue
+        raise UsageError(
+            f"{where}: there is no device for the target {CUDA}: {device}: {why}\n"
+            f"  help: --device cuda=cpu runs the same program on the CPU; a GPU needs onnxruntime-gpu, CUDA and cuDNN"
+        )
+
+
+def _missing(device: Device) -> str:
+    """Why memory cannot be had on a device; empty where it can."""
+    try:
+        allocate(device, 1)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return text.rpartition("GetProviderInfo_CUDA() ")[2] or type(error).__name__
+    return ""

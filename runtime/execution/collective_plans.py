@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
 from ..communication.coalesced import CoalescedCollective
@@ -20,6 +20,7 @@ from ..program.value_table import ValueTable
 
 if TYPE_CHECKING:
     from .rank_program import RankProgram
+
 
 Shape: TypeAlias = tuple[int, ...]
 AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
@@ -126,3 +127,25 @@ def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective])
 def scratch_name(tag: int, side: str) -> str:
     """A name that no value of a program has."""
     return f"{tag} {side}\n"
+
+
+def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
+    """Maps the manifest's tags to the transport's: the same, or where those are too large, a count for each pair of ranks.
+
+    Messages between many pairs have one tag, which is new to each of them.
+
+    An Exchange, a Pull or a Push is a message between every two ranks of its lists; the other collectives need no tag of the transport.
+    """
+    paired = {op.name for op in COLLECTIVES.values() if op.boxes} | LOOKUPS.keys()
+    exchanges = [one for one in manifest.collectives if one.op in paired]
+    every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
+    if all(tag <= largest for tag in every):
+        return {tag: tag for tag in every}
+    count: dict[tuple[int, int], int] = {}
+    tags: dict[int, int] = {}
+    for one in manifest.transfers:
+        pairs = [(source, target) for source, target in manifest.groups.get(one.group, [[one.source, one.target]])]
+        tags[one.tag] = max(count.get(pair, 0) for pair in pairs)
+        count |= dict.fromkeys(pairs, tags[one.tag] + 1)
+    first = max(count.values(), default=0)
+    return tags | {one.tag: first + index for index, one in enumerate(exchanges)}

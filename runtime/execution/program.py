@@ -32,17 +32,16 @@ from ..job.turn import PROGRAM, CallGuard, one_call
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .agreement import StepAgreement
-from .collective_plans import connected
+from .collective_plans import connected, wire_tags
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .session_settings import settings_for
-from .sizes.step_plans import StepPlans
 from .state import State
 from .step_plan import StepPlan
+from .step_plans import StepPlans
 from .symbol_bindings import Bindings, Halted
 from .targets.counts import TargetCounts
 from .times.profiler import Profiler
-from .wire_tags import wire_tags
 
 if TYPE_CHECKING:
     from mpi4py import MPI

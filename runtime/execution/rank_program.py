@@ -17,9 +17,8 @@ from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
 from ..artifact.format import CUDA, Shape, StateRecord
 from ..artifact.manifest import Artifact, open_artifact
-from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
+from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of, refuse_missing
 from ..devices.devices import Devices
-from ..devices.missing import refuse_missing
 from ..errors import ArtifactError
 from ..lookups.lookup import Lookup, Memory
 from ..program.lifetimes import in_place_aliases

@@ -7,7 +7,7 @@ string). Each of the rank's targets has an arena, and where several compute a la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -43,16 +43,13 @@ from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import PoisonFreed, fill, fills_freed
 from .memory.layout import arenas, at_sizes
 from .memory.roles import ActionKind, Role
-from .moves.at_large import AtLarge
-from .moves.message_calls import MessageCalls
+from .moves import AtLarge, MessageCalls
 from .rank_program import RankProgram
-from .sizes.reach import SizeRange
 from .symbol_bindings import Bindings
 from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
 from .targets.workers import Action
-from .under_way import during_messages
 
 Shape: TypeAlias = tuple[int, ...]
 BYTE = BY_NAME["uint8"]
@@ -74,7 +71,6 @@ class StepPlan:
         self.bindings = bindings
         self.widest = bindings
         """The sizes for which its places were made."""
-        self.reaches: dict[frozenset[str], SizeRange | None] = {}
         self.transport = transport
         self.wire, self.at_once = wire, at_once
         symbols = program.binder.manifest.symbols
@@ -400,3 +396,29 @@ class StepPlan:
         value = self.cells[name]
         assert isinstance(value, Tensor), name
         return value
+
+
+def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:
+    """The indices of segments and updates while something may be under way.
+
+    A send may be, until the step ends. A collective that is `at_once` begins with its wait.
+    """
+    found: set[int] = set()
+    coming: set[int] = set()
+    sent = False
+    for index, step in enumerate(steps):
+        match step:
+            case Segment() | Update() if sent or coming:
+                found.add(index)
+            case Send():
+                sent = True
+            case PostRecv():
+                coming.add(step.tag)
+            case WaitRecv():
+                coming.discard(step.tag)
+            case StartCollective() if step.call.tag not in at_once:
+                sent |= step.call.leaves
+                coming.add(step.call.tag)
+            case WaitCollective():
+                coming.discard(step.call.tag)
+    return found

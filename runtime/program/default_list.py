@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.comm.collective_node import read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
-from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, reads
+from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, op_and_path, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.row_function import is_rowwise
@@ -20,7 +20,7 @@ from partc.runtime.artifact.graph.targets import is_copy, target_of
 from partc.runtime.artifact.run_list import RunList, SegmentRow, UpdateRow, numbers_text
 
 from ..artifact.format import DOMAIN, OPTIMIZER, RECV, SEND, TAG
-from .soundness import refuse_unsound
+from ..errors import ArtifactError
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -104,3 +104,38 @@ def _communication(at: int, node: NodeProto, where: str) -> Iterable[str]:
     if isinstance(call, LookupCall):
         return (f"L{call.tag}",)
     return (f"A{call.tag}", f"W{call.tag}") if call.outputs else (f"A{call.tag}",)
+
+
+_SHOWN = 10
+
+
+def refuse_unsound(
+    where: str,
+    initializers: Iterable[str],
+    inputs: Iterable[str],
+    nodes: Iterable[tuple[NodeProto, Sequence[str]]],
+    outputs: Iterable[str],
+) -> None:
+    """ArtifactError that names the first values of the file `where` of which it is not so; `nodes` each with what it reads."""
+    makers = dict.fromkeys(initializers, "an initializer")
+    problems: list[str] = []
+
+    def make(name: str, maker: str) -> None:
+        if name in makers:
+            problems.append(f"{where}: the value '{name}' is defined twice, by {makers[name]} and by {maker}")
+        makers[name] = maker
+
+    for name in inputs:
+        make(name, "a model input")
+    for node, needed in nodes:
+        problems += [
+            f"{where}: {op_and_path(node)} needs the value '{name}', which nothing before it makes"
+            for name in dict.fromkeys(needed)
+            if name not in makers
+        ]
+        for name in filter(None, node.output):
+            make(name, op_and_path(node))
+    problems += [f"{where}: no node makes the output '{name}'" for name in outputs if name not in makers]
+    if problems:
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise ArtifactError("\n".join([*problems[:_SHOWN], *more, "  help: the file was changed; compile again"]))

@@ -30,8 +30,8 @@ from partc.cli.output.targets import counted, line
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
+from partc.runtime.devices.device_memory import refuse_missing
 from partc.runtime.devices.devices import devices_from
-from partc.runtime.devices.missing import refuse_missing
 from partc.runtime.errors import PartcError
 from partc.runtime.units import size_text
 from training_equivalence import fed, source_of, tensors

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.artifact.profile import read_profile
+from partc.cli.output.pipeline import read_profile
 from train_cases import CROSS_ENTROPY, Case, gpt, train, write
 from train_data_parallel import free_port, in_turns, partc_side
 from train_pipeline_simulated import compared

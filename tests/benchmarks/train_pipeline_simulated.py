@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from partc.runtime.artifact.profile import RankTimes, read_profile
+from partc.cli.output.pipeline import RankTimes, read_profile
 
 
 def compared(folder: Path) -> str:

@@ -18,8 +18,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from partc.cli.output.pipeline import read_profile
 from partc.compiler.ir.program import Complete
-from partc.runtime.artifact.profile import read_profile
 from train_pipeline import case_of, folder_of, plan, times_side, write
 from turns import Side
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import onnx
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
-from partc.runtime.checker.training.replicas import check_replicas, copies_of
-from partc.runtime.checker.training.value_numbering import ValueNumbering
+from partc.runtime.checker.training.value_numbering import ValueNumbering, check_replicas, copies_of
 from small_training import compiled
 
 

@@ -186,26 +186,6 @@ MODEL = MODEL.replace("[6, 8] w = {0}", f"[6, 8] w = {{{','.join(['0'] * 48)}}}"
 MODEL = MODEL.replace("[8, 4] v = {0}", f"[8, 4] v = {{{','.join(['0'] * 32)}}}")
 
 
-def test_an_older_format_is_read_and_hashed_by_file(trained: Path, runs: Path) -> None:
-    import hashlib
-    import json
-
-    folder = runs / "step_00000003"
-    index = json.loads((folder / "checkpoint.json").read_text())
-    del index["sha256"]
-    index["format"] = 1
-    for name, record in index["files"].items():
-        index["files"][name] = {
-            "bytes": record["bytes"],
-            "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
-        }
-    (folder / "checkpoint.json").write_text(json.dumps(index))
-    on_all(trained / "build", 2, lambda trainer: trainer.load(folder))
-    flip(folder / "rank_0000.safetensors", -5)
-    with pytest.raises(DamagedError, match=r"rank_0000\.safetensors: it was changed"):
-        on_all(trained / "build", 2, lambda trainer: trainer.load(folder))
-
-
 def test_ranks_that_fail_otherwise_are_named() -> None:
     from checkpoint_case import Ranks
     from partc.runtime.errors import RankError

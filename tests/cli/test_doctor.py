@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from artifact_edit import chain
 from click.shell_completion import BashComplete
-from partc.cli.doctor import gpu, machine, mpi, packages
+from partc.cli.doctor import machine, mpi
 from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
 from partc.cli.main import invoke, partc
 from partc.runtime.devices.devices import gpus
@@ -252,8 +252,8 @@ def test_few_open_files() -> None:
 
 def test_packages_that_are_missing_or_older_than_tested_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["click>=900", "surely-not-there>=1.2", "numpy>=1", "unused>=3; extra == 'torch'"]
-    monkeypatch.setattr(packages.metadata, "requires", lambda name: needs)
-    found = [one for one in packages.packages() if one.state == FAULT]
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: needs)
+    found = [one for one in machine.packages() if one.state == FAULT]
     assert [one.remedy for one in found] == ['pip install "surely-not-there>=1.2" "click>=900"']
     assert found[0].text.startswith("surely-not-there is missing; click is ")
 
@@ -262,7 +262,7 @@ def test_a_gpu_that_onnxruntime_cannot_use(monkeypatch: pytest.MonkeyPatch) -> N
     if gpus():
         pytest.skip("this machine has GPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    only(gpu.providers, NOTE, "1 GPU; ", "--device cuda=cpu")
+    only(machine.providers, NOTE, "1 GPU; ", "--device cuda=cpu")
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(

@@ -18,10 +18,9 @@ import pytest
 from artifact_edit import chain, chain_reference
 from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
-from partc.cli.launch.launcher_output import LauncherOutput, RankEnd
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
-from partc.cli.launch.supervise import supervise
+from partc.cli.launch.supervise import LauncherOutput, RankEnd, supervise
 from partc.cli.main import invoke
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job

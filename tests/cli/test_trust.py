@@ -17,7 +17,6 @@ from mutated import change_manifest, correct
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime import ArtifactError, UsageError, load_trainer
-from partc.runtime.artifact.training.named import Named
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 RUNS = "open('RAN', 'a').write(__file__)\nraise ImportError('stopped here')\n"
@@ -170,15 +169,3 @@ def test_nothing_is_unpickled() -> None:
     loads = [call for text in told.values() for call in re.findall(r"torch(?:_module\(\))?\.load\((.*)\)", text)]
     assert loads
     assert [call for call in loads if "weights_only=True" not in call] == []
-
-
-def test_shards_are_inside_where_every_file_is(tmp_path: Path) -> None:
-    build = tmp_path / "build"
-    build.mkdir()
-    (build / "a.tar").touch()
-    shards = Named("data", "train: data", build / "*.tar")
-    assert shards.is_inside(build)
-    (tmp_path / "secret.tar").touch()
-    (build / "b.tar").symlink_to(tmp_path / "secret.tar")
-    assert not shards.is_inside(build)
-    assert not Named("data", "train: data", tmp_path / "*.tar").is_inside(build)

@@ -12,7 +12,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.communication.reference import reference_ops
+from reference_ops import reference_ops
 
 
 def spmd(op: str, attributes: str, given: str, made: str, ranks: int, types: str = "float") -> list[str]:

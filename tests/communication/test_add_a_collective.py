@@ -21,7 +21,7 @@ from partc.runtime.artifact.format import DOMAIN
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
-from partc.runtime.communication.reference import reference_ops
+from reference_ops import reference_ops
 from run_collectives import shards, whole
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

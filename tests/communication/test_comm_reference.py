@@ -14,8 +14,8 @@ from partc.runtime import load_local
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.graph.targets import copied_to
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.communication.reference import reference_ops
 from partc.runtime.errors import ArtifactError
+from reference_ops import reference_ops
 
 GRAPHS = [
     """rank0 (float[n, 3] x, string[n] s) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k>

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx.parser
 import pytest
-from partc.runtime.execution.under_way import during_messages
+from partc.runtime.execution.step_plan import during_messages
 from partc.runtime.job.progress import LONG, Progress
 from partc.runtime.program.steps import Segment
 from run_steps import steps_of

@@ -22,7 +22,7 @@ from partc.compiler.cost.step import simulated
 from partc.compiler.schedule.costs import unit_costs, with_times
 from partc.compiler.schedule.simulate import simulate
 from partc.runtime import load, load_trainer
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+from partc.runtime.artifact.comm.collectives import LOOKUPS
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.legal_sizes import is_legal, typical_sizes
 from partc.runtime.artifact.manifest import Artifact

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import sys
-import tarfile
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -336,42 +334,6 @@ class _Whole:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
-
-
-def shards(folder: Path, samples: int = RECORDS, each: int = 10) -> Path:
-    """Tar files of a few samples each."""
-    for begin in range(0, samples, each):
-        with tarfile.open(folder / f"s_{begin:03}.tar", "w") as archive:
-            for k in range(begin, min(begin + each, samples)):
-                buffer = io.BytesIO()
-                np.save(buffer, X[k])
-                for ending, data in (("x.npy", buffer.getvalue()), ("label.cls", str(k).encode())):
-                    member = tarfile.TarInfo(f"part/{k:06}.{ending}")
-                    member.size = len(data)
-                    archive.addfile(member, io.BytesIO(data))
-    return folder
-
-
-def test_shards_are_records_like_others(tmp_path: Path) -> None:
-    pattern = str(shards(tmp_path) / "s_*.tar")
-    spec = Spec.parse(pattern)
-
-    def of(ranks: int) -> list[Loader]:
-        return [open_loader(spec, sharded(ranks), rank, BATCH, 3, epochs=EPOCHS) for rank in range(ranks)]
-
-    whole = run(of(1))
-    same(whole, run(opened(lambda: {"x": X, "label": LABEL}, 1)))
-    same(run(of(3)), whole)
-    files = sorted(str(one) for one in tmp_path.iterdir())
-    same(run(opened(lambda: files, 2)), whole)
-    there = of(2)
-    run(there, 7)
-    then = of(3)
-    for one in then:
-        assert one.restore(there[0].saved(lambda text: [text]), 7) == ""
-    same(run(then), whole[7:])
-    for one in there:
-        one.close()
 
 
 def test_neither_torch_nor_datasets_is_imported_for_others() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
-import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import active_children
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,8 +170,7 @@ def test_sources_that_are_none() -> None:
         "its `source` takes 'seeds', and is called with 'batch', 'seed', 'epoch' alone\n  help: did you mean 'seed'?",
     )
     fails(3, "a int, which has neither `__len__` and `__getitem__` nor `__iter__`")
-    fails("x.npz", "x.npz is not a .tar file")
-    fails("none-*.tar", "there is no file none-*.tar")
+    fails("x.npz", "its `source` is a path")
     fails(lambda batch: iter([]), "its `source` takes the global batch size, which is not known", batch=None)
     fails(lambda: iter([]), "the global batch size is not known", batch=None)
     fails(given(WHOLE, batch_size=None), "the batch size of its DataLoader is not known", batch=None)
@@ -196,98 +192,6 @@ def test_options_that_need_an_index() -> None:
     )
     fails(stream, "'weight' cannot be files beside it", said={"weight": "w.npy"})
     fails(given(WHOLE), "`pad` is for records, and a DataLoader gives batches", said={"pad": {"x": 0}})
-
-
-def write_tar(path: Path, *members: tuple[str, bytes], cut: int = 0) -> str:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    if cut:
-        os.truncate(path, cut)
-    return str(path)
-
-
-def npy(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, value)
-    return buffer.getvalue()
-
-
-SAMPLES = [(f"{k}.{ending}", data) for k in range(4) for ending, data in (("x.npy", npy(X[k])), ("label.cls", b"1"))]
-BLOCK = 512
-
-
-@pytest.mark.parametrize("cut", [BLOCK * 16, BLOCK * 15, BLOCK * 14, BLOCK * 13 + 100, BLOCK * 13, 700, 100])
-def test_shards_that_are_cut_short(tmp_path: Path, cut: int) -> None:
-    whole = write_tar(tmp_path / "a.tar", *SAMPLES)
-    next(opened(whole))
-    fails(
-        [whole, write_tar(tmp_path / "b.tar", *SAMPLES, cut=cut)],
-        f"{tmp_path}/b.tar: it is not a whole .tar file",
-        "help: write or copy it again",
-    )
-
-
-def test_shards_with_samples_that_are_not_whole(tmp_path: Path) -> None:
-    one = tmp_path / "a.tar"
-    fails(
-        write_tar(one, *SAMPLES[:3], *SAMPLES[4:]),
-        f"{one}: sample '1' has no '.label.cls', which others have\n  help: give every sample 'x.npy', 'label.cls'",
-    )
-    fails(write_tar(one, *SAMPLES[:2], SAMPLES[1], *SAMPLES[2:]), f"{one}: sample '0' has '.label.cls' twice")
-    fails(
-        write_tar(one, *SAMPLES, ("0.y.npy", npy(X[0]))), f"{one}: the members of sample '0' do not follow one another"
-    )
-    fails(
-        write_tar(one, *SAMPLES, ("README", b"")),
-        f"{one}: it is not a whole .tar file: its member README has no extension",
-    )
-    fails(
-        write_tar(one, *SAMPLES[:6], ("3.x.npy", npy(X[0])[:-3]), SAMPLES[7]),
-        f"{one}: .x.npy of sample 3 cannot be read: its header promises float32 [4], 16 bytes, and there are 13",
-    )
-    fails(
-        write_tar(one, *SAMPLES[:7], ("3.label.cls", b"cat")),
-        f"{one}: .label.cls of sample 3 cannot be read: invalid literal",
-    )
-    fails(
-        write_tar(one, *SAMPLES[:6], ("3.x.npy", npy([{"a": 1}])), SAMPLES[7]),
-        "cannot be read: it holds Python objects",
-    )
-    fails(
-        write_tar(one, *((name.replace("x.npy", "x.jpg9"), data) for name, data in SAMPLES)),
-        "has no field; the fields are 'label'",
-    )
-
-
-def test_other_members_of_shards(tmp_path: Path) -> None:
-    members = [
-        *(("d/0.x.json", b"[1, 2.5, 3, 4]"), ("d/0.label.id", b" 7\n"), ("d/._0.x.json", b"?"), ("d/0.txt", b"a b")),
-        *(("e/0.x.json", b"[1, 2, 3, 4]"), ("e/0.label.id", b"8"), ("e/0.txt", b"c")),
-    ]
-    with opened(write_tar(tmp_path / "a.tar", *members), batch=2, shuffle=False) as loader:
-        batch = next(loader)
-    assert (batch["x"].tolist(), batch["label"].tolist()) == ([[1, 2.5, 3, 4], [1, 2, 3, 4]], [7, 8])
-    fails(
-        write_tar(tmp_path / "b.tar", ("0.x.json", b'{"a": 1}')),
-        "cannot be read: it is not a number, nor a list of such",
-    )
-    pil = pytest.importorskip("PIL.Image", reason="Pillow is not installed, which decodes images")
-    for ending, mode, shape in (
-        ("png", "L", (3, 5)),
-        ("png", "RGB", (3, 5, 3)),
-        ("jpg", "RGB", (3, 5, 3)),
-        ("png", "P", (3, 5, 3)),
-    ):
-        buffer = io.BytesIO()
-        pil.new(mode, (5, 3)).save(buffer, "png" if ending == "png" else "jpeg")
-        path = write_tar(tmp_path / "c.tar", (f"0.{ending}", buffer.getvalue()), ("0.cls", b"1"))
-        ports = [port("x", "float", ["n", *shape]), port("label", "int64", ["n"])]
-        spec = Spec.parse({"source": path, "fields": {"x": ending, "label": "cls"}})
-        with open_loader(spec, ports, 0, 1) as loader:
-            assert next(loader)["x"].shape == (1, *shape)
 
 
 def torch_loader(dataset: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from machines import machine
-from partc.cli.difference.compare import Change, grouped_changes
+from partc.cli.difference import Change, grouped_changes
 from partc.cli.main import invoke
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-from partc.compiler.emit.node_proto import node_proto
+from partc.compiler.emit.helper_types import node_proto
 from partc.compiler.emit.weights import WeightShards
 from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.programs import Comm, Compute, State, Value
@@ -23,8 +23,7 @@ from partc.compiler.lower.local_view import Localized
 from partc.compiler.training.optimizer_functions import functions
 from partc.runtime.artifact import dim_expression
 from partc.runtime.artifact import format as fmt
-from partc.runtime.artifact.comm.collectives import COLLECTIVES
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 from partc.runtime.artifact.tensors.boxes import merge, slices
 from partc.runtime.artifact.tensors.law import full_tensor
 

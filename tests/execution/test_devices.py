@@ -126,7 +126,7 @@ def test_what_devices_may_be() -> None:
 
 
 def test_a_missing_device_is_one_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partc.runtime.devices.missing._missing", lambda device: "no libcudart")
+    monkeypatch.setattr("partc.runtime.devices.device_memory._missing", lambda device: "no libcudart")
     with pytest.raises(UsageError) as refused:
         load_local(trained, devices={"device": "cuda"})
     assert str(refused.value) == (

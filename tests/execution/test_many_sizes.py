@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,9 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
+from partc.runtime.execution import step_plans
 from partc.runtime.execution.in_process import LocalProgram
-from partc.runtime.execution.sizes import step_plans
 from partc.runtime.execution.step_plan import StepPlan
-from partc.runtime.execution.symbol_bindings import Bindings
 from sharded_models import BLOCK_STYLES, block
 from training_equivalence import tensors
 
@@ -56,10 +55,10 @@ def sizes(of: int) -> list[tuple[int, int]]:
 def resized(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What was said to each plan that was to take other sizes: whether it did."""
     found: list[bool] = []
-    plain: Callable[[StepPlan, Bindings], bool] = step_plans.resize
+    plain = step_plans.resize
 
-    def noted(plan: StepPlan, bindings: Bindings) -> bool:
-        found.append(plain(plan, bindings))
+    def noted(plan: StepPlan, *sizes: Any) -> bool:
+        found.append(plain(plan, *sizes))
         return found[-1]
 
     monkeypatch.setattr(step_plans, "resize", noted)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from partc.compiler.layout.exchange import Span, offsets, span_of, within
+from partc.compiler.layout.exchange import Span, span_of, within
 from partc.compiler.layout.layout import Box, Layout
 from partc.compiler.layout.moves import (
     AllGather,
@@ -124,6 +124,17 @@ def _place(span: Span, layout: Layout, index: int, shape: tuple[int, ...]) -> Pl
 
 
 @functools.cache
+def offsets(span: Span, shape: Sequence[int]) -> Box:
+    """Fractions of a shard of `shape` as begin and end per dim; they must be whole numbers."""
+    found = []
+    for dim, ((begin, end), size) in enumerate(zip(span, shape, strict=True)):
+        first, last = begin * size, end * size
+        if first.denominator != 1 or last.denominator != 1:
+            raise ValueError(f"dim {dim} of {size} has no whole place for {begin}..{end}")
+        found.append((int(first), int(last)))
+    return tuple(found)
+
+
 def _offsets(span: Span, held: Span, shape: tuple[int, ...]) -> Box:
     return offsets(within(span, held), shape)
 

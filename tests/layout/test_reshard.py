@@ -10,10 +10,10 @@ import onnx_ir as ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layout_simulator import after, assert_held, layouts, scatter
-from partc.compiler.layout.exchange import Routes, offsets, span_of, within
+from layout_simulator import after, assert_held, layouts, offsets, scatter
+from partc.compiler.layout.exchange import Routes, span_of, within
 from partc.compiler.layout.layout import Layout
-from partc.compiler.layout.mesh import needs, normal, on_common_mesh
+from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.layout.moves import AllGather, AllToAll, Exchange, Slice, Traffic, bytes_moved, is_local, share_of
 from partc.compiler.layout.reshard import Moves, lower
 
@@ -58,7 +58,7 @@ def check(
     for move in moves:
         held = after(move, held, shape)
         assert_held(held, value, move.after, move.group)
-        assert all(shards[dim] % count == 0 for dim, count in needs(move.after).items())
+        assert all(shards[dim] % count == 0 for dim, count in enumerate(move.after.shards))
     if not moves or (moves[-1].after, moves[-1].group) != (target, target_group):
         assert_held(held, value, target, target_group)
 
@@ -264,7 +264,7 @@ def test_meshes() -> None:
     assert normal(by_primes) == normal(layout) == Layout((6, 4), ((1, 0), ()))
     assert normal(Layout((2, 3, 2), ((0, 1),))) == Layout((6, 2), ((0,),))
     assert normal(Layout((2, 3, 2), ((), ()), ((1, "sum"), (2, "sum")))) == Layout((2, 6), ((), ()), ((1, "sum"),))
-    assert needs(layout) == {0: 24}
+    assert layout.shards == (24, 1)
     assert on_common_mesh(Layout((6,), ((0,),)), Layout((3, 2), ((1,),))) == (
         Layout((3, 2), ((0, 1),)),
         Layout((3, 2), ((1,),)),

@@ -35,7 +35,7 @@ ALLOWED = {
     "compiler/placement/computed_at_readers.py": MEANING,
     "compiler/proposal/*": MEANING,
     "compiler/targets/of_ops.py": MEANING,
-    "compiler/emit/looked_up.py": MEANING,
+    "compiler/emit/manifest.py": MEANING,
     "runtime/checker/training/slot_rows.py": MEANING,
     "runtime/checker/training/value_numbering.py": MEANING,
     "runtime/checker/across/equal_nodes.py": MEANING,

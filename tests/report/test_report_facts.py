@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.cli.difference.facts import facts_of
+from partc.cli.difference import facts_of
 from partc.cli.main import invoke
 from partc.cli.report.document import axes_of
 from partc.cli.report.page import SCRIPTS, STYLES, json_text
@@ -196,7 +196,7 @@ def test_a_trace_is_beside_the_simulation(tmp_path: Path, capsys: Capture, monke
         )
     other = lenet(tmp_path, "other")
     with monkeypatch.context() as before_work:
-        for name in ("document.rank_classes", "against.differences"):
+        for name in ("document.rank_classes", "page.differences"):
             before_work.setattr(f"partc.cli.report.{name}", lambda *_: pytest.fail("a report is made"))
         for more in ((), ("--against", build)):
             said = refused(capsys, 2, other, "-o", tmp_path / "z.html", *options, *more)

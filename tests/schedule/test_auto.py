@@ -13,12 +13,11 @@ from partc.compiler.schedule.memory import one_microbatch, peaks, within
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.validity import validate
-from partc.compiler.schedulers import improve as improve_module
-from partc.compiler.schedulers.auto import LimitError, auto
+from partc.compiler.schedulers import auto as auto_module
+from partc.compiler.schedulers.auto import LimitError, auto, improve
 from partc.compiler.schedulers.bound import lower_bound
 from partc.compiler.schedulers.fill import fill
 from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.improve import improve
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.runtime.artifact.tasks.task import Kind, Task
@@ -169,7 +168,7 @@ def test_exchanges_end_with_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     stages, times = one_each(4), []
     schedule = gpipe(stages, 30)
     count = sum(map(len, schedule.rows))
-    monkeypatch.setattr(improve_module, "simulate", lambda *given: times.append(1) or simulate(*given))
+    monkeypatch.setattr(auto_module, "simulate", lambda *given: times.append(1) or simulate(*given))
     improve(schedule, unit_costs(stages), [100] * 4, 0.0, 5 * count)
     assert 1 < len(times) <= 6
 

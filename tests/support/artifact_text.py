@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,

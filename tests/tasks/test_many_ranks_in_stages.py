@@ -10,7 +10,7 @@ from batch_in_parts import LOSSES, NET, WEIGHTS, close, numbers, start_of, train
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
 from partc.runtime.errors import ArtifactError
-from partc.runtime.execution.wire_tags import wire_tags
+from partc.runtime.execution.collective_plans import wire_tags
 from pipelines_case import pipeline
 from training_equivalence import from_text
 

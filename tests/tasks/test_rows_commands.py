@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from mutation_kinds import KINDS, build
 from partc.cli.main import invoke
+from partc.cli.output.pipeline import read_profile
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import SCHEDULE
-from partc.runtime.artifact.profile import read_profile
 from partc.runtime.errors import UsageError
 
 Capture = pytest.CaptureFixture[str]

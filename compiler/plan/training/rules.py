@@ -186,29 +186,6 @@ class TrainRules(LoopSettings, PlacedOptions):
     )
     bucket_mb: float = Field(10.0, gt=0, description="Size of the gradient buckets in MB.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _older_keys(cls, said: object) -> object:
-        """`last: drop` or `keep` is an older form of `drop_last`, `deal` one of `interleave`."""
-        if not isinstance(said, dict) or not {"last", "deal"} & said.keys():
-            return said
-        for old, new in (("last", "drop_last"), ("deal", "interleave")):
-            if old in said and new in said:
-                raise Refused(f"'{old}' and '{new}' are two names of one setting", help=f"leave '{old}' out", key=old)
-        found = {name: value for name, value in said.items() if name not in ("last", "deal")}
-        if "deal" in said:
-            found["interleave"] = said["deal"]
-        if "last" in said:
-            if said["last"] not in ("drop", "keep"):
-                raise Refused(
-                    f"'last' is {shown(said['last'])}",
-                    "a last, smaller batch is dropped or kept",
-                    "write drop_last: true or false",
-                    "last",
-                )
-            found["drop_last"] = said["last"] == "drop"
-        return found
-
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
         """An optimizer with one rate for all steps has no schedule; an optimizer of some parameters has the common rate by default."""

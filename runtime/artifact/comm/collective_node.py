@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from partc.runtime.artifact.comm.collectives import COLLECTIVES, CollectiveOp, dynamic_ops
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, GROUP_OPS, LOOKUPS, CollectiveOp, dynamic_ops
 from partc.runtime.artifact.comm.group_call import GroupCall
 from partc.runtime.artifact.comm.lookup_node import LookupCall, lookup_call, lookup_problems, wrong_lookup
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.format import (
     DOMAIN,
     GROUP,

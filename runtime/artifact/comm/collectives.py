@@ -1,4 +1,4 @@
-"""The collectives: one entry each, which schema, node reader, shape law, runtime, numpy reference and checker read.
+"""The ops by which the ranks of a list communicate: one entry each, which schema, node reader, shape law, runtime and checker read.
 
 What the ranks of a list get of what they give follows from four fields of an entry, p ranks given:
 
@@ -13,16 +13,23 @@ What the ranks of a list get of what they give follows from four fields of an en
 So a new one is an entry, by `register` or in the table below, and a primitive of the transports where none of theirs does it:
 
     register(CollectiveOp("Gather", "The values of all ranks joined along an axis, on one rank.", (ALONG, OF_ROOT),
-                          joins=AXIS, root="takes", reference=lambda given, place, a: np.concatenate(given, a[AXIS])))
+                          joins=AXIS, root="takes"))
+
+By lookups ranks read and write rows of a table on other ranks; the ids determine the senders and receivers:
+
+    Pull       every rank's ids give it rows of a table, of which the owners have a run each
+    Push       rows go back to their owners, who know the ids from the Pull
+
+A lookup is over when it has begun: its sizes are those of the ids, known only at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, cast
 
-import numpy as np
 from partc.runtime.artifact.format import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -31,8 +38,11 @@ from partc.runtime.artifact.format import (
     BROADCAST,
     CONCAT_AXIS,
     EXCHANGE,
+    GIVERS,
     GROUP,
-    MAX,
+    OWNERS,
+    PULL,
+    PUSH,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
@@ -40,16 +50,13 @@ from partc.runtime.artifact.format import (
     REDUCE_SCATTER,
     REDUCE_TO,
     ROOT,
+    ROW,
+    ROWS,
     SEND_BOXES,
     SEND_PEERS,
     SPLIT_AXIS,
-    SUM,
     TAG,
 )
-from partc.runtime.artifact.tensors.dtypes import Array
-
-Reference: TypeAlias = Callable[[Sequence[Array], int, Mapping[str, Any]], Array]
-"""The result of one rank: of the values that ranks give, in the list's order, of its place in the list, and of the attributes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class GroupOp:
 
 @dataclass(frozen=True)
 class CollectiveOp(GroupOp):
-    """A collective: what it does, and the numpy reference of that.
+    """A collective and what it does.
 
     `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
     the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
@@ -91,7 +98,6 @@ class CollectiveOp(GroupOp):
     coalesces: bool = False
     dynamic: bool = False
     boxes: bool = False
-    reference: Reference | None = None
 
     @property
     def every_attribute(self) -> tuple[Attribute, ...]:
@@ -123,22 +129,6 @@ def dynamic_ops() -> str:
     return " and ".join(op.name for op in COLLECTIVES.values() if op.dynamic)
 
 
-def reduced(values: Sequence[Array], reduce: str) -> Array:
-    """The element-wise reduction of values, in their order."""
-    total: Any = values[0]
-    for value in values[1:]:
-        total = (
-            total + value if reduce == SUM else np.maximum(total, value) if reduce == MAX else np.minimum(total, value)
-        )
-    found: Array = total
-    return found
-
-
-def block(value: Array, axis: int, place: int, ranks: int) -> Array:
-    """The part of a value for the rank of a place."""
-    return np.split(value, ranks, axis)[place]
-
-
 register(
     CollectiveOp(
         ALL_REDUCE,
@@ -146,7 +136,6 @@ register(
         reduces=True,
         coalesces=True,
         dynamic=True,
-        reference=lambda given, place, a: reduced(given, a[REDUCE]),
     )
 )
 register(
@@ -157,7 +146,6 @@ register(
         joins=AXIS,
         coalesces=True,
         dynamic=True,
-        reference=lambda given, place, a: np.concatenate(given, a[AXIS]),
     )
 )
 register(
@@ -168,7 +156,6 @@ register(
         splits=AXIS,
         reduces=True,
         coalesces=True,
-        reference=lambda given, place, a: block(reduced(given, a[REDUCE]), a[AXIS], place, len(given)),
     )
 )
 register(
@@ -181,9 +168,6 @@ register(
         ),
         splits=SPLIT_AXIS,
         joins=CONCAT_AXIS,
-        reference=lambda given, place, a: np.concatenate(
-            [block(value, a[SPLIT_AXIS], place, len(given)) for value in given], a[CONCAT_AXIS]
-        ),
     )
 )
 register(
@@ -193,7 +177,6 @@ register(
         (OF_ROOT,),
         reduces=True,
         root="takes",
-        reference=lambda given, place, a: reduced(given, a[REDUCE]),
     )
 )
 register(
@@ -202,7 +185,6 @@ register(
         "The value of one rank, on every rank.",
         (OF_ROOT,),
         root="gives",
-        reference=lambda given, place, a: given[0],
     )
 )
 register(
@@ -223,3 +205,28 @@ register(
         boxes=True,
     )
 )
+_OF_TABLES = (
+    Attribute(
+        OWNERS, "ints", "The places in the list of the ranks that have equal runs of the table's rows, in their order."
+    ),
+    Attribute(ROWS, "int", "The number of the table's rows in all."),
+    Attribute(ROW, "ints", "The shape of a row; none where it is a number.", False),
+    Attribute(GIVERS, "ints", "The places in the list of the ranks that give rows back.", False),
+)
+LOOKUPS = {
+    op.name: op
+    for op in (
+        GroupOp(
+            PULL,
+            "The rows of a table, of which the owners have equal runs, that each rank's ids name; and what a Push reads of them.",
+            _OF_TABLES,
+        ),
+        GroupOp(
+            PUSH,
+            "What each giver gives to rows of a table goes to their owners: a row for each of the ids that an owner was asked by a Pull.",
+            _OF_TABLES,
+        ),
+    )
+}
+GROUP_OPS: Mapping[str, GroupOp] = ChainMap(*cast(list[MutableMapping[str, GroupOp]], [COLLECTIVES, LOOKUPS]))
+"""Maps names to all ops of groups: the collectives, including those that are registered later, and the lookups."""

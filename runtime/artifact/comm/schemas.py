@@ -12,8 +12,16 @@ from typing import Any
 import onnx.defs
 from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
-from partc.runtime.artifact.comm.collectives import AMONG, COLLECTIVES, NUMBER, Attribute, CollectiveOp
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS, LookupOp
+from partc.runtime.artifact.comm.collectives import (
+    AMONG,
+    COLLECTIVES,
+    GROUP_OPS,
+    LOOKUPS,
+    NUMBER,
+    Attribute,
+    CollectiveOp,
+    GroupOp,
+)
 from partc.runtime.artifact.format import (
     COPY,
     DOMAIN,
@@ -101,7 +109,7 @@ def _collective(op: CollectiveOp) -> OpSchema:
     return schema
 
 
-def _lookup(op: LookupOp) -> OpSchema:
+def _lookup(op: GroupOp) -> OpSchema:
     """The schema of a Pull or a Push."""
 
     def formal(name: str, doc: str, type: str = "tensor(int64)") -> OpSchema.FormalParameter:

@@ -96,12 +96,3 @@ def copied_to(node: NodeProto, where: str) -> str:
     if problem:
         raise ArtifactError(f"{where}: {node_title(node)}: {problem}\n  help: the file was changed; compile again")
     return to
-
-
-def refuse_unknown_target(node: NodeProto, where: str) -> None:
-    """ArtifactError for a node of the file `where` whose target is unknown."""
-    if (target := target_of(node)) and target not in TARGETS:
-        raise ArtifactError(
-            f"{where}: {node_title(node)}: its target is '{target}'; a target is one of {', '.join(TARGETS)}\n"
-            "  help: the file was changed; compile again"
-        )

@@ -1,7 +1,6 @@
 """The contents of `data:` of a plan or `--data`: files, the work on a batch of them, and the handling of lengths.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
-    data: shards/train-*.tar              samples in tar files, as WebDataset has them
 
     data:                                 or files for inputs, and options
       x: train-images-idx3-ubyte.gz
@@ -94,9 +93,7 @@ class Data(Options):
     model_config = ConfigDict(defer_build=True, extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_input, json_schema_input_type=_Value)]]
 
-    source: _Text | None = Field(
-        None, description="A .npz, a folder, .tar shards, or a .py file that defines `source`."
-    )
+    source: _Text | None = Field(None, description="A .npz, a folder, or a .py file that defines `source`.")
     transform: Annotated[str, AfterValidator(_function)] | None = Field(
         None, description="A function of a mapping of batch arrays that returns one: file.py:function."
     )

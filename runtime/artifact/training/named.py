@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
 from partc.runtime.artifact.format import MANIFEST, Manifest, TrainingRecord
@@ -48,8 +47,7 @@ class Named:
         file, colon, _ = str(self.path).rpartition(":")
         path = Path(file) if colon and file.endswith(".npz") and not self.path.exists() else self.path
         inside = path.glob("*.npy") if self.setting != CHECKPOINT and path.is_dir() else ()
-        shards = map(Path, glob(str(path))) if path.suffix == ".tar" else ()
-        return not any(is_outside(one, folder) for one in (path, *inside, *shards))
+        return not any(is_outside(one, folder) for one in (path, *inside))
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:

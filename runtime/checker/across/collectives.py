@@ -12,8 +12,8 @@ from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, PeerBox, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
 from partc.runtime.artifact.graph.onnx_graph import node_title
 from partc.runtime.artifact.tensors.boxes import overlapping, region, slices

@@ -20,8 +20,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from partc.runtime.artifact.comm.collective_node import CollectiveCall
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import EXCHANGE, Collective, Manifest
 from partc.runtime.checker.across.call_node import AGAIN, CallNode
 from partc.runtime.checker.across.lookups import check_owners

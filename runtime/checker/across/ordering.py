@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto, ValueInfoProto
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.dim_expression import symbols_in
 from partc.runtime.artifact.format import (

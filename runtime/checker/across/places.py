@@ -13,6 +13,9 @@ are right of each op is proven by the tests of the op table. Three facts follow:
     %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes terms; the file has to reduce them
 
 Only nodes that say which factor is sharded (`partc.cut`) hand places on and make partial values: in a local map a value is each rank's own.
+
+A node without letters is unknown, and never gives a reason for doubt. A value's places are by dim where the shards of some ranks begin in
+it, None along a dim of which that is not known.
 """
 
 from __future__ import annotations
@@ -20,29 +23,125 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
+    MAX,
+    MIN,
     OPTIMIZER,
     PIECE,
     PUSH,
     RECV,
     SEND,
+    SUM,
     TAG,
     Collective,
     Manifest,
 )
-from partc.runtime.artifact.graph.factors import Factors, factors_of
+from partc.runtime.artifact.graph.factors import WHOLE, Factors, factors_of, partial_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
-from partc.runtime.checker.across import place_rules
-from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
 from partc.runtime.checker.across.rank_shards import ShardLayout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.errors import Violation, one_line
+
+Begins: TypeAlias = tuple[int, ...]
+"""For each rank, in the order of a file's ranks, the element at which a shard begins along a dim."""
+Places: TypeAlias = "Sequence[Begins | None] | None"
+Sizes: TypeAlias = "Sequence[int | None]"
+
+PARTIAL = {SUM: "a partial sum", MAX: "the largest of a shard", MIN: "the least of a shard"}
+"""What a value is that a reduction of several ranks makes whole, in words."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """A dim of an operand that meets one of another operand."""
+
+    name: str
+    begins: Begins | None
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """The effect of a node: the places of its outputs, the pairs of dims that meet in it, each reduction with the begins of its dim."""
+
+    made: list[Places]
+    meetings: list[tuple[Met, Met, int]]
+    reduced: list[tuple[str, Begins]]
+
+
+def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
+    """What a node does with the places of its operands."""
+    known: dict[str, Met] = {}
+    found = Ruled([], [], [])
+    for name, letters in zip(node.input, factors.inputs, strict=False):
+        there = places.get(name)
+        if letters is None or there is None or len(there) != len(letters):
+            continue
+        for axis, (letter, begins) in enumerate(zip(letters, there, strict=True)):
+            if letter == WHOLE:
+                continue
+            met = Met(name, begins, sizes[name][axis] if name in sizes else None)
+            if letter not in known or known[letter].begins is None:
+                known[letter] = met
+            else:
+                first = known[letter]
+                found.meetings.append((first, Met(name, _scaled(met, first.size), first.size), axis))
+            if letter in factors.reductions and begins is not None:
+                found.reduced.append((factors.reductions[letter], begins))
+    for name, letters in zip(node.output, factors.outputs, strict=False):
+        if letters is None:
+            found.made.append(None)
+            continue
+        pairs = zip(letters, sizes.get(name) or [None] * len(letters), strict=True)
+        found.made.append([_scaled(known[letter], size) if letter in known else None for letter, size in pairs])
+    return found
+
+
+def _scaled(met: Met, size: int | None) -> Begins | None:
+    """Where shards begin along a dim of this size on a rank that corresponds to another one; None where that is within an element."""
+    if met.begins is None or met.size == size:
+        return met.begins
+    if not met.size or not size or any(begin * size % met.size for begin in met.begins):
+        return None
+    return tuple([begin * size // met.size for begin in met.begins])
+
+
+def passes_partial(node: NodeProto, factors: Factors | None, reductions: Mapping[str, str]) -> str:
+    """The reduction of which a node makes a partial value of those that it reads; '' where it makes none, or where that is not known.
+
+    `reductions`: by value that is partial its reduction.
+    """
+    terms = {k: reductions[name] for k, name in enumerate(node.input) if reductions.get(name)}
+    return partial_of(factors, terms) if terms and factors is not None else ""
+
+
+def misuse(node: NodeProto, factors: Factors | None, reductions: Mapping[str, str]) -> str:
+    """Why a node must not read the partial values that it reads; '' where it may, or where nothing is known of it.
+
+    `reductions`: by value of which it is known its reduction, '' of one that is not partial.
+    """
+    terms = {k: reductions[name] for k, name in enumerate(node.input) if reductions.get(name)}
+    if not terms or factors is None:
+        return ""
+    first, kind = next(iter(terms.items()))
+    op, name = node.op_type, node.input[first]
+    lost = f"'{name}' is {PARTIAL[kind]} that no collective has reduced"
+    if kind != SUM:
+        return "" if partial_of(factors, terms) else f"{lost}, and {op} reads it as that of all"
+    if not terms.keys() <= {*factors.linear}:
+        return f"{lost}, and {op} of a sum is not the sum of {op} of its parts"
+    if not factors.joint and len(terms) > 1:
+        return f"{lost}, nor is '{node.input[[*terms][1]]}', which it is multiplied by"
+    whole = [node.input[k] for k in factors.linear if factors.joint and reductions.get(node.input[k]) == ""]
+    return f"{lost}, and '{whole[0]}', which is replicated, would be added on every rank" if whole else ""
+
 
 _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
@@ -152,7 +251,7 @@ class _Places:
         factors = file.factors.get(_key(node))
         if factors is None or not any(entry.key == CUT for entry in node.metadata_props):
             return
-        ruled = place_rules.apply(node, factors, file.places, file.sizes)
+        ruled = apply(node, factors, file.places, file.sizes)
         for name, places in zip(node.output, ruled.made, strict=False):
             file.places[name] = places
         for at, (one, two, axis) in enumerate(ruled.meetings):
@@ -244,7 +343,7 @@ class _Places:
                 self._know(kinds, name, None if made is None else left[0] if left else _WHOLE)
         else:
             makes = [how for how, begins in self.sums.get(_key(node), {}).items() if len(begins) > 1]
-            passed = place_rules.passes_partial(node, file.factors.get(_key(node)), kinds)
+            passed = passes_partial(node, file.factors.get(_key(node)), kinds)
             for name in filter(None, node.output):
                 self._know(kinds, name, (makes[0] if makes else passed) or None)
 
@@ -266,7 +365,7 @@ class _Places:
             elif node.domain == OPTIMIZER:
                 fact = f"it updates a tensor by '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
             else:
-                fact = place_rules.misuse(node, file.factors.get(_key(node)), kinds)
+                fact = misuse(node, file.factors.get(_key(node)), kinds)
             self._report(file, node, fact)
         outputs = {port.name for port in self.manifest.outputs}
         kept = {record.next for record in self.manifest.state if record.kind != "statistics"}

@@ -25,6 +25,7 @@ from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.graph.onnx_graph import addends
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import Call
+from partc.runtime.artifact.tasks.microbatches import LAW, other_counts
 from partc.runtime.artifact.tasks.rows import Row, rows_of_text
 from partc.runtime.artifact.tasks.task import Kind, Task, marked
 from partc.runtime.checker.subject import Subject
@@ -225,3 +226,14 @@ def _sums(call: Call) -> dict[str, int]:
         for term in addends(node)
         if term in call.body.function.input
     }
+
+
+def check_microbatches(subject: Subject) -> Iterator[Violation]:
+    """Statements of rank files that differ from the number of microbatches of the rows."""
+    files = subject.manifest.by_file(subject.rows)
+    rows = [subject.rows[ranks[0]] for ranks in files.values()]
+    count = 1 + max((task.microbatch for row in rows for task in row.tasks if task is not None), default=0)
+    for (file, ranks), row in zip(files.items(), rows, strict=True):
+        label = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        for fact in other_counts(row, subject.models[ranks[0]], count, subject.manifest):
+            yield Violation(file, f"{label}: {fact}\n  {LAW}", help="compile the model again")

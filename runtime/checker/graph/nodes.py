@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
-from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import COPY, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, node_title, path_of, short_splits
 from partc.runtime.errors import Violation

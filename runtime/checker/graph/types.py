@@ -20,7 +20,6 @@ from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.tensors.dtypes import type_text
 from partc.runtime.artifact.tensors.stored_weight import is_widened
 from partc.runtime.checker.graph.symbols import filled_samples, numbers
-from partc.runtime.checker.graph.windows import does_not_fit
 from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
@@ -29,6 +28,10 @@ _LONG = 1 << 16
 """The number of elements from which a vector counts as long: shapes, and values that shapes are computed from, are shorter."""
 _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
 """Ops whose shapes onnx infers more reliably than the file states them."""
+_WEIGHTS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3, "DeformConv": 1}
+"""The operand whose dims are the kernel's where no attribute says it."""
+_POOLS = {"AveragePool", "LpPool", "MaxPool"}
+_UNKNOWN = TypeProto()
 
 
 def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _SIZES) -> list[Violation]:
@@ -73,7 +76,7 @@ def _outputs_of(
     given |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in model.graph.initializer}
     while True:
         known = {**given, **made}
-        unfit = {node.output[0] for node in model.graph.node if does_not_fit(node, known)} - believed
+        unfit = {node.output[0] for node in model.graph.node if _does_not_fit(node, known)} - believed
         if not unfit:
             return made
         believed |= unfit
@@ -146,6 +149,35 @@ def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
         dim.dim_value if dim.HasField("dim_value") else 0 if names and dim.dim_param else None
         for dim in tensor.shape.dim
     ]
+
+
+def _does_not_fit(node: NodeProto, types: Mapping[str, TypeProto]) -> bool:
+    """Whether a window of a convolution or pooling covers more than its padded input; `types` by value, with dims in numbers.
+
+    onnx rounds the number of such windows towards 0, a file's expressions round it down: what such a node makes is taken as declared.
+
+        MaxPool <kernel_shape = [2]> of [n, 4, w] with w = 1        declared [n, 4, floor(w/2)], onnx says [n, 4, 1]
+    """
+    if node.domain or node.op_type not in {*_WEIGHTS, *_POOLS} or not node.input:
+        return False
+    said = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    automatic = said.get("auto_pad", b"NOTSET")
+    if automatic in (b"SAME_UPPER", b"SAME_LOWER"):
+        return False
+    at = _WEIGHTS.get(node.op_type)
+    weight = _sizes(types.get(node.input[at], _UNKNOWN)) if at is not None and at < len(node.input) else []
+    kernel: list[int | None] = said.get("kernel_shape") or weight[2:]
+    dims = _sizes(types.get(node.input[0], _UNKNOWN))[2:]
+    if len(kernel) != len(dims):
+        return False
+    none = [0] * (2 * len(dims))
+    pads = none if automatic == b"VALID" else said.get("pads") or none
+    dilations = said.get("dilations") or [1] * len(dims)
+    return any(
+        (covered - 1) * dilations[k] + 1 > size + pads[k] + pads[k + len(dims)]
+        for k, (covered, size) in enumerate(zip(kernel, dims, strict=True))
+        if covered is not None and size is not None
+    )
 
 
 def _inferred(model: ModelProto, believed: Collection[str] = ()) -> dict[str, TypeProto]:

@@ -4,7 +4,6 @@
 |---|---|
 | an object with `__len__` and `__getitem__`, a `Dataset` of torch | by indices, in the order of the plan |
 | a dict of arrays, a `TensorDataset`; a `datasets.Dataset` | by indices, by columns |
-| a glob or a list of .tar files | by indices, each rank its own samples |
 | a `DataLoader` | its batches, which are the global ones |
 | an `IterableDataset` of torch or datasets, any other iterable of records | in its own order, `batch` at a time |
 
@@ -35,7 +34,6 @@ class Kind(Enum):
     ONE_BY_ONE = "one by one"
     COLUMNS = "columns"
     ARROW = "arrow"
-    SHARDS = "shards"
     LOADER = "loader"
     STREAM = "stream"
 
@@ -95,10 +93,11 @@ def _kind(value: object, where: str) -> Kind:
     classes = {f"{one.__module__.partition('.')[0]}.{one.__qualname__}" for one in type(value).__mro__}
     by_index = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     match value:
-        case str() | PathLike():
-            return Kind.SHARDS
-        case list() | tuple() if value and all(isinstance(one, str | PathLike) for one in value):
-            return Kind.SHARDS
+        case str() | bytes() | PathLike():
+            raise UsageError(
+                f"{where}: its `source` is a path\n  help: name a file in `data:`, or make `source` what reads it: an object with "
+                "`__len__` and `__getitem__`"
+            )
         case Mapping() if value and all(hasattr(one, "column_names") for one in value.values()):
             raise UsageError(
                 f"{where}: its `source` has the splits {quoted([*map(str, value)])}\n"

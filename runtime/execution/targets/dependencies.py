@@ -34,17 +34,6 @@ class Access:
     writes: tuple[Range, ...] = ()
 
 
-def meet(one: Access, two: Access) -> bool:
-    """Whether two actions keep the order of the file."""
-    pairs = [(one.writes, (*two.reads, *two.writes)), (two.writes, one.reads)]
-    return any(
-        a == b if isinstance(a, str) or isinstance(b, str) else a[0] < b[1] and b[0] < a[1]
-        for left, right in pairs
-        for a in left
-        for b in right
-    )
-
-
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
     """The dependencies of each action. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
     cells = _Intervals(accesses)

@@ -1,28 +1,37 @@
 """Measures the tasks of a rank: the time of every action of every step, with two readings of the clock for each.
 
     profiler = program.record_times()        from the next step on
-    profiler.text()                          JSON: a rank's part of what `artifact/profile.py` reads
+    profiler.text()                          JSON: a rank's part of the file that `--profile` writes
     profiler.trace(offset, error)            JSON: when each action of each step began, and how long it took
     profiler.stop()                          from the next step on nothing is measured, at no cost
 
 The last steps are kept, without the first few, in which memory is touched for the first time, where there are later ones.
+
+The actions of a step plan as a trace shows them: a name, a kind, the task and module, bytes, and the other end of a message.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ...program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
+from ...artifact.tensors.dtypes import dense
+from ...program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitCollective, WaitRecv
+from ..memory.roles import ActionKind
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
 from ..targets.workers import Action
-from .ops import ops_of
-from .session_runs import SessionRuns
-from .spans import spans_of
+from .session_runs import SessionRuns, ops_of
+
+if TYPE_CHECKING:
+    from ..step_plan import StepPlan
+
 
 KEPT = 100
 """The times of so many steps are kept."""
@@ -223,3 +232,65 @@ def _plain(action: Action) -> Action:
     while (found := getattr(action, "plain", None)) is not None:
         action = found
     return action
+
+
+_TASK = re.compile(r"\d+[A-Z](\d+)")
+_BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", ActionKind.FREED: "memory after "}
+
+
+def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
+    """For each action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
+
+    A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
+    """
+    lanes: dict[int, int] = {}
+    if plan.lanes is not None:
+        for lane in lanes_of(plan.program).values():
+            lanes.update(dict.fromkeys(plan.lanes.order.lanes[lane], lane))
+    found = []
+    for place, (index, _) in enumerate(plan.actions):
+        step = plan.program.steps[index]
+        span: dict[str, Any] = {"name": str(step), "kind": type(step).__name__, "lane": lanes.get(place, 0)}
+        if not plan.is_step(place):
+            kind = plan.roles[place].kind if place < len(plan.roles) else ActionKind.FREED
+            found.append(
+                {**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is ActionKind.SENT else "Memory"}
+            )
+            continue
+        found.append(span | dict(_details(plan, step)))
+    return found
+
+
+def _details(plan: StepPlan, step: Step) -> Iterator[tuple[str, Any]]:
+    if task := getattr(step, "task", ""):
+        yield "task", task
+        if number := _TASK.fullmatch(task):
+            yield "microbatch", int(number[1])
+    if module := _module(step):
+        yield "module", module
+    if isinstance(step, Send | WaitRecv):
+        own, sends = plan.program.rank, isinstance(step, Send)
+        yield "link", [own, step.peer, step.tag] if sends else [step.peer, own, step.tag]
+        yield "sends", sends
+        yield from _bytes(plan, step.value)
+    elif isinstance(step, Collective | LookUp):
+        yield "ranks", list(step.ranks)
+        yield from _bytes(plan, step.call.value)
+    elif isinstance(step, Copy):
+        yield from _bytes(plan, step.source if step.source in plan.shapes else step.result)
+
+
+def _module(step: Step) -> str:
+    """The dotted path that the step's first node has in the model."""
+    if isinstance(step, Segment):
+        return step.nodes[0].name
+    if isinstance(step, Update):
+        return ""
+    return step.call.path if isinstance(step, Collective | LookUp) else step.path
+
+
+def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:
+    """The bytes of a value, where its type and its shape at this plan's sizes are known."""
+    dtype, shape = dense(plan.values.types.get(name, "")), plan.shapes.get(name)
+    if dtype is not None and shape is not None and all(isinstance(dim, int) for dim in shape):
+        yield "bytes", math.prod(int(dim) for dim in shape) * dtype.numpy.itemsize

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from partc.runtime import load_local
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.communication.reference import reference_ops
+from reference_ops import reference_ops
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 
 ALONE = """ranks: 1

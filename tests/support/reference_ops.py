@@ -1,7 +1,7 @@
 """The ops of `partc.comm` in numpy, over any transport: a second definition of the meaning of a rank file, for tests.
 
 `onnx.reference.ReferenceEvaluator` executes a rank file with them node by node, without onnxruntime. A collective sends every value
-whole to every rank of the list; what a rank then makes of them is the entry's `reference` (`artifact/comm/collectives.py`).
+whole to every rank of the list; what a rank then makes of them follows from the entry (`artifact/comm/collectives.py`).
 
     ReferenceEvaluator(model, new_ops=reference_ops(transport, manifest.groups_of(rank))).run(None, {"x": x})
 """
@@ -16,15 +16,30 @@ import numpy as np
 from onnx import helper
 from onnx.reference.op_run import OpRun
 from partc.runtime.artifact.comm.collectives import COLLECTIVES, CollectiveOp
-from partc.runtime.artifact.comm.lookup_ops import LOOKUPS, LookupOp
+from partc.runtime.artifact.format import (
+    COPY,
+    DOMAIN,
+    GIVERS,
+    MAX,
+    OWNERS,
+    PULL,
+    PUSH,
+    RANK_CONSTANT,
+    RECV,
+    REDUCE,
+    ROOT,
+    ROW,
+    ROWS,
+    SEND,
+    SHAPE,
+    SUM,
+)
 from partc.runtime.artifact.graph.rank_constants import constant_of
 from partc.runtime.artifact.tensors.boxes import slices, unsharded_extent
 from partc.runtime.artifact.tensors.dtypes import Array, by_numpy
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
-
-from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, ROW, SEND, SHAPE
-from .message import HEADER, decode, encode, payload_size
-from .transport import Transport
+from partc.runtime.communication.message import HEADER, decode, encode, payload_size
+from partc.runtime.communication.transport import Transport
 
 
 def reference_ops(transport: Transport, groups: Mapping[str, Sequence[int]] | None = None) -> list[type[OpRun]]:
@@ -36,7 +51,57 @@ def reference_ops(transport: Transport, groups: Mapping[str, Sequence[int]] | No
     plain = {SEND: ends.send_node, RECV: ends.receive_node, RANK_CONSTANT: ends.constant, COPY: ends.copy}
     ops = [_op(name, run) for name, run in plain.items()]
     ops += [_op(op.name, _Collective(ends, op)) for op in COLLECTIVES.values()]
-    return ops + [_op(op.name, partial(_looked_up, ends, op)) for op in LOOKUPS.values()]
+    return ops + [_op(name, partial(_looked_up, ends, made)) for name, made in ((PULL, pulled), (PUSH, pushed))]
+
+
+def collected(op: CollectiveOp, given: Sequence[Array], place: int, a: Mapping[str, Any]) -> Array:
+    """The result of one rank: of the values that ranks give, in the list's order, of its place in the list, and of the attributes."""
+    if op.root == "gives":
+        return given[0]
+    values = [np.split(value, len(given), a[op.splits])[place] for value in given] if op.splits else list(given)
+    if not op.reduces:
+        return np.concatenate(values, a[op.joins])
+    total: Any = values[0]
+    for value in values[1:]:
+        by = a[REDUCE]
+        total = total + value if by == SUM else np.maximum(total, value) if by == MAX else np.minimum(total, value)
+    return np.asarray(total)
+
+
+def pulled(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The rows that a rank's ids name, of the runs of rows that the owners give; what was asked, by whom, and the ids' places."""
+    owners, givers, each = [*a[OWNERS]], [*a.get(GIVERS, ())], a[ROWS] // len(a[OWNERS])
+    ids = given[place][1]
+    rows = None if ids is None else np.concatenate([given[owner][0] for owner in owners])[ids]
+    if not givers:
+        return rows, None, None, None
+    once = {giver: np.unique(given[giver][1].reshape(-1) % a[ROWS], return_inverse=True) for giver in givers}
+    counts = np.zeros(len(owners) + len(givers), np.int64)
+    asked = places = None
+    if place in givers:
+        counts[: len(owners)] = np.bincount(once[place][0] // each, minlength=len(owners))
+        places = once[place][1].reshape(ids.shape)
+    if place in owners:
+        first = owners.index(place) * each
+        parts = [one[(first <= one) & (one < first + each)] - first for one, _ in once.values()]
+        counts[len(owners) :] = [one.size for one in parts]
+        asked = np.concatenate(parts)
+    return rows, asked, counts if asked is not None or places is not None else None, places
+
+
+def pushed(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an owner gets: the ids that it was asked, and of each giver in order the sums of the rows for each."""
+    owners = [*a[OWNERS]]
+    if place not in owners:
+        return None, None
+    own, sums = owners.index(place), []
+    for giver in a[GIVERS]:
+        _, counts, places, rows = given[giver]
+        ends = np.cumsum([0, *counts[: len(owners)]])
+        total = np.zeros((ends[-1], *a[ROW]), rows.dtype)
+        np.add.at(total, places.reshape(-1), rows.reshape(-1, *a[ROW]))
+        sums.append(total[ends[own] : ends[own + 1]])
+    return given[place][0], np.concatenate(sums)
 
 
 def _op(name: str, run: Any) -> type[OpRun]:
@@ -112,8 +177,7 @@ class _Collective:
         if rank not in takers:
             return x
         given = [x if giver == rank else ends.receive(giver, tag) for giver in givers]
-        assert self.op.reference is not None
-        return self.op.reference(given, ranks.index(rank), attributes)
+        return collected(self.op, given, ranks.index(rank), attributes)
 
     def _exchange(
         self,
@@ -163,7 +227,7 @@ def _as_value(value: Any) -> Value:
     return Tensor.of(array, dtype) if dtype else value
 
 
-def _looked_up(ends: _Ends, op: LookupOp, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
+def _looked_up(ends: _Ends, made: Any, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
     """A lookup: every rank of the list sends all that it gives to every other."""
     ranks, operands = list(ends.groups[group]), [*values, *[None] * 4][:4]
     for peer in ranks:
@@ -172,6 +236,6 @@ def _looked_up(ends: _Ends, op: LookupOp, *values: Any, group: str, tag: int, **
     given = [
         tuple(operands) if giver == ends.rank else tuple(ends.receive(giver, tag) for _ in operands) for giver in ranks
     ]
-    found = op.reference(given, ranks.index(ends.rank), {ROW: (), **attributes})
+    found = made(given, ranks.index(ends.rank), {ROW: (), **attributes})
     none = next(one for one in operands if one is not None)
     return [none if one is None else one for one in found]  # the evaluator wants results, and gives those no name

@@ -1,1 +1,0 @@
-"""Messages, lookups and collectives of unknown size as actions of a step."""

@@ -1,1 +1,0 @@
-"""Step plans by sizes."""

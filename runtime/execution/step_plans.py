@@ -1,0 +1,230 @@
+"""The step plans of a program by sizes: a cache of the most recent ones, and how plans for new sizes are made.
+
+To change a plan to other sizes, the values that depend on them are placed and bound again, within each place's memory.
+A plan's places hold values of the sizes for which it was made, so that smaller ones fit where they are, and what was proven of the
+places holds. What does not fit, or runs on several targets at the same time, is planned anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..artifact.dim_expression import symbols_in
+from ..artifact.format import Shape, SymbolRecord
+from ..artifact.legal_sizes import largest_legal
+from ..errors import InputError
+from ..program.session_values import bind_tensor
+from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
+from .collective_plans import plan_collectives, scratch_name
+from .memory.layout import MOST_PLANS, at_sizes
+from .rank_program import RankProgram
+from .step_plan import StepPlan
+from .symbol_bindings import Bindings
+
+if TYPE_CHECKING:
+    from .times.profiler import Profiler
+
+
+class StepPlans:
+    """At most eight plans. Once there were as many, each new size is taken by a plan that has the room, as of a past that grows."""
+
+    def __init__(self, program: RankProgram, make: Callable[[Bindings], StepPlan]) -> None:
+        self._program, self._make = program, make
+        self._plans: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
+        self._ranges: dict[frozenset[str], SizeRange | None] = {}
+        self._many = False
+        self._last: tuple[Bindings, StepPlan] | None = None
+        self.profiler: Profiler | None = None
+
+    def measured_by(self, profiler: Profiler) -> Profiler:
+        """Lets a profiler measure all plans, and those that are made later."""
+        self.profiler = profiler
+        profiler.add(self.values())
+        return profiler
+
+    def of(self, bindings: Bindings) -> StepPlan:
+        """The plan of a step of these sizes; InputError, on all ranks alike, where a value has no size with them."""
+        if self._last is not None and self._last[0] is bindings:
+            return self._last[1]
+        self._last = None
+        plan = self._found(bindings)
+        self._last = bindings, plan
+        return plan
+
+    def _found(self, bindings: Bindings) -> StepPlan:
+        plans, key = self._plans, tuple(bindings.items())
+        if key in plans:
+            plans.move_to_end(key)
+            return plans[key]
+        self._program.binder.check_promises(bindings)
+        plan = self._resized(bindings) or self._new(bindings)
+        plans[key] = plan
+        self._many |= len(plans) == MOST_PLANS
+        if len(plans) > MOST_PLANS:
+            plans.popitem(last=False)
+        return plan
+
+    def _resized(self, bindings: Bindings) -> StepPlan | None:
+        """The plan longest unused of those that take these sizes, where sizes are many; its own are gone then."""
+        if not self._many or (self.profiler is not None and not self.profiler.has_stopped):
+            return None
+        for key, plan in list(self._plans.items()):
+            if all(size <= plan.widest[name] for name, size in bindings.items()) and resize(
+                plan, bindings, self._ranges
+            ):
+                del self._plans[key]
+                return plan
+        return None
+
+    def _new(self, bindings: Bindings) -> StepPlan:
+        """A new plan; one with room for larger sizes where sizes are many."""
+        room = self._room(bindings) if self._many else bindings
+        plan = self._make(room)
+        if room != bindings and not resize(plan, bindings, self._ranges):
+            plan = self._make(bindings)
+        for key in [key for key, other in self._plans.items() if other.memory is not plan.memory]:
+            del self._plans[key]  # it would keep an arena beside the larger one
+        if self.profiler is not None:
+            self.profiler.watch(plan)
+        return plan
+
+    def _room(self, bindings: Bindings) -> Bindings:
+        """Half as much again of each size that is larger than in any plan, as far as that is legal; else the sizes themselves."""
+        symbols = self._program.binder.manifest.symbols
+        room = dict(bindings)
+        for name, size in bindings.items():
+            if all(plan.widest[name] < size for plan in self._plans.values()):
+                room[name] = largest_legal(size + size // 2, symbols[name])
+        try:
+            self._program.binder.check_promises(room)
+        except InputError:
+            return bindings
+        return room
+
+    def values(self) -> Iterable[StepPlan]:
+        """All plans."""
+        return self._plans.values()
+
+    def clear(self) -> None:
+        """Forgets all plans."""
+        self._plans.clear()
+        self._last = None
+
+
+def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], SizeRange | None]) -> bool:
+    """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made.
+
+    `ranges`: by the symbols that change what of the program depends on them, as far as it is known.
+    """
+    program, symbols = plan.program, plan.program.binder.manifest.symbols
+    if plan.lanes is not None:
+        return False
+    changed = frozenset(name for name, size in bindings.items() if plan.bindings[name] != size)
+    if changed not in ranges:
+        ranges[changed] = reached(program, changed)
+    reach = ranges[changed]
+    if reach is None:
+        return False
+    shapes, promises = dict(plan.shapes), dict(plan.promises)
+    known: dict[Sequence[int | str], tuple[int, ...]] = {}  # most values of a step have one of few shapes
+    for name in reach.names:
+        shape = tuple(program.values.shapes[name] or ())
+        if shape not in known:
+            known[shape] = at_sizes([*shape], symbols, bindings)
+        shapes[name] = known[shape]
+    promises |= {tag: at_sizes(program.messages.promises[tag], symbols, bindings) for tag in reach.tags}
+    kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
+    works = plan_collectives(reach.moved, plan.values, kept, promises, shapes, plan.transport, plan.wire)
+    names = [name for name in shapes if shapes[name] != plan.shapes.get(name)]
+    aliases = program.arenas.aliases
+    needed = [(aliases.get(name, name), plan.values.dtype(name).bytes_of(shapes[name])) for name in names]
+    needed += [(scratch_name(tag, "out"), work.packed) for tag, work in works.items()]
+    needed += [(scratch_name(tag, "in"), work.landing) for tag, work in works.items()]
+    if not all(size <= plan.capacity[place] for place, size in needed):
+        return False
+    plan.bindings = bindings
+    plan.shapes.update(shapes)
+    plan.promises.update(promises)
+    plan.works.update(works)
+    for name in names:
+        plan.lay(name)
+    new = {*names}
+    for index, own in reach.steps.items():
+        step = program.steps[index]
+        if isinstance(step, Segment):
+            _bind(plan, index, new.intersection(own))
+        else:
+            plan.replace(index, step)
+    return True
+
+
+def _bind(plan: StepPlan, index: int, names: Collection[str]) -> None:
+    """Binds values of a segment where they lie now; what is bound in each step is left to it."""
+    binding = plan.sessions.bindings.get(index)
+    if binding is None:
+        return
+    segment = plan.program.runners[index].segment
+    for bind, ends in ((binding.bind_input, segment.operands), (binding.bind_output, segment.output_pairs)):
+        for formal, name in ends:
+            if name in names:
+                bind_tensor(bind, formal, plan.sessions.place(name))
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """The parts of a program that depend on some symbols: values, promises by tag, collectives and lookups, and by step the values that
+    it binds.
+    """
+
+    names: Collection[str]
+    tags: Collection[int]
+    moved: list[Step]
+    steps: dict[int, list[str]]
+
+
+def reached(program: RankProgram, changed: Set[str]) -> SizeRange | None:
+    """The dependents of symbols; None if one of them is a step that cannot be changed."""
+    values, symbols = program.values, program.binder.manifest.symbols
+    names = dict.fromkeys(name for name, shape in values.shapes.items() if _has(shape, symbols, changed))
+    tags = [tag for tag, promise in program.messages.promises.items() if _has(promise, symbols, changed)]
+    moved: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, StartCollective | LookUp) and step.call.tag in program.messages.promises:
+            ends = (*step.call.inputs, *step.call.outputs) if isinstance(step, StartCollective) else ()
+            if step.call.tag in tags or not names.keys().isdisjoint(ends):
+                moved.append(step)
+                names.update(dict.fromkeys(step.call.outputs) if isinstance(step, StartCollective) else {})
+    steps = dict[int, list[str]]()
+    for index, step in enumerate(program.steps):
+        own = [name for name in _bound(step) if name in names]
+        own += [""] if isinstance(step, StartCollective) and step in moved else []
+        if own and isinstance(step, Copy | Update):
+            return None
+        if own and not isinstance(step, LookUp):
+            steps[index] = own
+    if any(name in values.flat_places for name in names):
+        return None
+    return SizeRange([name for name in names if name in values.shapes], tags, moved, steps)
+
+
+def _has(shape: Shape, symbols: Mapping[str, SymbolRecord], changed: Set[str]) -> bool:
+    return any(not changed.isdisjoint(symbols_in(dim, symbols)) for dim in shape or ())
+
+
+def _bound(step: Step) -> Iterable[str]:
+    """The values whose places a step's action holds."""
+    match step:
+        case Segment():
+            return (*step.inputs, *step.outputs)
+        case Copy():
+            return step.source, step.result
+        case Send() | PostRecv():
+            return (step.value,)
+        case StartCollective():
+            return (*step.call.inputs, *step.call.outputs)
+        case Update():
+            return (*step.inputs, *(out for node in step.nodes for out in node.output))
+    return ()
