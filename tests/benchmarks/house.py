@@ -4,9 +4,9 @@
     python tests/benchmarks/house.py --one-caller [CHECKOUT]
 
 With `--one-caller` the private functions below 5 lines that one place of their file calls, each with its place; else a row for each count:
-lines of the product; such functions, and those of one or two statements; names taken from values that may have none; loops that look
-for a name that is free; functions that estimate how many bytes are there at once; fields of the largest record; files that import each
-other in a circle, imports for types and inside of functions counted; the largest folder.
+lines and files of the product and of tests; words of documents; modules that one other imports, and those below 60 lines of them; files
+outside of the op table that name eight ops or more; private functions that are short or have one caller; loops that look for a name that
+is free; functions that estimate how many bytes are there at once; attributes of the largest class; the largest folder.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 HERE = Path(__file__).parents[2]
 FOLDERS = ("compiler", "runtime", "cli")
-AFTER_LOCALIZE = ("tasks", "lower", "pipelines", "targets", "emit")
 SHORT, LINES = 2, 5
 """The most statements of a short function, and the lines that it stays below, its docstring left out."""
 
@@ -43,32 +41,76 @@ def counted(root: Path) -> Iterator[tuple[str, int]]:
     """All counts of a checkout by what they are."""
     trees = _trees(root)
     for folder in FOLDERS:
-        own = [path for path in trees if path.relative_to(root).parts[0] == folder]
-        yield f"lines of {folder}", sum(len(path.read_text().splitlines()) for path in own)
+        yield f"lines of {folder}", sum(map(_lines, _below(trees, root / folder)))
+    checker = root / "runtime" / "checker"
+    yield (
+        "lines of runtime without checker",
+        sum(map(_lines, _below(trees, root / "runtime"))) - sum(map(_lines, _below(trees, checker))),
+    )
+    yield "lines of all three", sum(map(_lines, trees))
+    yield "files of all three", len(trees)
+    yield "folders of all three", len({path.parent for path in trees})
+    yield "lines of tests", sum(map(_lines, sorted((root / "tests").rglob("*.py"))))
+    texts = [
+        path for path in root.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    guide = [path for path in texts if root / "samples" / "guide" in path.parents]
+    yield "words of documents outside the guide", sum(map(_words, {*texts} - {*guide}))
+    yield "words of the guide", sum(map(_words, guide))
+    names = {path: _module(root, path) for path in trees}
+    known = set(names.values())
+    importers = Counter(
+        name for path, tree in trees.items() for name in {*_imports(tree, names[path], path, known)} - {names[path]}
+    )
+    alone = [path for path, name in names.items() if importers[name] == 1 and path.name != "__init__.py"]
+    yield "modules that one other imports", len(alone)
+    yield "those of them below 60 lines", sum(_lines(path) < 60 for path in alone)
+    table = root / "compiler" / "ops" / "families"
+    ops = {
+        name
+        for path in _below(trees, table)
+        for name in _texts(trees[path])
+        if re.fullmatch(r"[A-Z][A-Za-z0-9]+", name)
+    }
+    many = [path for path, tree in trees.items() if table not in path.parents and len(ops & set(_texts(tree))) >= 8]
+    yield "files outside of the op table that name eight ops", len(many)
     functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     yield "functions", len(functions)
     uses = Counter(name for tree in trees.values() for name in _names(tree))
-    alone = [one for one in functions if _is_short(one) and one.name.startswith("_") and uses[one.name] == 1]
-    yield f"private functions of at most {SHORT} statements with one use", len(alone)
+    short = [one for one in functions if _is_short(one) and one.name.startswith("_") and uses[one.name] == 1]
+    yield f"private functions of at most {SHORT} statements with one use", len(short)
     yield f"private functions below {LINES} lines that one place calls", len(list(one_caller(trees)))
-    late = [
-        path
-        for path in trees
-        if path.relative_to(root).parts[:1] == ("compiler",) and path.parent.name in AFTER_LOCALIZE
-    ]
-    yield 'places after localize that say `.name or ""`', sum(path.read_text().count('.name or ""') for path in late)
     yield "loops that look for a free name", sum(map(_looks_for_a_name, trees.values()))
     yield "functions that add bytes at a begin and subtract them at an end", sum(map(_sums_what_is_alive, functions))
     sizes = {
-        node.name: _fields(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name: _attributes(node)
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     }
     largest = max(sizes, key=lambda name: sizes[name])
-    yield f"fields of the largest record ({largest})", sizes[largest]
-    yield "files in circles of imports", len(_in_circles(root, trees))
+    yield "attributes of the largest class", sizes[largest]
     folders = Counter(path.parent for path in trees)
-    most = max(folders, key=lambda path: folders[path])
-    yield f"files of the largest folder ({most.relative_to(root)})", folders[most]
-    yield "folders with more than 20 files", sum(count > 20 for count in folders.values())
+    yield "files of the largest folder", max(folders.values())
+
+
+def _below(trees: Tree, folder: Path) -> list[Path]:
+    return [path for path in trees if folder in path.parents]
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _words(path: Path) -> int:
+    return len(path.read_text().split())
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Every text that is written in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def _trees(root: Path) -> Tree:
@@ -140,26 +182,11 @@ def _adds_text(node: ast.AST) -> bool:
     )
 
 
-def _fields(record: ast.ClassDef) -> int:
-    """The annotated fields of a class."""
-    return sum(isinstance(one, ast.AnnAssign) for one in record.body)
-
-
-def _in_circles(root: Path, trees: Tree) -> set[str]:
-    """The files that are in some circle: those that fall away one circle after the other, each cut at one import."""
-    names = {path: _module(root, path) for path in trees}
-    known = set(names.values())
-    graph = {names[path]: {*_imports(tree, names[path], path, known)} - {names[path]} for path, tree in trees.items()}
-    found = set[str]()
-    while True:
-        try:
-            TopologicalSorter(graph).prepare()
-            return found
-        except CycleError as error:
-            circle = error.args[1]
-            found.update(circle)
-            graph[circle[1]].discard(circle[0])
-            graph[circle[0]].discard(circle[1])
+def _attributes(node: ast.ClassDef) -> int:
+    """How many attributes the instances of a class have: fields, and what methods assign to `self`."""
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return len(fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"})
 
 
 def _module(root: Path, path: Path) -> str:
