@@ -192,6 +192,16 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
     if given["hostfile"] is not None and (why := fault(given["hostfile"])):
         raise UsageError(f"--hostfile {given['hostfile']}: {why}\n  help: give a text file with a host a line")
     place = surrounding_job(os.environ)
+    restarts = job.training is not None and job.training.restarts > 0
+    if restarts and (place is not None or in_process):
+        fact = (
+            "the ranks are threads of this process"
+            if in_process
+            else "this process is a rank of another launcher's job"
+        )
+        raise UsageError(
+            f"--restarts: {fact}\n  it starts a launcher again, which it has started itself\n  help: leave it out"
+        )
     if place is not None and not in_process:
         return _as_rank(job, place)
     from partc.cli.job.rank import prepare, wrong_ranks
@@ -200,7 +210,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
     if ranks not in (None, manifest.ranks):
         console.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
         return 2
-    if in_process or manifest.ranks == 1:
+    if in_process or (manifest.ranks == 1 and not restarts):
         from partc.cli.launch.launch import run_here
 
         return run_here(job, manifest)

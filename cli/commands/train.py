@@ -51,6 +51,16 @@ from partc.cli.job.job import Job, TrainingJob
     help="Resume from a checkpoint; without a path, from the newest intact one in --checkpoint; auto: from it or from the start.",
 )
 @click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    metavar="N",
+    default=0,
+    help="Start again from the newest checkpoint when a rank, its host or the launcher is lost, N times at most without a new one.",
+)
+@click.option(
+    "--backoff", type=click.FloatRange(0), metavar="SECONDS", default=0.0, help="Wait so long before each restart."
+)
+@click.option(
     "--init",
     type=click.Path(exists=True, path_type=Path),
     help="Start with the weights of a .safetensors file or a checkpoint.",
@@ -82,6 +92,8 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
         tensorboard=_absolute(given["tensorboard"]),
         plan=_absolute(given["plan"]),
         trust_code=given["trust_code"],
+        restarts=given["restarts"],
+        backoff=given["backoff"],
     )
     job = Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(given))
     return start(ctx, folder, job, given)

@@ -46,6 +46,9 @@ class TrainingJob:
     """Whether nothing is evaluated in between."""
     averaged: bool = False
     """Whether the moving averages of a checkpoint are evaluated in place of its parameters."""
+    restarts: int = 0
+    """The most restarts without a new checkpoint; each begins `backoff` seconds after the loss of a rank."""
+    backoff: float = 0.0
     bar: bool = False
     """Whether the launching process has a terminal, and shows a bar there."""
 

@@ -14,16 +14,19 @@ from pathlib import Path
 from partc.cli.interruption import stopped
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
-from partc.cli.launch.launcher import IN_PROCESS, Hosts, find_launcher
+from partc.cli.launch.launcher import IN_PROCESS, Hosts, Launcher, find_launcher
 from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
-from partc.cli.launch.supervise import supervise
+from partc.cli.launch.supervise import Outcome, supervise
+from partc.cli.output import console
 from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import remove_abandoned
+from partc.runtime.units import count
 
 _GOES_ON = "\n  help: --resume auto goes on from the newest checkpoint"
 _NOT_SAVED = ": nothing was saved\n  help: give --checkpoint DIR, so that it can go on"
@@ -35,10 +38,51 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
         from partc.cli.launch.serve import serve
 
         return serve(job, manifest, hosts, extra)
+    launcher = find_launcher(manifest.ranks, instead)
+    if job.training is not None and job.training.restarts:
+        return _train_on(job, manifest, hosts, extra, launcher)
+    return _launched(job, manifest, hosts, extra, launcher).code
+
+
+def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> int:
+    """Trains, and again from the newest checkpoint if a rank, its host or the launcher is lost; the exit code.
+
+    A new checkpoint since the last loss makes the number of restarts whole again.
+    """
+    from partc.cli.job.training_inputs import TrainingInputs
+    from partc.runtime.checkpoint.newest import latest
+
+    assert job.training is not None
+    settings = TrainingInputs(job, manifest).settings.checkpoint
+    if settings is None:
+        raise UsageError(
+            "--restarts: the training has no folder for checkpoints\n  help: give --checkpoint DIRECTORY, too"
+        )
+    folder, most = Path(settings.folder), job.training.restarts
+    left, known, current = most, latest(folder), job
+    while True:
+        outcome = _launched(current, manifest, hosts, extra, launcher)
+        if not outcome.is_lost:
+            return outcome.code
+        newest = latest(folder)
+        left = most if newest != known else left
+        if not left:
+            console.echo(f"{count(most, 'restart')} without a new checkpoint: the training is given up", err=True)
+            return outcome.code
+        left, known = left - 1, newest
+        if newest is not None:
+            training = dataclasses.replace(job.training, resume="auto", init=None, only=())
+            current = dataclasses.replace(job, training=training)
+        begin = "from its beginning" if newest is None else f"from {newest}"
+        console.echo(f"starts the ranks again {begin}; {left} more times without a new checkpoint", err=True)
+        time.sleep(job.training.backoff)
+
+
+def _launched(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> Outcome:
+    """Runs the job once."""
     from partc.cli.job.training_inputs import saves
     from partc.runtime.training.stopping import NAMES, TRACE
 
-    launcher = find_launcher(manifest.ranks, instead)
     asks_to_stop = NAMES if saves(job, manifest) else ()  # the ranks of the training hear these, and not their launcher
     asks_for_trace = TRACE if job.training is not None and job.reporting.traces else ""
     with (
@@ -79,13 +123,13 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
         try:
             before = bar.close if job.training is not None else progress.close
             environment = environment_of(launcher, hosts, run_dir)
-            code = supervise(command, environment, run_dir, where_of(job), tick, before, signals, job.stall, here)
+            outcome = supervise(command, environment, run_dir, where_of(job), tick, before, signals, job.stall, here)
             if signals.noted:
                 lost = ""
                 if job.training is not None:
                     lost = _GOES_ON if asks_to_stop else _NOT_SAVED
                 raise stopped(signals.noted[0], last_step(), lost)
-            return code
+            return outcome
         finally:
             bar.close()
             if job.inference.output is not None:

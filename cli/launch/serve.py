@@ -87,7 +87,7 @@ class _ServerJob:
                 command_of(given, launcher, ranks, hosts, extra),
                 environment_of(launcher, hosts, run_dir),
             )
-            return supervise(
+            outcome = supervise(
                 command,
                 environment,
                 run_dir,
@@ -99,6 +99,7 @@ class _ServerJob:
                 hosts.are_here,
                 self._failed,
             )
+            return outcome.code
 
     def _failed(self, text: str) -> None:
         console.failure(text)

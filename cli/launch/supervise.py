@@ -197,6 +197,14 @@ class Failure:
     text: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job: its exit code, and whether a rank, its host or the launcher was lost without a report of its own."""
+
+    code: int
+    is_lost: bool = False
+
+
 @dataclass
 class _Heard:
     """What the reading and watching threads have found so far."""
@@ -237,8 +245,8 @@ def supervise(
     stall: float = 30.0,
     local: bool = False,
     failed: Callable[[str], object] = console.failure,
-) -> int:
-    """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
+) -> Outcome:
+    """Runs the command to its end and prints the one message of a failure; the outcome, whose exit code a signal may have asked for.
 
     `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
     before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds, and where all ranks are
@@ -282,7 +290,9 @@ def supervise(
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
-    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where, local, failed)
+    if signals.exit_code:
+        return Outcome(signals.exit_code)
+    return _verdict(process.returncode, heard, run_dir, where, local, failed)
 
 
 def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
@@ -369,19 +379,19 @@ def _verdict(
     where: Callable[[int, int], str],
     local: bool,
     failed: Callable[[str], object],
-) -> int:
+) -> Outcome:
     if heard.failure is not None:
         failed(heard.failure.text)
-        return heard.failure.code
+        return Outcome(heard.failure.code)
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
-        return 0
+        return Outcome(0)
     number = code - 128 if code > 128 else code
     killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
     ended = heard.ended() or (RankEnd(signal=number) if killed else RankEnd(code=code))
     if code < 0 and ended.rank is None:
         failed(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
-        return 1
+        return Outcome(1, is_lost=True)
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if ended.host is not None:
         place = f"host {ended.host}" if ended.host else "another host"
@@ -390,21 +400,21 @@ def _verdict(
             f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
             "  help: the system's log of that host says whether it killed the process (memory that ran out)"
         )
-        return 1
+        return Outcome(1, is_lost=True)
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
         refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
         help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
         fact = f"the launcher ended with exit code {code}, and no rank reported an error"
         failed(fact + (help if refused else inherited()))
-        return 1
+        return Outcome(1)
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
     advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
-    return 1
+    return Outcome(1, is_lost=ended.signal is not None)
 
 
 def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:

@@ -20,7 +20,7 @@ from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
-from partc.cli.launch.supervise import LauncherOutput, RankEnd, supervise
+from partc.cli.launch.supervise import LauncherOutput, Outcome, RankEnd, supervise
 from partc.cli.main import invoke
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
@@ -386,8 +386,10 @@ def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.Capt
     words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
     with RunDir(2) as run_dir:
         command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
-        code = supervise(command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals())
-    assert code == 1
+        outcome = supervise(
+            command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
+        )
+    assert outcome == Outcome(1)
     assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err
 
 

@@ -1,0 +1,91 @@
+"""`partc train --restarts` goes on from the newest checkpoint when a rank is lost, gives up without progress, and restarts no mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from training_command_case import AS_ROOT, PLACED, built, command, folder, tensors, train
+
+__all__ = ["folder"]
+
+DIES = '''
+import os
+import signal
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def dies(batch):
+    """Each file `die_<n>` ends a rank at its batch n, if it can be removed: so only one of them."""
+    dies.calls += 1
+    try:
+        (HERE / f"die_{dies.calls}").unlink()
+    except FileNotFoundError:
+        return batch
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+dies.calls = 0
+
+
+def fails(batch):
+    raise ValueError("a mistake")
+'''
+
+
+def run(build: Path, *words: str) -> tuple[int, str]:
+    """The exit code of a training under MPI, and what it says of its restarts."""
+    done = subprocess.run(
+        command(str(build), "--plan", f"{build}.yaml", "--threads", "1", *words),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **AS_ROOT},
+    )
+    return done.returncode, done.stderr
+
+
+def made(folder: Path, transform: str) -> Path:
+    (folder / "dying.py").write_text(DIES)
+    data = f"{{source: data.npz, transform: 'dying.py:{transform}'}}"
+    return built(folder, PLACED.replace("data: data.npz", f"data: {data}"))
+
+
+def test_lost_ranks_are_started_again_from_the_newest_checkpoint(folder: Path) -> None:
+    build = made(folder, "dies")
+    whole, kept = folder / "whole", folder / "kept"
+    assert train(str(build), "--checkpoint", str(whole), "--save", "5") == 0
+    for batch in (3, 7, 9):  # before the first checkpoint; after it; and again, of the training that went on
+        (folder / f"die_{batch}").touch()
+    code, said = run(build, "--checkpoint", str(kept), "--save", "5", "--restarts", "2")
+    assert code == 0, said
+    assert said.count("was killed by signal 9 (SIGKILL)") == 3
+    assert "starts the ranks again from its beginning; 1 more times" in said
+    assert f"starts the ranks again from {kept}/step_" in said
+    assert tensors(kept) == tensors(whole)
+
+
+def test_without_a_new_checkpoint_it_is_given_up(folder: Path) -> None:
+    build = made(folder, "dies")
+    (folder / "die_1").touch()
+    (folder / "die_2").touch()
+    code, said = run(build, "--checkpoint", str(folder / "kept"), "--restarts", "1")
+    assert code == 1
+    assert "1 restart without a new checkpoint: the training is given up" in said
+
+
+def test_a_mistake_is_not_repeated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build = made(folder, "fails")
+    code, said = run(build, "--checkpoint", str(folder / "kept"), "--restarts", "3")
+    assert code == 1
+    assert "a mistake" in said
+    assert "starts the ranks again" not in said
+    for words, fact in (
+        (("--restarts", "3"), "--restarts: the training has no folder for checkpoints"),
+        (("--restarts", "3", "--in-process"), "--restarts: the ranks are threads of this process"),
+    ):
+        code, said = run(build, *words)
+        assert (code, fact in said) == (2, True), said
