@@ -164,5 +164,5 @@ def _no_reader_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     left = [one for one in threading.enumerate() if one.name == "partc data" and one not in before]
     for one in left:  # one that was in code of the test when it was closed ends a moment later
-        one.join(10)
+        one.join(60)
     assert not any(one.is_alive() for one in left), "a reader of data is not closed"

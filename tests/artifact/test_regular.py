@@ -22,7 +22,7 @@ from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import ArtifactError
 from partc.runtime.files.regular import NotRegularError, fault, open_regular, read_regular
 
-SECONDS = 10
+SECONDS = 60
 
 
 @pytest.fixture(autouse=True)

@@ -129,9 +129,9 @@ class Ranks:
         def one(rank: int) -> object:
             def share(text: str) -> list[str]:
                 self._texts[rank] = text
-                self._barrier.wait(10)
+                self._barrier.wait(60)
                 texts = list(self._texts)
-                self._barrier.wait(10)
+                self._barrier.wait(60)
                 return texts
 
             try:

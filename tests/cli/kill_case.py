@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kill_job import SHORT, USER, Case, Running, read, send
+from waiting import comes
 
 WITHIN = 10.0
 _OF_ONNXRUNTIME = ".ses"
@@ -63,11 +64,11 @@ def _judged(running: Running, stall: float, start: float) -> Verdict:
         for pid in targets:
             send(pid, case.act.what)
     else:
-        _until(lambda: running.process.poll() is not None, 6 * start + WITHIN)
+        comes(lambda: running.process.poll() is not None, 6 * start + WITHIN)
     if case.act.what == "SIGSTOP" and not verdict.over:
         _judge_stop(running, verdict, stall)
     begun = time.monotonic()
-    _until(lambda: not running.alive(), 6 * start + WITHIN)
+    comes(lambda: not running.alive(), 6 * start + WITHIN)
     verdict.seconds = time.monotonic() - begun
     left = running.alive()
     verdict.problems += [f"still there: {read(pid, 'cmdline')[:60]!r}" for pid in left]
@@ -84,12 +85,12 @@ def _wait_for_moment(running: Running, start: float) -> bool:
     case, over = running.case, lambda: running.process.poll() is not None
     if case.moment == "starting":
         time.sleep(case.delay * start)
-        return _until(lambda: over() or _targets(running), 60.0)
+        return comes(lambda: over() or _targets(running))
     if case.moment == "saving":
-        reached = _until(lambda: over() or any(running.folder.glob("kept/.step_*")) or running.steps() > 40, 60.0)
+        reached = comes(lambda: over() or any(running.folder.glob("kept/.step_*")) or running.steps() > 40)
     else:
         near = SHORT - 20 if case.moment == "ending" and case.mode in ("run", "train", "pipeline", "lookup") else 2
-        reached = _until(lambda: over() or running.steps() > near, 60.0)
+        reached = comes(lambda: over() or running.steps() > near)
     time.sleep(case.delay * (0.3 if case.moment == "ending" else 1.0) * (case.moment != "saving"))
     return reached
 
@@ -113,8 +114,8 @@ def _judge_stop(running: Running, verdict: Verdict, stall: float) -> None:
     if running.case.act.target != "partc":
         before = len(running.said()) if running.case.moment != "starting" else 0
         told = r"partc: (rank \d+|the job) has waited \d+ s: "
-        if not _until(
-            lambda: re.search(told, running.said()[before:]) or running.process.poll() is not None, stall + 8.0
+        if not comes(
+            lambda: re.search(told, running.said()[before:]) or running.process.poll() is not None, stall + 60.0
         ):
             verdict.problems.append("not told of after `stall` seconds")
         named = rf"rank {running.case.act.rank} \(process \d+\) is stopped"
@@ -176,12 +177,3 @@ def _leftovers(running: Running, memory: set[str]) -> Iterator[str]:
         return
     yield from (f"left: {path.name}" for path in running.temporary.iterdir() if path.name != _OF_ONNXRUNTIME)
     yield from (f"left: {name}" for name in memory if Path(name).exists())
-
-
-def _until(done: Callable[[], object], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True

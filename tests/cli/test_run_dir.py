@@ -54,14 +54,14 @@ def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path, monkey
 def test_the_guard_ends_a_job_whose_owner_was_killed_and_removes_its_folders(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    launcher = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", str(folder)])
+    launcher = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", str(folder)])
     rank.send_signal(signal.SIGSTOP)
     with subprocess.Popen([sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.write(f"{folder}\n{launcher.pid}\n".encode())
         process.stdin.close()
-        assert process.wait(10) == 0
-    assert launcher.wait(5) == -signal.SIGTERM
-    assert rank.wait(5) == -signal.SIGKILL
+        assert process.wait(60) == 0
+    assert launcher.wait(60) == -signal.SIGTERM
+    assert rank.wait(60) == -signal.SIGKILL
     assert not folder.exists()

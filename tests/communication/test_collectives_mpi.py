@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from collectives_mpi_case import MPIEXEC, every_op
+from mpi_ranks_case import REPORTS
 
 if not MPIEXEC.exists():
     pytest.skip("no mpiexec beside this Python", allow_module_level=True)
 
 
-SCRIPT = """
-import faulthandler, sys, time, weakref
+SCRIPT = (
+    f"""
+import faulthandler, os, sys, time, weakref
+{REPORTS}"""
+    + """
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
@@ -83,22 +88,21 @@ with runtime.load(folder, transport, threads=1) as program:
     if rank == 3:
         schedule = next(iter(program._schedules.values()))
         index, action = next(pair for pair in schedule.actions if pair[0] == 0)
-        schedule.actions[schedule.actions.index((index, action))] = (index, lambda: (time.sleep(0.7), action()))
+        schedule.actions[schedule.actions.index((index, action))] = (index, lambda: (reported("rank 2 has waited"), action()))
     program(inputs(rank, 0))
 
 for spins in (False, True):
     transport = MpiTransport(comm)
     transport.has_own_core = spins
     program = runtime.load(folder, transport, threads=1)
-    begun = time.monotonic()
     try:
         program({**inputs(rank, 0), "index": np.array([0, 77 if rank == 1 else 1])})
         print("not raised", flush=True)
     except runtime.RankError as error:
-        assert time.monotonic() - begun < 25  # before a rank counts as stalled
         print("raised:", str(error)[:37], flush=True)
 print("done", flush=True)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +129,10 @@ def test_what_a_rank_tells_stays_until_all_have_it(one_job: subprocess.Completed
 
 def test_a_late_rank_is_reported_by_the_collective(one_job: subprocess.CompletedProcess[str]) -> None:
     what = "AllGather of 'wide' in group 'pairs', ranks 3, 2 (net.wide)"
-    assert f"partc: rank 2 has waited 0 s: {what}" in one_job.stderr
+    assert re.search(rf"^partc: rank 2 has waited \d+ s: {re.escape(what)}", one_job.stderr, re.MULTILINE)
 
 
 def test_a_failure_is_raised_on_every_rank(one_job: subprocess.CompletedProcess[str]) -> None:
     lines = [line for line in one_job.stdout.splitlines() if "raised" in line]
     assert lines == ["raised: rank 1 failed in Gather (net.h): Erro"] * 8
+    assert not re.search(r"has waited ([3-9]\d|\d{3,}) s", one_job.stderr)  # as one that counts as stalled

@@ -38,7 +38,8 @@ def pair(calls: list[int], looks: Any = lambda: None) -> tuple[BlockingCollectiv
     return first, BlockingCollective(Counter(two, one), lambda: calls.append(1), quiet, "it", looks)
 
 
-def test_who_has_arrived_stays_for_those_who_have_not_heard() -> None:
+def test_who_has_arrived_stays_for_those_who_have_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.runtime.communication.mpi_arrivals._LINGER", 60.0)
     calls: list[int] = []
     first, second = pair(calls)
     first.begin()

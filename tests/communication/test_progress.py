@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from partc.runtime.execution.step_plan import during_messages
 from partc.runtime.job.progress import LONG, Progress
 from partc.runtime.program.steps import Segment
 from run_steps import steps_of
+from waiting import until
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 TEXT = """<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1]>
@@ -44,11 +46,11 @@ def test_a_long_call_is_accompanied_and_a_short_one_is_not() -> None:
     def compute() -> None:
         nonlocal inside
         inside = True
-        time.sleep(20 * LONG)
+        until(lambda: seen.count(True) >= 3)
         inside = False
 
     progress.during(compute)()
-    assert seen.count(True) == progress.tests >= 3
+    assert seen.count(True) == progress.tests
     assert seen[-1] is False
     before, run = progress.tests, progress.during(lambda: None)
     for _ in range(1000):
@@ -58,25 +60,26 @@ def test_a_long_call_is_accompanied_and_a_short_one_is_not() -> None:
 
 
 def test_no_test_is_under_way_when_a_call_has_ended() -> None:
-    testing = False
+    testing, begun = False, threading.Event()
 
     def slow() -> None:
         nonlocal testing
         testing = True
+        begun.set()
         time.sleep(3 * LONG)
         testing = False
 
     progress = Progress(slow, threads=True)
 
     def compute() -> None:
-        time.sleep(2 * LONG)
+        begun.clear()
+        assert begun.wait(60)
 
     progress._tested = float("inf")
     run = progress.during(compute)
     for _ in range(5):
         run()
         assert not testing
-    assert progress.tests
     progress.close()
 
 
@@ -115,7 +118,7 @@ data = np.full(1 << 21, transport.rank, np.uint8)
 arrived = sys.argv[1]
 
 def compute():  # until the other rank has the message
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not os.path.exists(arrived) and time.monotonic() < until:
         time.sleep(0.001)
     print("arrived" if os.path.exists(arrived) else "late")

@@ -170,7 +170,7 @@ for name, begin in waits.items():
         request() if callable(request) else transport.wait(request, lambda: name)
     taken = time.process_time() - before
     if transport.rank == 0:
-        print(name, taken < 0.06, flush=True)
+        print(name, taken < 0.3, flush=True)  # one that spins takes 0.6
 """
 
 
@@ -206,7 +206,7 @@ def test_a_rank_that_waits_keeps_no_core(one_job: subprocess.CompletedProcess[st
 
 
 INTERRUPTED = """
-import faulthandler, sys, time
+import faulthandler, sys
 import numpy as np
 from mpi4py import MPI
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
@@ -219,7 +219,7 @@ from partc.runtime.job import parking
 
 faulthandler.dump_traceback_later(280, exit=True)
 files = {rounds.__file__, collectives.__file__, parking.__file__}
-seen, slowest = set(), 0.0
+seen = set()
 me, all_ranks = MPI.COMM_WORLD.rank, tuple(range(MPI.COMM_WORLD.size))
 
 def trace(frame, event, given):
@@ -250,7 +250,6 @@ while more:
     transport.create_groups([(0, 1), all_ranks])
     of_pair = [reduced(transport, (0, 1), size) for size in (8, 8, 1_000_000)] if me < 2 else []
     of_all = [reduced(transport, all_ranks, size) for size in (8, 100_000, 1_000_000)]
-    begun = time.monotonic()
     try:
         if me == 1:
             sys.settrace(trace)
@@ -262,17 +261,16 @@ while more:
     except RankError as error:
         assert str(error) == "rank 1 was interrupted"
     sys.settrace(None)
-    slowest = max(slowest, time.monotonic() - begun)
     more = MPI.COMM_WORLD.bcast(interrupted, 1)
     if not more:
         transport.close()
-counts = MPI.COMM_WORLD.gather((len(seen), slowest))
-if me == 0:
-    print(counts[1][0] > 80, max(one for _, one in counts) < 10, flush=True)
+if me == 1:
+    print(len(seen) > 80, flush=True)
 """
 
 
 def test_an_interrupt_at_any_line_ends_the_waits_of_the_other_ranks() -> None:
     """As by Ctrl-C between a store and the wake for it: the failing rank tells the others, which look after each short sleep."""
     result = run(INTERRUPTED, 3)
-    assert result.stdout == "True True\n", result.stdout + result.stderr
+    assert result.stdout == "True\n", result.stdout + result.stderr
+    assert "has waited" not in result.stderr  # no rank counts as stalled

@@ -17,6 +17,7 @@ from partc.runtime.data.loader import Loader, open_loader
 from partc.runtime.data.sampler import Position
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
+from waiting import until
 
 
 @pytest.fixture
@@ -167,9 +168,8 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path, threads: Callable[[],
     next(loader)
     transform = loader.source.reader._data.transform
     assert transform is not None
-    sizes, deadline = transform.function.__globals__["sizes"], time.monotonic() + 60
-    while len(sizes) < 5 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    sizes = transform.function.__globals__["sizes"]
+    until(lambda: len(sizes) >= 5)
     time.sleep(0.02)
     assert len(sizes) == 5  # one that tells what comes out, one taken, three ahead
     assert len(threads()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -241,17 +240,18 @@ GATHER = [
 ]
 
 
-def test_a_rank_that_fails_ends_the_step_for_all_and_the_next_step_runs(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_step_for_all_and_the_next_step_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     x = np.arange(15, dtype=np.float32).reshape(5, 3)
     with load_local(write(tmp_path, GATHER)) as program:
         for _ in range(2):
-            begun = time.monotonic()
             with pytest.raises(RankError) as caught:
                 program(x=x, index=np.array([1, 77]))
-            assert time.monotonic() - begun < 25  # before a rank counts as stalled
             assert str(caught.value).startswith("rank 1 failed in Gather (net.f): ")
             assert "77" in str(caught.value)
             assert program(x=x, index=np.array([1, 4]))["y"].tolist() == [[-3, -4, -5], [-12, -13, -14]]
+    assert "has waited" not in capfd.readouterr().err
 
 
 def test_ranks_that_wait_for_each_other_are_named(tmp_path: Path) -> None:

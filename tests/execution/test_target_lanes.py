@@ -123,7 +123,7 @@ def branches(folder: Path) -> Path:
 
 def test_independent_branches_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each branch ends only when the other one has begun, so that neither can come first."""
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=60)
     plan_steps = StepPlan._plan
 
     def meet_inside(self: StepPlan, *given: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_lane_that_waits_for_messages_is_interrupted() -> None:
     interrupted = threading.Event()
 
     def first() -> None:
-        assert interrupted.wait(20)
+        assert interrupted.wait(60)
         raise RankError("interrupted")
 
     def fail() -> None:

@@ -79,7 +79,7 @@ def test_a_stage_goes_on_with_the_other_group(stages: Path, wanted: list[list[in
             number = next(numbers)
             if rank == 0:
                 begun[number].set()
-            elif number + 1 < len(begun) and not late and not begun[number + 1].wait(20):
+            elif number + 1 < len(begun) and not late and not begun[number + 1].wait(60):
                 late.append(number)
             return outputs(step)
 

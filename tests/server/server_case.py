@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from partc.cli.job.serving import lead, open_front
 from partc.cli.server.link import Link
 from partc.cli.server.settings import ServerSettings
 from partc.runtime import ContinuousBatch, load_local_generator, open_artifact
+from waiting import until
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.?"
 """The texts of the tokens of a decoder of 64, one each."""
@@ -146,14 +146,6 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, str]]:
             kind = "message"
 
 
-def until(condition: Any, seconds: float = 30.0) -> None:
-    """Waits until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
 class LocalServer(Client):
     """The server of an artifact, its ranks as threads of this process."""
 
@@ -177,7 +169,7 @@ class LocalServer(Client):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.front.drain()
-        self._thread.join(30)
+        self._thread.join(60)
         self.near.close()
         self.front.__exit__(None, None, None)
         self.generator.close()
@@ -242,7 +234,7 @@ class MpiServer(Client):
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGTERM)
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         for stream in (self.process.stdout, self.process.stderr):

@@ -30,7 +30,8 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime import RankError, open_artifact
 from partc.runtime.artifact.generation import RequestDefaults
 from partc.runtime.program import sessions
-from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
+from server_case import LETTERS, Client, LocalServer, write_tokenizer
+from waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = [3, 1, 4, 1, 5]
@@ -391,7 +392,7 @@ def test_a_connection_takes_no_more_than_the_guide_says(server: LocalServer) -> 
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(2):
             for request in requests:
-                end = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+                end = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
                 end.sendall(request)
         until(have_read_all)
         after, peak = tracemalloc.get_traced_memory()
@@ -438,7 +439,7 @@ def test_a_client_that_leaves_frees_its_slot(server: LocalServer) -> None:
     before = server.metrics().get('partc_requests_total{finish="left"}', 0)
     many = {"prompt": [1], "max_tokens": 127}
     with held(server) as entered, server.streaming(COMPLETIONS, many):
-        entered.wait(10)
+        entered.wait(60)
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", COMPLETIONS, json.dumps(many))
         with server.streaming(COMPLETIONS, many):
@@ -574,7 +575,7 @@ def test_a_rank_without_memory_ends_streams_with_its_name_and_op(
             serving.run_threads(job, open_artifact(tmp_path / "build").manifest)
     finally:
         Starved.full.clear()
-    asking[0].join(30)
+    asking[0].join(60)
     kind, data = events[-1]
     assert kind == "error"
     assert "rank 1 failed in MatMul (layers.1.o.MatMul)" in json.loads(data)["error"]["message"]
@@ -588,7 +589,7 @@ def held(server: LocalServer) -> Iterator[threading.Event]:
 
     def wait(*given: Any) -> Any:
         entered.set()
-        release.wait(20)
+        release.wait(60)
         return begin(*given)
 
     server.generator.begin = wait  # type: ignore[method-assign]

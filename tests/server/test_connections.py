@@ -24,7 +24,7 @@ from partc.cli.server.app import Turns
 from partc.cli.server.connections import HEAD_BYTES, Connections, Queue, State
 from partc.cli.server.front import few_lines
 from partc.cli.server.refusals import RefusedError
-from server_case import until
+from waiting import until
 
 BODY = 100_000
 BOTH = pytest.mark.parametrize("http", ["h11", "httptools"])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import onnx
 import pytest
 from browser import Browser, chromium
 from decoders import Unsharded, decoder
 from partc.compiler.pipeline import compile_model
-from server_case import LETTERS, LocalServer, until, write_tokenizer
+from server_case import LETTERS, LocalServer, write_tokenizer
+from waiting import until
 
 PROGRAM = chromium()
 
@@ -60,13 +61,14 @@ def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
         browser.fill("#chat", True)
         browser.click("#go")
         browser.wait(f"{state}.includes('5 tokens read')")  # with the letters of the template
-        begin = server.generator.begin
-        server.generator.begin = lambda *given: (time.sleep(0.02), begin(*given))[1]  # type: ignore[method-assign]
+        begin, stopped = server.generator.begin, Event()
+        server.generator.begin = lambda *given: (stopped.wait(60), begin(*given))[1]  # type: ignore[method-assign]
         browser.fill("#chat", False)
         browser.fill("#max_tokens", "240")
         browser.click("#go")
         browser.click("#stop")
         browser.wait(f"{state} === 'stopped'")
+        stopped.set()
         until(lambda: server.batch.slots.used == 0)
         browser.fill("#prompt", "#")
         browser.click("#go")

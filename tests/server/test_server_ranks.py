@@ -25,7 +25,8 @@ from partc.cli.main import invoke
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
 from partc.runtime.job.status_board import states
-from server_case import LETTERS, MpiServer, until, write_tokenizer
+from server_case import LETTERS, MpiServer, write_tokenizer
+from waiting import until
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [*range(1, 40)], [11, 12], [60, 2, 33, 4]]
@@ -134,12 +135,12 @@ def test_no_command_of_a_rank_has_the_key_of_the_server(temporary: Path, monkeyp
 
 
 def test_a_rank_that_is_stopped_for_long_is_killed_and_so_described() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
         os.kill(rank.pid, signal.SIGSTOP)
         until(lambda: states([rank.pid]) == ["T"])
         run_dir: Any = SimpleNamespace(pids=lambda: [rank.pid], ended={})
         nothing: Any = None
         job = _ServerJob(Job(folder="", stall=0.0), nothing, nothing)
         until(lambda: job._end_stopped(run_dir) or run_dir.ended)
-        assert rank.wait(10) == -signal.SIGKILL
+        assert rank.wait(60) == -signal.SIGKILL
     assert run_dir.ended[0][0] == f"(process {rank.pid}) was stopped for 0 s and is killed,"

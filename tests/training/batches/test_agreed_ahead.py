@@ -70,7 +70,7 @@ def test_a_rank_runs_freely_into_an_announced_step(announced: bool, tmp_path: Pa
         ahead = []
 
         def slow(*rest: Any) -> None:
-            ahead.append(second.wait(5.0 if announced else 0.05))
+            ahead.append(second.wait(60.0 if announced else 0.05))
             wait(*rest)
 
         if program.rank == 1:
