@@ -49,6 +49,38 @@ LARGER = {
 }
 """Classes with more attributes, and how many: a number may only become smaller."""
 
+TIMES = re.compile(
+    r"(?:monotonic|perf_counter|time\.time)\(\)|(?:time|asyncio)\.sleep\((?!0\))|"
+    r"(?:(?:wait|join|alarm|Timer|settimeout)\(|timeout ?= ?)(?:0?\.\d+|[1-9]|[12]\d)(?![\w.])"
+)
+TIMED = {
+    "artifact/test_trace.py": 1,
+    "checkpoint/test_background_save.py": 1,
+    "checkpoint/test_checkpoint_lock.py": 3,
+    "cli/kill_case.py": 4,
+    "cli/kill_job.py": 1,
+    "cli/test_launch.py": 1,
+    "cli/test_run_dir.py": 2,
+    "communication/mpi_ranks_case.py": 1,
+    "communication/test_leaving.py": 1,
+    "communication/test_lingering.py": 3,
+    "communication/test_pauses.py": 4,
+    "communication/test_progress.py": 5,
+    "communication/test_shared_memory.py": 1,
+    "data/test_data_loader.py": 1,
+    "execution/test_mpi_ranks.py": 2,
+    "execution/test_turns.py": 2,
+    "frontend/test_user_code.py": 1,
+    "hosts/link.py": 2,
+    "samples/guide_pages.py": 4,
+    "search/test_search.py": 4,
+    "search/test_several_stages_each.py": 1,
+    "server/test_connections.py": 9,
+    "server/test_server_ranks.py": 1,
+    "training/runs/test_training_command.py": 1,
+}
+"""Files of tests that read the wall's clock, sleep, or wait for less than 30 seconds, and how often: a number may only become smaller."""
+
 
 def sources() -> list[Path]:
     return [path for folder in SUBSYSTEMS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -256,3 +288,15 @@ def test_calls_of_mpi_that_may_block_stand_in_one_file() -> None:
     assert {"Dup", "Create_group", "Free", "Allreduce", "Recv", "Abort"} <= set(
         found["runtime/communication/mpi_calls.py"]
     )
+
+
+def test_tests_wait_for_conditions() -> None:
+    """A bound of seconds is missed on a machine that does much else: `tests/support/waiting.py` waits for what must come."""
+    own = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.parent.name not in ("benchmarks", "fuzz", "simulation", "real_size")
+    ]
+    found = {str(path.relative_to(ROOT / "tests")): len(TIMES.findall(path.read_text("utf-8"))) for path in own}
+    del found["support/waiting.py"], found["test_structure.py"]
+    assert {name: number for name, number in found.items() if number > TIMED.get(name, 0)} == {}

@@ -118,10 +118,9 @@ data = np.full(1 << 21, transport.rank, np.uint8)
 arrived = sys.argv[1]
 
 def compute():  # until the other rank has the message
-    until = time.monotonic() + 60
-    while not os.path.exists(arrived) and time.monotonic() < until:
+    while not os.path.exists(arrived):
         time.sleep(0.001)
-    print("arrived" if os.path.exists(arrived) else "late")
+    print("arrived")
 
 if transport.rank == 0:
     request = transport.isend(data, 1, 5)

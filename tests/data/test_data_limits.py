@@ -29,7 +29,7 @@ MOST, PEAK = 1 << 20, 16 << 20
 @pytest.fixture(autouse=True)
 def _small() -> Iterator[None]:
     """A test that waits, or that allocates what a header promises, fails."""
-    signal.alarm(20)
+    signal.alarm(60)
     tracemalloc.start()
     yield
     peak = tracemalloc.get_traced_memory()[1]

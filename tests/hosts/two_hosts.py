@@ -125,7 +125,7 @@ def _host(folder: Path, name: str) -> Iterator[int]:
             raise Unavailable(f"no namespaces: {process.stderr.read().strip()}")
         yield process.pid
     finally:
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def _linked(stack: contextlib.ExitStack, ends: tuple[int, int], gbit: float, delay: float) -> str:
@@ -161,7 +161,7 @@ def _in_user_space(stack: contextlib.ExitStack, ends: tuple[int, int], gbit: flo
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    stack.callback(process.communicate, timeout=10)
+    stack.callback(process.communicate, timeout=60)
     assert process.stdout is not None
     assert process.stderr is not None
     if process.stdout.readline() != "up\n":

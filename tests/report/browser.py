@@ -14,13 +14,13 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from waiting import LONG, comes
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_LONGEST = 60.0
 
 
 def chromium() -> str | None:
@@ -80,18 +80,17 @@ class Browser:
         if self.session:
             message["sessionId"] = self.session
         os.write(self.out, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + _LONGEST
         while True:
-            found = self._next(until)
+            found = self._next()
             if found.get("id") == self.number:
                 assert "error" not in found, (method, found["error"])
                 result: dict[str, Any] = found["result"]
                 return result
             self._event(found)
 
-    def _next(self, until: float) -> dict[str, Any]:
+    def _next(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
-            ready, _, _ = select.select([self.into], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([self.into], [], [], LONG)
             assert ready, "the browser does not answer"
             self.rest += os.read(self.into, 1 << 20)
         text, _, self.rest = self.rest.partition(b"\0")
@@ -121,11 +120,8 @@ class Browser:
 
     def wait(self, expression: str) -> None:
         """Waits until an expression is true; what the page has thrown meanwhile ends the wait."""
-        until = time.monotonic() + _LONGEST
-        while not self.evaluate(f"!!({expression})"):
-            assert not self.errors, self.errors
-            assert time.monotonic() < until, expression
-            time.sleep(0.05)
+        assert comes(lambda: self.errors or self.evaluate(f"!!({expression})")), expression
+        assert not self.errors, self.errors
 
     def click(self, selector: str) -> None:
         """Clicks into an element near its upper edge, by the mouse, when it has been brought into sight and has the focus."""
