@@ -15,19 +15,35 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 
 os.environ["PARTC_CACHE"] = ""  # no test begins with what another one exported
 os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of torch and BLAS in started processes spin on all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew
+gc.disable()  # until all tests are collected: what modules make stays
 Golden: TypeAlias = Callable[[str, str], None]
 _VERIFY_PASSES = "PARTC_VERIFY_PASSES"
 _REQUESTED = os.environ.get(_VERIFY_PASSES)
 _VERIFIED = ("tests/emit/", "tests/ops/")
 """Folders whose compiles verify after every pass, as `.ci/run` has all do; others verify after the last one."""
+_GENERATORS: dict[str, list[tuple[np.random.Generator, dict[str, Any]]]] = {}
+"""By module of tests its random numbers, and their state before the first test."""
 _SHOWN = 40
 """Lines of a difference that a failure shows."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hypothesis takes no examples from the constants of modules: these are others on each worker, and parsing them took a second."""
+    providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if providers is not None and hasattr(providers, "_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        of_module = [value for value in vars(module).values() if isinstance(value, np.random.Generator)]
+        if of_module:
+            _GENERATORS[module.__name__] = [(value, value.bit_generator.state) for value in of_module]
 
 
 def pytest_collection_finish() -> None:
@@ -112,14 +128,20 @@ def _collect_seldom() -> None:
     A compile makes 100,000 objects, most of which its end frees: whoever looks each time looks at the same ones again. A million wait for
     some 100 MB of memory.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 5, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Compiles of this test, of its fixtures and of the processes that it starts verify what the passes make."""
+    """Compiles of this test, of its fixtures and of the processes that it starts verify what the passes make.
+
+    Random numbers of a module are the same whichever of its tests have run before on this worker.
+    """
+    if isinstance(item, pytest.Function):
+        for generator, state in _GENERATORS.get(item.module.__name__, ()):
+            generator.bit_generator.state = state
     if _REQUESTED is None:
         os.environ[_VERIFY_PASSES] = "1" if item.nodeid.startswith(_VERIFIED) else "last"
 

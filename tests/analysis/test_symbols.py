@@ -13,6 +13,7 @@ import sympy
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, meet, minimum
 from partc.compiler.dims.symbol import Symbol
+from rows import rows
 
 KNOWN = {
     "batch": Symbol(divisor=64).facts(),
@@ -117,7 +118,7 @@ def values(facts: Facts) -> list[int]:
     return [value for value in range(-20, 21) if facts.contains(value)]
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+@rows("a, b", PAIRS)
 def test_arithmetic_of_facts_holds_for_every_pair_of_values(a: Facts, b: Facts) -> None:
     total, difference, product, quotient, rest = a + b, a - b, a * b, a // b, a % b
     most, least = maximum([a, b]), minimum([a, b])
@@ -132,7 +133,7 @@ def test_arithmetic_of_facts_holds_for_every_pair_of_values(a: Facts, b: Facts) 
             assert rest.contains(v % w), (v, w, rest)
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+@rows("a, b", PAIRS)
 def test_meet_is_just_the_common_values(a: Facts, b: Facts) -> None:
     common = sorted(set(values(a)) & set(values(b)))
     try:
@@ -143,8 +144,7 @@ def test_meet_is_just_the_common_values(a: Facts, b: Facts) -> None:
         assert values(both) == common
 
 
-@pytest.mark.parametrize("a", SMALL, ids=str)
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 12])
+@rows("a, k", [*itertools.product(SMALL, (1, 2, 3, 4, 12))])
 def test_exact_division_and_divisors(a: Facts, k: int) -> None:
     multiples = [value for value in values(a) if value % k == 0]
     try:
@@ -280,7 +280,7 @@ def random_expression(r: random.Random, depth: int) -> sympy.Expr:
             return sympy.Mod(a, k)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@rows("seed", range(60), 20)
 def test_facts_hold_for_every_legal_binding(seed: int) -> None:
     r = random.Random(seed)
     known = {

@@ -26,7 +26,6 @@ from partc.runtime.job.place import Place, surrounding_job
 from waiting import LONG, until
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-"""Seconds, fewer than those after which a rank counts as stalled: what has ended is known by then for another reason."""
 
 OPEN_MPI_KILLED = """\
 --------------------------------------------------------------------------

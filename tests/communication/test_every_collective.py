@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -16,28 +15,27 @@ from artifact_text import HEAD, write
 from partc.runtime import RankError, load_local
 from partc.runtime.artifact.comm.collective_node import CollectiveCall
 from partc.runtime.artifact.comm.schemas import register
-from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import Tensor
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.program.steps import WaitCollective
+from rows import rows
 from run_collectives import run, run_reference, same, shards, spmd, text, whole
 
 RANKS = (1, 2, 3)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("reduce", "numpy"), [("sum", sum), ("max", max), ("min", min)])
-def test_all_reduce(tmp_path: Path, ranks: int, reduce: str, numpy: Callable[..., Array]) -> None:
+@rows("ranks, reduce", [*itertools.product(RANKS, ("sum", "max", "min"))])
+def test_all_reduce(tmp_path: Path, ranks: int, reduce: str) -> None:
     given = shards((5, 3), ranks)
     combine = {"sum": np.add, "max": np.maximum, "min": np.minimum}[reduce].reduce
     write(tmp_path, spmd("AllReduce", f'reduce = "{reduce}"', "n, 3", "n, 3", ranks), groups=whole(ranks))
     same(run(tmp_path, given), [-2 * combine(given)] * ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@rows("ranks, axis", [*itertools.product(RANKS, (0, 1, 2, -1))])
 def test_all_gather(tmp_path: Path, ranks: int, axis: int) -> None:
     shape = (2, 5, 3)
     made = [*shape]
@@ -47,9 +45,7 @@ def test_all_gather(tmp_path: Path, ranks: int, axis: int) -> None:
     same(run(tmp_path, given), [-2 * np.concatenate(given, axis)] * ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("axis", [0, 1, 2, -2])
-@pytest.mark.parametrize("reduce", ["sum", "max"])
+@rows("ranks, axis, reduce", [*itertools.product(RANKS, (0, 1, 2, -2), ("sum", "max"))])
 def test_reduce_scatter(tmp_path: Path, ranks: int, axis: int, reduce: str) -> None:
     shard = (2, 5, 3)
     shape = [*shard]
@@ -61,8 +57,7 @@ def test_reduce_scatter(tmp_path: Path, ranks: int, axis: int, reduce: str) -> N
     same(run(tmp_path, given), [-2 * part for part in np.split(total, ranks, axis)])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("split", "concat"), [*itertools.product(range(3), range(3)), (-1, 0)])
+@rows("ranks, split, concat", [(n, *pair) for n in RANKS for pair in (*itertools.product(range(3), range(3)), (-1, 0))])
 def test_all_to_all(tmp_path: Path, ranks: int, split: int, concat: int) -> None:
     shape = [2, 5, 3]
     shape[split] *= ranks
@@ -93,12 +88,8 @@ def test_broadcast_where_only_the_root_has_it(tmp_path: Path, root: int) -> None
     same([np.asarray(found[f"y{rank}"]) for rank in range(3)], [-x] * 3)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("reduce", "combine"), [("sum", np.add), ("max", np.maximum)])
-@pytest.mark.parametrize("type", ["float", "float16", "int32"])
-def test_reduce_gives_the_root_alone(
-    tmp_path: Path, ranks: int, reduce: str, combine: Callable[..., Array], type: str
-) -> None:
+@rows("ranks, reduce, type", [*itertools.product(RANKS, ("sum", "max"), ("float", "float16", "int32"))])
+def test_reduce_gives_the_root_alone(tmp_path: Path, ranks: int, reduce: str, type: str) -> None:
     """Every rank gives the value that it goes on with; the broadcast hands the root's result to the others only."""
     root = ranks - 1
     graphs = [
@@ -115,15 +106,14 @@ def test_reduce_gives_the_root_alone(
     with load_local(tmp_path) as program:
         for _ in range(2):
             found = program({f"x{rank}": one for rank, one in enumerate(given)})
-    total = functools.reduce(combine, [-one for one in given])
+    total = functools.reduce({"sum": np.add, "max": np.maximum}[reduce], [-one for one in given])
     same([np.asarray(found[f"y{rank}"]) for rank in range(ranks)], [total - one for one in given])
 
 
 DTYPES = [name for name in BY_NAME if name not in ("float8e8m0",)]
 
 
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("op", ["AllReduce", "AllGather", "ReduceScatter", "AllToAll"])
+@rows("op, name", [*itertools.product(("AllReduce", "AllGather", "ReduceScatter", "AllToAll"), DTYPES)])
 def test_every_type_moves_and_adds(tmp_path: Path, name: str, op: str) -> None:
     """Values small enough that sums are exact in every type; 3 ranks, along axis 1, so that packing takes part."""
     attributes = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, by_numpy
 from partc.runtime.artifact.tensors.tensor import ALIGNMENT, Tensor, aligned
 from partc.runtime.communication.message import HEADER, decode, encode, payload_size
+from rows import rows
 
 
 def there_and_back(value: Any) -> Any:
@@ -20,8 +22,7 @@ def there_and_back(value: Any) -> Any:
     return back.array() if isinstance(back, Tensor) else back
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-@pytest.mark.parametrize("shape", [(), (7,), (3, 0, 2), (5, 3)])
+@rows("name, shape", [*itertools.product(sorted(BY_NAME), [(), (7,), (3, 0, 2), (5, 3)])])
 def test_tensors(name: str, shape: tuple[int, ...]) -> None:
     dtype = BY_NAME[name]
     codes = np.random.default_rng(len(name)).integers(0, 2, shape)
@@ -35,8 +36,7 @@ def test_tensors(name: str, shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(back.astype(np.complex128), array.astype(np.complex128))
 
 
-@pytest.mark.parametrize("name", ["int4", "uint4", "int2", "uint2", "float4e2m1"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16])
+@rows("name, count", [*itertools.product(["int4", "uint4", "int2", "uint2", "float4e2m1"], [1, 2, 3, 4, 5, 16])])
 def test_every_code_of_a_packed_type(name: str, count: int) -> None:
     dtype = BY_NAME[name]
     codes = np.arange(count) % (1 << dtype.bits)

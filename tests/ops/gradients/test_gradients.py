@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import pytest
 from gradient_case import Proof, cut_faults, faults, placements
 from partc.compiler.ops.registry import entries
+from rows import rows
 
 HERE = Path(__file__).parents[1]
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]
@@ -18,7 +18,7 @@ def said(one: tuple[Proof, bool]) -> str:
     return f"{one[0]}{' dynamic' if one[1] else ''}"
 
 
-@pytest.mark.parametrize("one", list(placements(PROOFS)), ids=said)
+@rows("one", list(placements(PROOFS)), ids=said)
 def test_a_gradient_is_the_slope(one: tuple[Proof, bool]) -> None:
     assert faults(*one) == []
 
@@ -31,7 +31,7 @@ SHARDS = [
 ]
 
 
-@pytest.mark.parametrize("one", SHARDS, ids=said)
+@rows("one", SHARDS, 16, said)
 def test_a_gradient_on_shards_is_the_dual(one: tuple[Proof, bool]) -> None:
     assert cut_faults(*one) == []
 

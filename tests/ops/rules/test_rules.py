@@ -21,6 +21,7 @@ from partc.compiler.ops.registry import Entry, entries, fresh_rule, rule_of, sta
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.rewrite.class_losses import write_out_class_loss
 from partc.compiler.rewrite.opset import BENT, decompose
+from rows import rows
 from rule_case import feeds_of, run
 from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations
 from rules_case import CASES, HERE, MODULES
@@ -31,12 +32,12 @@ CASES += [one.case for module in GRADIENTS for one in module.CASES if (one.case.
 FIRST = {(one.domain, one.op_type): one for one in reversed(CASES)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@rows("case", CASES)
 def test_what_the_rule_claims_holds(case: Case) -> None:
     assert violations(case) == []
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if one.enumerated], ids=str)
+@rows("case", [one for one in CASES if one.enumerated])
 def test_what_the_rule_lacks_is_listed(case: Case) -> None:
     assert unclaimed(case) == set(case.lacks)
 
@@ -95,7 +96,7 @@ def found(rule: Callable[[ir.Node], Rule], node: ir.Node) -> Rule | str:
         return type(error).__name__
 
 
-@pytest.mark.parametrize("case", [*FIRST.values()], ids=str)
+@rows("case", [*FIRST.values()])
 def test_nodes_that_share_a_rule_have_it_by_themselves(case: Case) -> None:
     for node in (node_of(case), *changed(case), node_of(case)):
         assert found(rule_of, node) == found(fresh_rule, node)
@@ -124,7 +125,7 @@ def inferred(nodes: list[ir.Node]) -> list[list[str]]:
     return [[re.sub(r"\b_d\d+", "_", f"{out.type} {out.shape}") for out in node.outputs] for node in nodes]
 
 
-@pytest.mark.parametrize("case", [one for one in FIRST.values() if one.domain != OWN], ids=str)
+@rows("case", [one for one in FIRST.values() if one.domain != OWN])
 def test_nodes_that_are_alike_have_the_shapes_that_each_has_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inferred([node_of(case), *changed(case), node_of(case)])
     monkeypatch.setattr(shape_rules, "key_of", lambda node: None)

@@ -28,6 +28,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.sharding.flow import OWN, REPLICATE, Flow, Partial, State
+from rows import rows
 from rule_case import Array, Case, feeds_of, node_of, run
 from rule_prover import equal
 
@@ -124,7 +125,7 @@ def streamed(case: Case, *, dynamic: bool) -> Iterator[str]:
                 yield f"records along {dims}: {out.name}: {why}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@rows("case", CASES, 16)
 def test_what_the_flow_says_of_microbatches_holds(case: Case) -> None:
     assert [*trained(case), *streamed(case, dynamic=False), *streamed(case, dynamic=True)] == []
 

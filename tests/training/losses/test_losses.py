@@ -18,15 +18,10 @@ from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
 from partc.compiler.training.add_training import add_loss, add_metric
 from plan_values import loss, metric
+from rows import pairwise, rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RANDOM = np.random.default_rng(11)
-START = RANDOM.bit_generator.state
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers_in_any_order() -> None:
-    RANDOM.bit_generator.state = START
 
 
 def backward_of(made: ir.Model, scalar: str = "loss") -> tuple[Backward, list[str]]:
@@ -62,21 +57,19 @@ def numbers(shape: Sequence[int], axis: int | None, ignored: int | None = None) 
     return x, t, at
 
 
-@pytest.mark.parametrize(("reduction", "dynamic"), [("mean", False), ("mean", True), ("sum", True)])
-@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
-@pytest.mark.parametrize("ignored", [None, 1])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])
+@rows(
+    "weighted, smoothing, ignored, shape_axis, reduced",
+    pairwise([False, True], [0.0, 0.1], [None, 1], SHAPES, [("mean", False), ("mean", True), ("sum", True)]),
+)
 def test_cross_entropy_is_torchs(
-    shape: tuple[int, ...],
-    axis: int | None,
-    reduction: str,
-    ignored: int | None,
-    smoothing: float,
     weighted: bool,
-    dynamic: bool,
+    smoothing: float,
+    ignored: int | None,
+    shape_axis: tuple[tuple[int, ...], int | None],
+    reduced: tuple[str, bool],
 ) -> None:
     torch = pytest.importorskip("torch")
+    (shape, axis), (reduction, dynamic) = shape_axis, reduced
     x, t, at = numbers(shape, axis, ignored)
     weights = WEIGHTS[: shape[at]] if weighted else None
     options = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing, "weights": weights}
@@ -101,14 +94,15 @@ def dims_of(shape: Sequence[int], axis: int, dynamic: bool) -> list[int | str]:
     return [f"n{k}" if dynamic and k != axis else size for k, size in enumerate(shape)]
 
 
-@pytest.mark.parametrize(("reduction", "dynamic"), [("mean", False), ("mean", True), ("sum", True)])
-@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])
+@rows(
+    "weighted, smoothing, shape_axis, reduced",
+    pairwise([False, True], [0.0, 0.2], SHAPES, [("mean", False), ("mean", True), ("sum", True)]),
+)
 def test_cross_entropy_of_probabilities_is_torchs(
-    shape: tuple[int, ...], axis: int | None, reduction: str, smoothing: float, weighted: bool, dynamic: bool
+    weighted: bool, smoothing: float, shape_axis: tuple[tuple[int, ...], int | None], reduced: tuple[str, bool]
 ) -> None:
     torch = pytest.importorskip("torch")
+    (shape, axis), (reduction, dynamic) = shape_axis, reduced
     x, _, at = numbers(shape, axis)
     t = RANDOM.uniform(0, 1, shape).astype(np.float32)
     weights = WEIGHTS[: shape[at]] if weighted else None
@@ -129,10 +123,15 @@ def test_cross_entropy_of_probabilities_is_torchs(
     np.testing.assert_allclose(gradient, given.grad.numpy(), rtol=2e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize("dynamic", ["none", "some", "all"])
-@pytest.mark.parametrize("shape", [(7,), (7, 5), (2, 3, 4, 5)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["mean_squared", "l1", "binary_cross_entropy", "pos_weight"])
+@rows(
+    "kind, reduction, shape, dynamic",
+    pairwise(
+        ["mean_squared", "l1", "binary_cross_entropy", "pos_weight"],
+        ["mean", "sum"],
+        [(7,), (7, 5), (2, 3, 4, 5)],
+        ["none", "some", "all"],
+    ),
+)
 def test_losses_of_numbers_are_torchs(kind: str, reduction: str, shape: tuple[int, ...], dynamic: str) -> None:
     torch = pytest.importorskip("torch")
     functional = torch.nn.functional

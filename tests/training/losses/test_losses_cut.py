@@ -18,7 +18,6 @@ from partc.compiler.training.add_training import add_loss, add_metric
 from plan_values import loss, metric
 
 RANDOM = np.random.default_rng(13)
-START = RANDOM.bit_generator.state
 WEIGHTS = [0.5, 2.0, 0.25, 1.5, 3.0, 1.0]
 IMAGES = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 6, 3] x) => (float[batch, 6, 3] y) {
@@ -39,11 +38,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"weights": WEIGHTS, "ignore_index": -1, "label_smoothing": 0.2},
     {"weights": WEIGHTS, "reduction": "sum"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers_in_any_order() -> None:
-    RANDOM.bit_generator.state = START
 
 
 def with_loss(text: str, this: Loss, metrics: Sequence[str] = ()) -> Any:
