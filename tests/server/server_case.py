@@ -25,7 +25,7 @@ from partc.cli.job.serving import lead, open_front
 from partc.cli.server.link import Link
 from partc.cli.server.settings import ServerSettings
 from partc.runtime import ContinuousBatch, load_local_generator, open_artifact
-from waiting import until
+from waiting import LONG, until
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.?"
 """The texts of the tokens of a decoder of 64, one each."""
@@ -223,7 +223,7 @@ class MpiServer(Client):
                 found.append((int(rank.rpartition(b"=")[2]), int(entry.parent.name)))
         return [pid for _, pid in sorted(found)]
 
-    def ended(self, seconds: float = 15.0) -> tuple[int, str]:
+    def ended(self, seconds: float = LONG) -> tuple[int, str]:
         """The exit code and what was told, once it has ended."""
         _, told = self.process.communicate(timeout=seconds)
         return self.process.returncode, told

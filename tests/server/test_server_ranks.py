@@ -55,26 +55,30 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ranks_that_fail_are_started_again_and_a_signal_ends_the_server(build: Path, temporary: Path) -> None:
-    model, many = Unsharded(decoder()), {"prompt": [1], "max_tokens": 255}
+    model, many = Unsharded(decoder()), {"prompt": [1], "max_tokens": 255, "n": 16}
     wanted = [model.tokens(prompt, 20) for prompt in PROMPTS]
     with MpiServer(folder=build, options=("--restart", "--drain", "0.1")) as server:
         with ThreadPoolExecutor() as pool:
             found = [*pool.map(lambda prompt: server.complete(prompt, max_tokens=20)["token_ids"], PROMPTS)]
         assert found == wanted
+        ranks = server.ranks()
         with server.streaming(COMPLETIONS, many) as events:
             next(events)
-            os.kill(server.ranks()[1], signal.SIGKILL)
+            os.kill(ranks[1], signal.SIGKILL)
             kind, data = [*events][-1]
         assert kind == "error"
         assert "rank 1 was killed by signal 9 (SIGKILL)" in json.loads(data)["error"]["message"]
         server.await_ready()
         assert server.complete(PROMPTS[0], max_tokens=20)["token_ids"] == wanted[0]
         assert server.metrics()["partc_restarts_total"] == 1
+        ranks = server.ranks()
         with server.streaming(COMPLETIONS, many) as events:
             next(events)
+            os.kill(ranks[1], signal.SIGSTOP)  # else the server may end before it is asked whether it does
             os.kill(server.process.pid, signal.SIGTERM)
             until(lambda: server.get("/health")[0] == 503)
             assert server.post(COMPLETIONS, many)[0] == 503
+            os.kill(ranks[1], signal.SIGCONT)
             last = [json.loads(data) for _, data in events if data != "[DONE]"][-1]
         assert last["choices"][0]["finish_reason"] in ("shutdown", "length")
         code, lines = server.ended()
@@ -88,9 +92,10 @@ def test_ranks_that_fail_are_started_again_and_a_signal_ends_the_server(build: P
 
 def test_a_server_whose_rank_0_is_killed_ends_with_its_message(build: Path, temporary: Path) -> None:
     with MpiServer(folder=build) as server:
-        with server.streaming(COMPLETIONS, {"prompt": [1], "max_tokens": 255}) as events:
+        ranks = server.ranks()
+        with server.streaming(COMPLETIONS, {"prompt": [1], "max_tokens": 255, "n": 16}) as events:
             next(events)
-            os.kill(server.ranks()[0], signal.SIGKILL)
+            os.kill(ranks[0], signal.SIGKILL)
             kind, data = [*events][-1]
         assert (kind, json.loads(data)["error"]["code"]) == ("error", "ranks_failed")
         code, lines = server.ended()
