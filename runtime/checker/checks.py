@@ -22,10 +22,9 @@ from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
 from partc.runtime.checker.across.rows import check_microbatches, check_rows
 from partc.runtime.checker.files import check_folder
-from partc.runtime.checker.graph.nodes import check_graph
+from partc.runtime.checker.graph.nodes import check_graph, check_targets
 from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks
 from partc.runtime.checker.graph.run_list import check_run_list
-from partc.runtime.checker.graph.targets import check_targets
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject

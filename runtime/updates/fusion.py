@@ -3,7 +3,7 @@
     Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)     ->     Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
 
 The functions are element-wise, so it makes no difference whether they run on one tensor or on many that follow each other in memory. The
-compiler decides which do, and what memory they need (`compiler/emit/updates.py`).
+compiler decides which do, and what memory they need (`compiler/emit/run_list.py`).
 """
 
 from __future__ import annotations

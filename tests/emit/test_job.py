@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.ir.programs import Comm, added
-from partc.compiler.lower.distinct import Finished, names_of
 from partc.compiler.lower.job import Job, Transfer
+from partc.compiler.lower.lower import Finished, names_of
 
 
 def test_a_name_is_free_on_ranks_and_not_the_models() -> None:

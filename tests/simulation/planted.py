@@ -15,9 +15,9 @@ import pytest
 from partc.runtime import Program
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution import recover
-from partc.runtime.execution.agreement import StepAgreement
 from partc.runtime.execution.memory import layout
 from partc.runtime.execution.moves import MessageCalls
+from partc.runtime.execution.program import StepAgreement
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
 from partc.runtime.lookups.lookup import Lookup

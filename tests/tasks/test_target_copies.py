@@ -21,7 +21,7 @@ from partc.runtime.artifact.format import TARGET, Manifest, Transfer
 from partc.runtime.artifact.graph.targets import forget_copies
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
-from partc.runtime.checker.graph.targets import check_targets
+from partc.runtime.checker.graph.nodes import check_targets
 from partc.runtime.errors import ArtifactError
 from partc.runtime.program.rank_file import transfers_of
 from partc.runtime.program.steps import Copy, Send

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from optimizer_case import Tensors, begun, drawn, fed, model_of, operands, session_of, slot_shape
-from partc.compiler.emit.updates import plan_groups
+from partc.compiler.emit.run_list import plan_groups
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
 from partc.compiler.training.optimizers import update_steps

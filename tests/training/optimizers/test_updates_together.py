@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from partc.compiler.emit.updates import UpdatePlan, plan_groups
+from partc.compiler.emit.run_list import UpdatePlan, plan_groups
 from partc.compiler.training.optimizer_functions import function
 from partc.runtime import load_local
 from partc.runtime.program.steps import Segment, StartCollective, WaitCollective
