@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
+from partc.compiler.adapters import adapted
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.emit.annotated import write_annotated
@@ -182,7 +183,7 @@ def programs_of(
 
     `on_end` and `on_start` are told of the passes of the step; `on_start` also of the evaluation, the prefill, or the encoder, as a whole.
     """
-    source = quantized(source, plan, name)
+    source = adapted(quantized(source, plan, name), plan, name)
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in COMPILE_ORDER:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}

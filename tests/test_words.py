@@ -43,7 +43,7 @@ NOT = {
     "rank": "worker",
     "global, local": "logical physical",
     "layout": "distribution",
-    "reshard": "adapter redistribute",
+    "reshard": "redistribute",
     "plan, manifest": "config",
     "no one": "nobody",
 }

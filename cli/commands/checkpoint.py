@@ -118,9 +118,10 @@ def verify(path: Path) -> int:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
+    type=click.Choice(["safetensors", "hf", "peft", "torch", "dcp"]),
     default="safetensors",
     help="safetensors: a file, or a folder of files with an index. hf: a folder as from_pretrained of transformers reads it. "
+    "peft: a folder of the adapter that is trained. "
     "torch: a file as torch.load reads it. dcp: a folder of torch.distributed.checkpoint.",
 )
 @click.option(
@@ -165,21 +166,27 @@ def export(
     partc checkpoint export checkpoints/ --only '**.lora_*' -o adapters.safetensors
     partc checkpoint export checkpoints/ --model model.py -o trained.onnx
     partc checkpoint export checkpoints/ --format hf --config path/to/llama -o trained/
+    partc checkpoint export checkpoints/ --format peft -o adapter/
     partc checkpoint export checkpoints/ --format torch --like half.pt -o trained.pt
     """
     from partc.cli.job.weights_of import weights_of
     from partc.runtime.checkpoint.checkpoint import Checkpoint
-    from partc.runtime.checkpoint.export import WEIGHTS, export_folder, export_tensors
+    from partc.runtime.checkpoint.export import WEIGHTS, export_adapter, export_folder, export_tensors
     from partc.runtime.checkpoint.interchange.torch_export import export_torch
     from partc.runtime.checkpoint.newest import take_newest_intact
     from partc.runtime.errors import UsageError
 
-    into_folder = form in ("hf", "dcp") or (form == "safetensors" and model is None and not out.suffix)
+    into_folder = form in ("hf", "peft", "dcp") or (form == "safetensors" and model is None and not out.suffix)
     for option, given, where, fits in (
         ("--config", config is not None, "--format hf", form == "hf"),
         ("--like", like is not None, "--format torch or dcp", form in ("torch", "dcp")),
         ("--model", model is not None, "an .onnx file alone", form == "safetensors"),
-        ("--only", bool(only), "weights alone, without --model and --like", model is None and like is None),
+        (
+            "--only",
+            bool(only),
+            "weights alone, not --model, --like or --format peft",
+            model is like is None and form != "peft",
+        ),
         ("--all", everything, "one .safetensors file", form == "safetensors" and model is None and not into_folder),
     ):
         if given and not fits:
@@ -201,6 +208,8 @@ def export(
             checkpoint = checkpoint.only(weights_of(only, names, str(checkpoint.path), remedy))
         if form in ("torch", "dcp"):
             return checkpoint, count(len(export_torch(checkpoint, out, like, form == "dcp")), "tensor")
+        if form == "peft":
+            return checkpoint, f"{', '.join(export_adapter(checkpoint, out))}: the adapter"
         if into_folder:
             return checkpoint, f"{', '.join(export_folder(checkpoint, out, config, byte_count(shard)))}: the weights"
         if model is not None:

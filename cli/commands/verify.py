@@ -93,6 +93,7 @@ def command(
     from partc.cli.comparison.verdict import Case
     from partc.cli.job.inputs import open_inputs
     from partc.cli.output.compile_progress import CompileProgress
+    from partc.compiler.adapters import adapted
     from partc.compiler.frontend.torch.compare_with_torch import compare_graph
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
@@ -114,8 +115,8 @@ def command(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileProgress() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)
-        source = quantized(sources[0], report.program.plan, model.name)
-        torch_model = None if source.quantized else torch_models[0]
+        source = adapted(quantized(sources[0], report.program.plan, model.name), report.program.plan, model.name)
+        torch_model = None if source.quantized or source.adapted else torch_models[0]
         case = Case(model, plan, report, {}, Path(scratch), mpi, source, devices, torch_model)
         for line in _quantization(sources[0], report.program.plan, model.name) if source.quantized else ():
             console.echo(line)

@@ -31,7 +31,8 @@ class Source:
     """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
 
     `exported`: whether torch exported it, which takes seconds to minutes. `is_export_cached`: whether that
-    is kept for the next command. `quantized`: whether the plan's `quantize` is done. `absent`: whether weights are names, types and shapes.
+    is kept for the next command. `quantized`, `adapted`: whether the plan's `quantize` and `adapters` are done. `absent`: whether weights
+    are names, types and shapes.
     """
 
     model: ir.Model
@@ -39,6 +40,7 @@ class Source:
     exported: bool = False
     is_export_cached: bool = False
     quantized: bool = False
+    adapted: bool = False
     absent: bool = False
 
 

@@ -33,6 +33,10 @@ UNTRAINABLE = "partc.untrainable"
 """The metadata of a model whose training would not be its module's: a list of problems (where, fact, law, help); in files, too."""
 CHANGED_BY_FORWARD = "partc.changed_by_forward"
 """The metadata of a model: the buffers and numbers, quoted, that its module's forward changes and the graph does not; in files, too."""
+ADAPTER = "partc.adapter"
+"""Key of `ir.Node.meta`: the module to whose product a node adds an adapter, and whose style it does not follow. Key of the `ir.Value.meta`
+of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
+"""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

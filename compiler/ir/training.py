@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import Operands, name_of
+from partc.compiler.ir.graph import ADAPTER, Operands, name_of
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from partc.runtime.artifact.training.scalars import OptimizerRecord, scalar_name
 
@@ -234,4 +234,9 @@ class Training:
             folder=self.folder,
             fixed=list(self.records.fixed),
             not_streamed=self.notes.not_streamed,
+            adapter={
+                name_of(value).removesuffix(".lora_A.weight"): value.meta[ADAPTER]
+                for value in self.parameters
+                if ADAPTER in value.meta
+            },
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.adapters import AdapterRule
 from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, repeated_keys
 from partc.compiler.plan.document import Document, Steps, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
@@ -119,10 +120,19 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
             QuantizeRule(pattern, blocks, where("quantize", pattern)) for pattern, blocks in entries.quantize.items()
         ),
         generate=entries.generate.placed(where) if entries.generate else None,
+        adapters=tuple(
+            AdapterRule(name, entry, _beside(document.file, entry.source), where("adapters", name))
+            for name, entry in entries.adapters.items()
+        ),
         target=tuple(
             TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
         ),
     )
+
+
+def _beside(file: str, path: str | None) -> Path | None:
+    """A path of a plan, which begins in the folder of the plan's file."""
+    return None if path is None else Path(file).parent / path
 
 
 def _uneven_batch(train: TrainRules, pipeline: PipelineRules, where: Callable[..., str]) -> Problem | None:
@@ -184,6 +194,8 @@ def _subject(steps: Steps) -> str:
             return f"placement of '{pattern}'"
         case ("quantize", pattern, *inside):
             return f"quantize of '{pattern}'" + "".join(f", '{key}'" for key in inside)
+        case ("adapters", name, *inside):
+            return f"adapter '{name}'" + "".join(f", '{key}'" for key in inside)
         case ("target", pattern):
             return f"target of '{pattern}'"
         case ("sharding", pattern, *inside):

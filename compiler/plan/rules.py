@@ -17,6 +17,7 @@ from partc.compiler.plan.groups import Axes, axes_of, spanned, workers_of
 from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
+    from partc.compiler.plan.adapters import AdapterRule
     from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
     from partc.compiler.plan.precision import PrecisionRules
@@ -177,6 +178,7 @@ class Plan(RankRules):
     quantize: tuple[QuantizeRule, ...] = ()
     target: tuple[TargetRule, ...] = ()
     generate: GenerateRules | None = None
+    adapters: tuple[AdapterRule, ...] = ()
 
     @staticmethod
     def whole() -> Plan:

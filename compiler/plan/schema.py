@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import LARGEST, Symbol
+from partc.compiler.plan.adapters import AdapterForm, refused_adapters
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
@@ -161,6 +162,7 @@ ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
 QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
+AdapterEntries: TypeAlias = dict[Annotated[str, Field(pattern=r"^[\w.:/@+-]+$", max_length=256)], AdapterForm]
 
 
 def _precision(value: object) -> str:
@@ -280,6 +282,15 @@ class PlanEntries(DataEntries):
         description="Products and tables whose weights are stored in 4 or 8 bits by pattern, {bits: 4, block: 32}; null: they stay as they "
         "are. Of a plan that does not train.",
     )
+    adapters: Annotated[
+        AdapterEntries,
+        _or_none(AdapterEntries),
+        Remedy("write adapters: {sql: adapters/sql}, the folder of an adapter of peft"),
+    ] = Field(
+        {},
+        description="Adapters by name, which add to products of the model: a folder that peft wrote, or a new one, "
+        '{on: "**.q_proj", rank: 8, alpha: 16, train: true}.',
+    )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,
         description="A decoder with past and present keeps its caches from step to step: the plan then compiles to a program that makes "
@@ -321,6 +332,8 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
+        if refused := refused_adapters(self.adapters, trains=self.train is not None):
+            raise refused
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:
             said = self.train.on_nonfinite

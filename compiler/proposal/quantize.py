@@ -7,7 +7,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.plan.quantize import BLOCKS
 from partc.compiler.proposal.names import patterns, template
 from partc.compiler.proposal.starting_plan import key
-from partc.compiler.quantize import Product, products
+from partc.compiler.rewrite.products import Product, products
 from partc.runtime.units import count
 
 _LARGEST = 32

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, DamagedError, UsageError
 from ..files.regular import read_regular
 from ..files.writers import write_new
 from .checkpoint import Checkpoint
-from .index import Kind
+from .index import ADAPTER, Kind
 from .verification import Verification
 
 WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
@@ -22,6 +22,8 @@ SHARD_BYTES = 5_000_000_000
 _COPIED = (".json", ".txt", ".model", ".jinja")
 _OTHER_BYTES = 1 << 30
 """A file beside the weights, such as a tokenizer, has at most so many."""
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS, _PEFT = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+"""The two files of an adapter of peft, and its prefix of names."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -81,6 +83,47 @@ def export_folder(checkpoint: Checkpoint, folder: Path, config: Path | None, mos
         if problems := proof.problems():
             raise DamagedError(problems)
     return [*files, *([_INDEX] if several else []), *(one.name for one in copied)]
+
+
+def export_adapter(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Writes the adapter that a checkpoint has into a folder as peft reads it; the names of the files.
+
+    CheckpointError where the training had no `adapters` in its plan, DamagedError, and no file, as `export_folder`.
+    """
+    alphas = checkpoint.index.meta.get(ADAPTER)
+    names = [f"{module}.lora_{key}.weight" for module in alphas for key in "AB"] if isinstance(alphas, dict) else []
+    tensors = {name: checkpoint.index.tensors[name] for name in names if name in checkpoint.index.tensors}
+    if not isinstance(alphas, dict) or not alphas or len(tensors) < len(names):
+        help_ = "write the weights alone, with --only '**.lora_*'; a plan with `adapters` trains an adapter as peft's"
+        raise CheckpointError(f"{checkpoint.path}: has no adapter of a plan\n  help: {help_}")
+    ranks = {module: tensors[f"{module}.lora_A.weight"].shape[0] for module in alphas}
+    rank, alpha = max(ranks.values()), max(map(float, alphas.values()))  # type: ignore[arg-type]
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {module: one for module, one in ranks.items() if one != rank},
+        "alpha_pattern": {module: one for module, one in alphas.items() if one != alpha},
+        "target_modules": sorted(alphas),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "inference_mode": True,
+        "base_model_name_or_path": None,
+        "task_type": None,
+    }
+    with replacing_together(folder / _ADAPTER_CONFIG) as scratch, Verification(checkpoint) as proof:
+        written = {f"{_PEFT}{name}": Stored(STORED[one.dtype], one.shape) for name, one in tensors.items()}
+        write_tensors(
+            scratch / _ADAPTER_WEIGHTS,
+            written,
+            lambda name: checkpoint.blocks(name.removeprefix(_PEFT)),
+            {"format": "pt"},
+        )
+        write_new(scratch / _ADAPTER_CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+        if problems := proof.problems():
+            raise DamagedError(problems)
+    return [_ADAPTER_WEIGHTS, _ADAPTER_CONFIG]
 
 
 def _shards(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

@@ -38,6 +38,8 @@ from ..files.regular import read_regular
 INDEX = "checkpoint.json"
 NONFINITE = "nonfinite"
 """Key of `meta`: the checkpoint holds numbers that are not finite."""
+ADAPTER = "adapter"
+"""Key of `meta`: the alpha of each module of the adapter that is trained."""
 SKIPPED = "skipped"
 """Key of `meta`: how many of its steps changed nothing."""
 FORMAT: Literal[2] = 2

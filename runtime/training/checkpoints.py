@@ -16,7 +16,7 @@ from ..checkpoint.background import BackgroundSave
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
 from ..checkpoint.early_verification import EarlyVerification
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.index import ADAPTER, CheckpointIndex
 from ..checkpoint.lock import Lock
 from ..checkpoint.newest import take_newest_intact
 from ..checkpoint.run_list import Retention
@@ -68,6 +68,8 @@ class Checkpoints:
         if self._averages is not None:
             arrays, records = [*arrays, *self._averages.arrays()], [*records, *self._averages.records]
         known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
+        if (training := self._program.manifest.training) is not None and training.adapter:
+            known[ADAPTER] = {**training.adapter}
         lock, retention = self._locks.get(folder), Retention(keep, best, folder.resolve() in self._ours)
         if background:
             one = Save(folder, step, rank, arrays, records, known, retention, lock)

@@ -150,7 +150,7 @@ def _adapter(folder: Path) -> None:
 
 BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "llama: the folder has no config.json\n  help: save a model"),
-    (_adapter, "llama: the folder has an adapter alone, and no model\n  help: merge it into its model"),
+    (_adapter, "llama: the folder has an adapter alone, and no model\n  help: give its model, and `adapters: {name: llama}` in the plan"),
     (lambda folder: (folder / "config.json").write_text("{"), "llama/config.json: is not JSON: "),
     (_config(architectures=["LamaForCausalLM"]), "has no model 'LamaForCausalLM'\n  help: the nearest names are 'LlamaForCausalLM'"),
     (_config(architectures=["Own"], auto_map={}), "has no model 'Own'\n  code of the folder's own is not run\n"),

@@ -313,6 +313,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "train",
         "precision",
         "quantize",
+        "adapters",
         "generate",
         "pipeline",
     ]

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import export_cache, settings
+from partc.compiler.frontend.huggingface.adapter_folder import ADAPTER_CONFIG
 from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.export_cache import Export
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 _LITERAL = "lifted_tensor"
 """In the names that torch gives to tensors of literals in a forward."""
-_ADAPTER = "adapter_config.json"
 
 
 def load_folder(
@@ -264,8 +264,8 @@ def _allocate(module: torch.nn.Module) -> None:
 def _settings(folder: Path) -> dict[str, object]:
     if (folder / CONFIG).exists():
         return read_object(folder / CONFIG, f"{folder.name}/{CONFIG}")
-    if (folder / _ADAPTER).exists():
-        help_ = "merge it into its model: PeftModel.merge_and_unload(), then save_pretrained"
+    if (folder / ADAPTER_CONFIG).exists():
+        help_ = f"give its model, and `adapters: {{name: {folder.name}}}` in the plan"
         raise CompileError(Problem(folder.name, "the folder has an adapter alone, and no model", help=help_))
     inside = sorted(one.name for one in folder.iterdir() if one.suffix in (".onnx", ".py") or (one / CONFIG).exists())
     help_ = (

@@ -83,7 +83,7 @@ def stored_tensors(folder: Path) -> dict[str, InFile]:
             problems.append(Problem(where, f"{title} is in '{file}', which is missing", help=help_))
         else:
             try:
-                files[file] = _tensors_of(folder / file, f"{folder.name}/{file}")
+                files[file] = tensors_of(folder / file, f"{folder.name}/{file}")
             except CompileError as error:
                 problems += error.problems
     for name, file in index.items():
@@ -100,14 +100,14 @@ def stored_tensors(folder: Path) -> dict[str, InFile]:
 
 def _of_one_file(folder: Path) -> dict[str, InFile]:
     if (folder / WEIGHTS).exists():
-        return _tensors_of(folder / WEIGHTS, f"{folder.name}/{WEIGHTS}")
+        return tensors_of(folder / WEIGHTS, f"{folder.name}/{WEIGHTS}")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
     fact = f"the folder has neither {WEIGHTS} nor {INDEX}" + (f"; it has {', '.join(others[:4])}" if others else "")
     help_ = "save the model with save_pretrained, which writes safetensors; `partc compile` takes --no-weights, and --weights FOLDER"
     raise CompileError(Problem(folder.name, fact, help=help_))
 
 
-def _tensors_of(path: Path, where: str) -> dict[str, InFile]:
+def tensors_of(path: Path, where: str) -> dict[str, InFile]:
     file = path.resolve()
     if why := fault(file):
         raise CompileError(Problem(where, why, help=_AGAIN))

@@ -22,7 +22,7 @@ class NodeBuilder:
 
     def __init__(self, graph: ir.Graph, path: str) -> None:
         self.graph, self.path = graph, path
-        self._new: list[ir.Node] = []
+        self.waiting: list[ir.Node] = []
         self._names = {value.name for node in graph for value in node.outputs} | {value.name for value in graph.inputs}
         self._scopes = {
             key for node in graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
@@ -52,7 +52,7 @@ class NodeBuilder:
             node.metadata_props[TORCH_SCOPES] = repr(["", self.path, name])
         elif self._scopes:
             node.metadata_props[ONNXSCRIPT_SCOPES] = repr(["", self.path])
-        self._new.append(node)
+        self.waiting.append(node)
         return node.outputs
 
     def constant(self, word: str, numbers: npt.ArrayLike) -> ir.Value:
@@ -70,12 +70,12 @@ class NodeBuilder:
     def put(self, *, before: ir.Node | None = None, after: ir.Node | None = None) -> None:
         """Puts the nodes that wait into the graph: before or behind a node, else at its end."""
         if before is not None:
-            self.graph.insert_before(before, self._new)
+            self.graph.insert_before(before, self.waiting)
         elif after is not None:
-            self.graph.insert_after(after, self._new)
+            self.graph.insert_after(after, self.waiting)
         else:
-            self.graph.extend(self._new)
-        self._new = []
+            self.graph.extend(self.waiting)
+        self.waiting = []
 
     def _free(self, name: str) -> str:
         """The name, with a number where it is taken."""

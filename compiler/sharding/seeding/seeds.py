@@ -15,7 +15,7 @@ import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
-from partc.compiler.ir.graph import SERVED, name_of
+from partc.compiler.ir.graph import ADAPTER, SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
@@ -109,6 +109,8 @@ class _Seeds:
         for instance in self.instances(region.nodes):
             if instance.node in self.constants:
                 continue  # what makes a parameter is cut as its reader is
+            if str(instance.node.meta.get(ADAPTER, "")).startswith(region.path):
+                continue  # a style of a module speaks of its own weight
             meant = NodeOnGroup(styled(instance.node), instance.group)
             instance = meant if meant in self.choices else instance
             choice = self.choices[instance]

@@ -31,7 +31,8 @@ class TrainingRecord(MetricsRecord):
     `settings`: the keys of the plan that the loop reads; their paths are relative to `folder`, the plan's, as the artifact sees it; empty:
     to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates
     anything; where it is not finite the step replaces nothing of what is kept. `sum_over_ranks`: gradients are those of the sum over the
-    batch's shards of their means. `not_streamed`: why a pipeline evaluates whole batches.
+    batch's shards of their means. `not_streamed`: why a pipeline evaluates whole batches. `adapter`: the alpha
+    of each module of an adapter that is trained, which adds alpha / rank times a product.
     """
 
     sum_over_ranks: bool = False
@@ -42,3 +43,4 @@ class TrainingRecord(MetricsRecord):
     fixed: list[str] = []
     guard: str = ""
     not_streamed: str = ""
+    adapter: dict[str, float] = {}

@@ -1,0 +1,138 @@
+"""Adds a plan's adapter to the products of a model, under the names that peft and torch give its weights.
+
+The source is rewritten before any pass, and after `quantize`: `partc verify` compares with the adapted model on one rank. In a training an
+adapter's weights are all that is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.adapter_folder import LowRank, read_adapter
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.computed import AbsentTensor
+from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.program import Loaded
+from partc.compiler.matching import matched_nodes, nothing_matched
+from partc.compiler.plan.adapters import AdapterRule
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.rules import Plan
+from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter
+from partc.compiler.start import start
+from partc.runtime.artifact.format import Law
+from partc.runtime.units import first_of
+
+
+def adapted(source: Source, plan: Plan | None, name: str) -> Source:
+    """The source with the plan's adapters; the source itself where there are none, or that is done.
+
+    Raises CompileError with all that is wrong with their folders, and each module that the model does not have, or has in other sizes.
+    """
+    if plan is None or not plan.adapters or source.adapted:
+        return source
+    program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
+    known = adapted_products(program.paths)
+    (rule,) = plan.adapters
+    weights = set[ir.Value]()
+    for module, (products, added) in _places(program, rule, known).items():
+        for product in products:
+            weights.update(
+                add_adapter(program.model.graph, product, module, _absent(module, added) if source.absent else added)
+            )
+    if plan.train is not None:
+        from partc.compiler.training.trainable import TRAINABLE
+
+        for value in program.model.graph.initializers.values():
+            value.meta[TRAINABLE] = value in weights
+    return replace(source, model=program.model, adapted=True)
+
+
+def _places(
+    program: Loaded, rule: AdapterRule, known: Sequence[AdaptedProduct]
+) -> dict[str, tuple[list[AdaptedProduct], LowRank]]:
+    """Maps each module of an adapter to its products and what is added to them."""
+    if rule.folder is None:
+        return _new(program, rule, known)
+    read = read_adapter(rule.folder, rule.where)
+    found = {module: [product for product in known if product.is_of(module)] for module in read}
+    if problems := [Problem(rule.where, *one) for one in _misfits(rule, read, found, known)]:
+        raise CompileError(problems)
+    return {module: (found[module], added) for module, added in read.items()}
+
+
+def _misfits(
+    rule: AdapterRule,
+    read: Mapping[str, LowRank],
+    by_module: Mapping[str, Sequence[AdaptedProduct]],
+    known: Sequence[AdaptedProduct],
+) -> Iterator[tuple[str, str, str]]:
+    """Says why an adapter does not fit the model: fact, law and remedy."""
+    modules = [product.path.rpartition(".")[0] for product in known]
+    for module, added in read.items():
+        products = by_module[module]
+        sizes = {product.sizes for product in products}
+        if not products:
+            near = first_of([*map(repr, nearest(module, modules))])
+            law = "an adapter adds to the products of its model's modules with constant weights"
+            yield (
+                f"'{rule.name}' adds to '{module}', which the model does not have",
+                law,
+                f"the nearest are {near}" if near else "",
+            )
+        elif len({product.weight for product in products}) > 1:
+            paths = first_of([repr(product.path) for product in products])
+            yield f"'{rule.name}' adds to '{module}', which has several products: {paths}", "", ""
+        elif sizes != {added.sizes}:
+            (own,) = sizes
+            fact = f"'{rule.name}' adds {list(added.sizes)} to '{module}', which is {list(own)}"
+            yield fact, "inputs and outputs of an adapter are those of its base", "give the adapter of this model"
+
+
+def _new(
+    program: Loaded, rule: AdapterRule, known: Sequence[AdaptedProduct]
+) -> dict[str, tuple[list[AdaptedProduct], LowRank]]:
+    """A new adapter: A as peft draws it, uniform within 1 / sqrt(inputs), and B of zeros."""
+    entry = rule.entry
+    assert entry.on is not None
+    nodes = set(matched_nodes(program, entry.on))
+    if not nodes:
+        raise CompileError(nothing_matched(program, entry.on, rule.where))
+    found: dict[str, tuple[list[AdaptedProduct], LowRank]] = {}
+    for product in known:
+        if product.node not in nodes:
+            continue
+        module = product.path.rpartition(".")[0] or product.path
+        inputs, outputs = product.sizes
+        bound = 1 / math.sqrt(inputs)
+        name = f"{module}.lora_A.weight"
+        a = _drawn(
+            (entry.rank, inputs), Law(draw="uniform", stream=f"{entry.seed}/{name}", offset=-bound, factor=2 * bound)
+        )
+        b = _drawn((outputs, entry.rank), Law(draw="constant"))
+        found.setdefault(module, ([], LowRank(a, b, entry.alpha / entry.rank)))[0].append(product)
+    if not found:
+        fact = f"'{entry.on}' matches no product with a constant weight"
+        paths = first_of([repr(product.path) for product in known])
+        raise CompileError(
+            Problem(
+                rule.where, fact, "an adapter adds to such products", f"those of the model are {paths}" if paths else ""
+            )
+        )
+    return found
+
+
+def _drawn(shape: tuple[int, int], law: Law) -> DrawnTensor:
+    return DrawnTensor(lambda: law, ir.DataType.FLOAT, shape)
+
+
+def _absent(module: str, added: LowRank) -> LowRank:
+    """The adapter of a model without weights: names, types and shapes."""
+    a, b = (
+        AbsentTensor(tensor.dtype, tensor.shape.numpy(), f"{module}.lora_{key}.weight")
+        for key, tensor in (("A", added.a), ("B", added.b))
+    )
+    return replace(added, a=a, b=b)

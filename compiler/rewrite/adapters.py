@@ -1,0 +1,106 @@
+"""Adapters as a rewrite of a model's products: two narrow weights are added to a weight that stays as it is.
+
+    y = x W     ->     y = x W + scale * (x A) B          A [inputs, rank], B [rank, outputs]
+
+It follows a product with a constant weight, of floats or of few bits, whichever op that is, so no layer of a framework is known here. The
+weights are A^T and B^T, as peft and torch's Linear have them, under the names that they have there.
+
+A cut of W cuts A and B: columns of W those of B, rows of W those of A. Both partial sums are added before they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.frontend.huggingface.adapter_folder import LowRank
+from partc.compiler.ir.computed import ComputedTensor, shard_of
+from partc.compiler.ir.graph import ADAPTER
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.products import products
+
+
+@dataclass(frozen=True)
+class AdaptedProduct:
+    """A product with a constant weight: its node and path, the number of its inputs and of its outputs, and their type."""
+
+    node: ir.Node
+    path: str
+    weight: str
+    sizes: tuple[int, int]
+    dtype: ir.DataType
+
+    def is_of(self, module: str) -> bool:
+        """Whether it computes in a module, or with that module's weight."""
+        return self.path.startswith(f"{module}.") or self.weight == f"{module}.weight"
+
+
+def adapted_products(paths: Mapping[ir.Node, str]) -> list[AdaptedProduct]:
+    """The products to which an adapter can add."""
+    found = []
+    for node, product in products(paths).items():
+        if not product.table and product.weight.dtype is not None:
+            name = str(product.weight.name)
+            found.append(AdaptedProduct(node, paths[node], name, product.sizes, product.weight.dtype))
+    for node, path in paths.items():
+        scales = node.inputs[2] if node.op_type == "MatMulNBits" and len(node.inputs) > 2 else None
+        if scales is not None and scales.dtype is not None:
+            sizes = node.attributes["K"].as_int(), node.attributes["N"].as_int()
+            name = str(node.inputs[1].name if node.inputs[1] is not None else "")
+            found.append(AdaptedProduct(node, path, f"{name.split('.weight.')[0]}.weight", sizes, scales.dtype))
+    return found
+
+
+def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: LowRank) -> tuple[ir.Value, ir.Value]:
+    """Adds an adapter of its own to a product; its weights, which all products of the module share."""
+    build = NodeBuilder(graph, module)
+    a, b = (
+        _weight(graph, f"{module}.lora_{key}.weight", _as(tensor, product.dtype))
+        for key, tensor in (("A", added.a), ("B", added.b))
+    )
+    a.meta[ADAPTER] = added.scale * added.rank
+    narrow = build.op(
+        "lora_A.MatMul", "MatMul", [product.node.inputs[0], build.op("lora_A.Transpose", "Transpose", [a], perm=[1, 0])]
+    )
+    if added.scale != 1:
+        scale = ir.tensor(np.array(added.scale, product.dtype.numpy()), name=f"{module}.lora_A.scale")
+        narrow = build.op("lora_A.Mul", "Mul", [narrow, _weight(graph, f"{module}.lora_A.scale", scale)])
+    wide = build.op("lora_B.MatMul", "MatMul", [narrow, build.op("lora_B.Transpose", "Transpose", [b], perm=[1, 0])])
+    _add(build, product.node, wide, module)
+    return a, b
+
+
+def _add(build: NodeBuilder, node: ir.Node, more: ir.Value, module: str) -> None:
+    """Puts the nodes that wait behind a product, whose readers then read the sum."""
+    out = node.outputs[0]
+    total = build.op("lora_B.Add", "Add", [out, more])
+    total.type, total.shape, more.type = out.type, out.shape, out.type
+    readers = [(use.node, use.idx) for use in out.uses() if use.node is not total.producer()]
+    outputs = [k for k, value in enumerate(build.graph.outputs) if value is out]
+    for reader, k in readers:
+        reader.replace_input_with(k, total)
+    for k in outputs:
+        build.graph.outputs[k] = total
+        out.name, total.name = f"{out.name}.base", out.name
+    for new in build.waiting:
+        new.meta[ADAPTER] = module
+    build.put(after=node)
+
+
+def _weight(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """The initializer of a name, made of the tensor where there is none yet."""
+    if name not in graph.initializers:
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+        graph.register_initializer(ir.Value(name=name, type=kind, shape=shape, const_value=tensor))
+    return graph.initializers[name]
+
+
+def _as(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    """The tensor in another type."""
+    if tensor.dtype == dtype:
+        return tensor
+    return ComputedTensor(
+        lambda box: shard_of(tensor, box).astype(dtype.numpy()), dtype, tensor.shape.numpy(), str(tensor.name)
+    )
