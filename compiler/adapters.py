@@ -21,7 +21,7 @@ from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.plan.adapters import AdapterRule
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
-from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter
+from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter, stacked
 from partc.compiler.start import start
 from partc.runtime.artifact.format import Law
 from partc.runtime.units import first_of
@@ -36,6 +36,8 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
         return source
     program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
     known = adapted_products(program.paths)
+    if plan.generate is not None:
+        return replace(source, declared=replace(source.declared, adapters=_stacks(program, known)), adapted=True)
     (rule,) = plan.adapters
     weights = set[ir.Value]()
     for module, (products, added) in _places(program, rule, known).items():
@@ -49,6 +51,20 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
         for value in program.model.graph.initializers.values():
             value.meta[TRAINABLE] = value in weights
     return replace(source, model=program.model, adapted=True)
+
+
+def _stacks(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, dict[str, ir.TensorProtocol]]:
+    """Maps each module that any adapter adds to to the stacks of all adapters."""
+    rules = program.plan.adapters
+    stacks = dict[str, list[LowRank | None]]()
+    sizes = dict[str, AdaptedProduct]()
+    for place, rule in enumerate(rules):
+        for module, (products, added) in _places(program, rule, known).items():
+            stacks.setdefault(module, [None] * len(rules))[place] = added
+            sizes[module] = products[0]
+    return {
+        module: stacked(added, sizes[module].sizes, sizes[module].dtype, module) for module, added in stacks.items()
+    }
 
 
 def _places(

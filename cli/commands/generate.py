@@ -103,6 +103,7 @@ def _biases(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ..
     metavar="N",
     help="Answers of a file or as JSON have logarithms of probabilities, with those of N likely tokens.",
 )
+@click.option("--adapter", metavar="NAME", help="The adapter of the plan that is added to the model; by default none.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="S", help="What is drawn follows from it alone.")
 @click.option(
     "-o",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _GIVEN = ("prompt", "ids", "features")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-OPTIONS = (*_NUMBERS, "max_tokens", "top_k", "seed", "logit_bias", "min_tokens", "logprobs")
+OPTIONS = (*_NUMBERS, "max_tokens", "top_k", "seed", "logit_bias", "min_tokens", "logprobs", "adapter")
 """Options of a request, as the command's options and in a line of the prompts' file."""
 _KEYS = (*OPTIONS, "stop")
 """Keys of a request that a line of the prompts' file may have beside its prompt."""
@@ -144,6 +144,8 @@ def _is_of(key: str, value: object) -> bool:
     """Whether a value has the type of its key."""
     if key == "stop":
         return isinstance(value, list) and all(type(one) is int for one in value)
+    if key == "adapter":
+        return isinstance(value, str)
     if key == "logit_bias":
         is_token = isinstance(value, dict) and all(token.isdecimal() for token in value)
         return is_token and isinstance(value, dict) and all(type(bias) in (int, float) for bias in value.values())

@@ -52,7 +52,10 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     if record.encoder is not None and not record.encoder.count:
         fact = f"its encoder is given arrays {record.encoder.shape}, and requests of a server are texts or tokens"
         raise ArtifactError(f"{fact}\n  help: use `partc generate --features`, or the library")
-    path, tokenizer, name = settings.tokenizer, open_tokenizer(settings.tokenizer), settings.name or manifest.model.name
+    name = settings.name or manifest.model.name
+    if name in record.adapters:
+        raise UsageError(f"the model and an adapter have the name '{name}'\n  help: give another --served-model-name")
+    path, tokenizer = settings.tokenizer, open_tokenizer(settings.tokenizer)
     if path is None:
         return Reader(name, record, None, None)
     refuse_other_vocabulary(path, tokenizer, record.vocabulary)

@@ -187,23 +187,24 @@ class Server:
         return PlainTextResponse(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The list of the one model."""
-        return Document({"object": "list", "data": [self._model()]})
+        """The list of the model and its adapters."""
+        return Document({"object": "list", "data": [self._model(name) for name in self.reader.models]})
 
     async def model(self, request: Request) -> Response:
-        """The one model by its name."""
-        self.reader.refuse_other(request.path_params["model"])
-        return Document(self._model())
+        """The model, or one of its adapters, by its name."""
+        self.reader.refuse_other(name := request.path_params["model"])
+        return Document(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         record = self.reader.record
         sizes = {"max_model_len": record.length, "vocabulary": record.vocabulary}
         texts = {"text": self.reader.tokenizer is not None, "chat": self.reader.template is not None}
         return {
-            "id": self.reader.model,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "partc",
+            **({"parent": self.reader.model} if name != self.reader.model else {}),
             **sizes,
             **texts,
         }
@@ -264,7 +265,7 @@ class Server:
         return [
             Answer(
                 one,
-                self.reader.model,
+                one.request.adapter or self.reader.model,
                 ticket,
                 self._letters(one),
                 tickets[0].number,

@@ -542,11 +542,16 @@ class Reader:
         return RefusedError(400, f"{fact}, {law}", field, "context_length_exceeded")
 
     def refuse_other(self, model: str) -> None:
-        """RefusedError where a client asks for another model."""
-        if model != self.model:
-            raise RefusedError(
-                404, f"the model '{model}' is not here; this is '{self.model}'", "model", "model_not_found"
-            )
+        """RefusedError where a client asks for another model than this one, alone or with one of its adapters."""
+        if model not in self.models:
+            fact = f"the model '{model}' is not here; this is '{self.model}'"
+            more = f", with the adapters {', '.join(map(repr, self.record.adapters))}" if self.record.adapters else ""
+            raise RefusedError(404, fact + more, "model", "model_not_found")
+
+    @property
+    def models(self) -> list[str]:
+        """The names that a request may have as its model: the model's, and those of its adapters."""
+        return [self.model, *self.record.adapters]
 
     def _body(self, data: bytes | bytearray, validate: Callable[[object], Any]) -> Any:
         try:
@@ -664,6 +669,7 @@ class Reader:
             logprobs=0 if scores_prompt and logprobs is None else logprobs,
             scores_prompt=scores_prompt,
             schema=schema,
+            adapter="" if body.model in (None, self.model) else body.model,
         )
         if faults := [*faults_of(request, self.record)]:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))

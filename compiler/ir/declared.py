@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from partc.compiler.annotations.read import Annotations
     from partc.compiler.dims.symbol import Symbol
     from partc.compiler.plan.rules import Dataset, ShardingRule
@@ -60,7 +61,8 @@ class Declared:
     `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
     `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes,
     `warnings` what the user should know of the file. `tp_plan` is what a proposal begins with; no program follows it by itself. `start`:
-    the tokens with which a decoder behind an encoder begins.
+    the tokens with which a decoder behind an encoder begins. `adapters`: maps each module of a
+    decoder to which adapters of the plan add to their stacks A and B.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -73,6 +75,7 @@ class Declared:
     tp_plan: tuple[TpPlanEntry, ...] = ()
     start: tuple[int, ...] = ()
     decoding: Decoding = field(default_factory=Decoding)
+    adapters: Mapping[str, Mapping[str, ir.TensorProtocol]] = field(default_factory=dict)
 
     @property
     def least_ranks(self) -> int:

@@ -57,11 +57,12 @@ AdapterForm: TypeAlias = Annotated[
 ]
 
 
-def refused_adapters(adapters: Mapping[str, AdapterEntry], *, trains: bool) -> Refused | None:
+def refused_adapters(adapters: Mapping[str, AdapterEntry], *, trains: bool, generates: bool) -> Refused | None:
     """Why adapters do not fit what a plan does; None where they do."""
     trained = [name for name, entry in adapters.items() if entry.train]
-    if len(adapters) > 1:
-        return Refused(f"{len(adapters)} adapters", "one adapter is added to a model", "keep one of them", "adapters")
+    if len(adapters) > 1 and not generates:
+        law = "one adapter is added to a model; a plan that generates has several, chosen by request"
+        return Refused(f"{len(adapters)} adapters, and no 'generate'", law, "keep one of them", "adapters")
     if trained and not trains:
         return Refused(
             f"'{trained[0]}' has train: true, and the plan has no 'train'",

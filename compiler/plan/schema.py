@@ -289,7 +289,7 @@ class PlanEntries(DataEntries):
     ] = Field(
         {},
         description="Adapters by name, which add to products of the model: a folder that peft wrote, or a new one, "
-        '{on: "**.q_proj", rank: 8, alpha: 16, train: true}.',
+        '{on: "**.q_proj", rank: 8, alpha: 16, train: true}. A plan that generates has several, chosen by request.',
     )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,
@@ -332,7 +332,9 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
-        if refused := refused_adapters(self.adapters, trains=self.train is not None):
+        if refused := refused_adapters(
+            self.adapters, trains=self.train is not None, generates=self.generate is not None
+        ):
             raise refused
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:

@@ -5,21 +5,30 @@
 It follows a product with a constant weight, of floats or of few bits, whichever op that is, so no layer of a framework is known here. The
 weights are A^T and B^T, as peft and torch's Linear have them, under the names that they have there.
 
+    y [slots, ..] = x W + (x Gather(As, adapter)) Gather(Bs, adapter)          As [places + 1, inputs, rank], Bs [places + 1, rank, outputs]
+
+In a step of a decoder each slot has its own adapter, whose place the input `adapter` [slots] names; place 0 is zeros, of slots without an
+adapter. Ranks are padded with zeros up to the largest, and scales are within Bs. A Gather by a slot's own number reads no other slot.
+
 A cut of W cuts A and B: columns of W those of B, rows of W those of A. Both partial sums are added before they are reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.huggingface.adapter_folder import LowRank
-from partc.compiler.ir.computed import ComputedTensor, shard_of
+from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
 from partc.compiler.ir.graph import ADAPTER
+from partc.compiler.ir.value_info import Array
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.products import products
+
+SLOT_ADAPTER = "adapter"
+"""The input [slots] of a step: the place of each slot's adapter, 0 of none."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,77 @@ def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: Lo
     wide = build.op("lora_B.MatMul", "MatMul", [narrow, build.op("lora_B.Transpose", "Transpose", [b], perm=[1, 0])])
     _add(build, product.node, wide, module)
     return a, b
+
+
+def add_slot_adapters(
+    graph: ir.Graph, paths: Mapping[ir.Node, str], stacks: Mapping[str, Mapping[str, ir.TensorProtocol]], rows: int
+) -> str:
+    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters."""
+    if not stacks:
+        return ""
+    known = adapted_products(paths)
+    places = ir.Value(name=SLOT_ADAPTER, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([rows]))
+    for module, tensors in stacks.items():
+        for product in [product for product in known if product.is_of(module)]:
+            _add_of_slots(graph, product, module, tensors, places)
+    if places.uses():  # of an encoder alone there may be no product
+        graph.inputs.append(places)
+    return SLOT_ADAPTER
+
+
+def _add_of_slots(
+    graph: ir.Graph, product: AdaptedProduct, module: str, stacks: Mapping[str, ir.TensorProtocol], places: ir.Value
+) -> None:
+    build, value = NodeBuilder(graph, module), product.node.inputs[0]
+    merged = None if value is None else _merging(value)
+    value = value if merged is None else merged.inputs[0]
+    for key in "AB":
+        stack = _weight(graph, f"{module}.lora_{key}.stack", stacks[key])
+        rows = build.op(f"lora_{key}.Gather", "Gather", [stack, places], axis=0)
+        value = build.op(f"lora_{key}.MatMul", "MatMul", [value, rows])
+    if merged is not None:
+        value = build.op("lora_B.Reshape", "Reshape", [value, build.constant("rows", [-1, product.sizes[1]])])
+    assert value is not None
+    _add(build, product.node, value, module)
+
+
+def stacked(
+    adapters: Sequence[LowRank | None], sizes: tuple[int, int], dtype: ir.DataType, module: str
+) -> dict[str, ir.TensorProtocol]:
+    """The stacks A [places + 1, inputs, rank] and B [places + 1, rank, outputs] of a module, computed when they are read."""
+    rank = max(one.rank for one in adapters if one is not None)
+    shapes = {"A": (len(adapters) + 1, sizes[0], rank), "B": (len(adapters) + 1, rank, sizes[1])}
+
+    def tensor(key: str) -> ir.TensorProtocol:
+        def compute(box: Box) -> Array:
+            made = np.zeros((box[0].stop - box[0].start, *shapes[key][1:]), dtype.numpy())
+            for at, place in enumerate(range(box[0].start, box[0].stop)):
+                one = adapters[place - 1] if place else None
+                if one is not None:
+                    part = factor(one, key)
+                    made[at, : part.shape[0], : part.shape[1]] = part
+            return made[:, *box[1:]]
+
+        return ComputedTensor(compute, dtype, shapes[key], f"{module}.lora_{key}.stack")
+
+    return {key: tensor(key) for key in "AB"}
+
+
+def factor(added: LowRank, key: str) -> Array:
+    """The factor A [inputs, rank], or B [rank, outputs] with the scale within."""
+    if key == "A":
+        return added.a.numpy().astype(np.float32).T
+    return np.asarray(added.b.numpy().astype(np.float32).T * np.float32(added.scale))
+
+
+def _merging(value: ir.Value) -> ir.Node | None:
+    """The Reshape that merges all dims of a value but its last; None where none does."""
+    node = value.producer()
+    target = node.inputs[1] if node is not None and node.op_type == "Reshape" else None
+    if target is None or target.const_value is None:
+        return None
+    numbers = target.const_value.numpy().reshape(-1)
+    return node if len(numbers) == 2 and numbers[0] == -1 else None
 
 
 def _add(build: NodeBuilder, node: ir.Node, more: ir.Value, module: str) -> None:

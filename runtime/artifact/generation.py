@@ -54,7 +54,8 @@ class StepPorts(BaseModel):
     A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], in shards where it is made. A step of prefill has
-    [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group.
+    [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group. Where `adapter` is not
+    empty a step is given there the number of each slot's adapter, 0 for none and 1 for the first.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -64,6 +65,7 @@ class StepPorts(BaseModel):
     count: str
     next: str
     logits: str = ""
+    adapter: str = ""
 
 
 class RequestDefaults(Options):
@@ -124,7 +126,8 @@ class GenerationRecord(StepPorts):
     the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one
     ends. `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a
     decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising
-    order. `products`: the kinds of products with quantized weights.
+    order. `adapters`: the names of adapters.
+    `products`: the kinds of products with quantized weights.
     """
 
     vocabulary: int = Field(ge=1)
@@ -142,6 +145,7 @@ class GenerationRecord(StepPorts):
     narrow_chunks: list[int] = []
     narrow_rows: list[int] = []
     products: list[Blocks] = []
+    adapters: list[str] = []
 
     @property
     def narrow(self) -> list[str]:

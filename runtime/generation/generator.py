@@ -56,6 +56,7 @@ class Generator:
         names = [PREFILL, *([] if self.record.encoder is None else [ENCODE]), *self.record.narrow]
         self._beside = {name: program.sibling_program(name) for name in names}
         self._programs = {DECODE: program, **self._beside}
+        self._ports = {name: {port.name for port in one.manifest.inputs} for name, one in self._programs.items()}
         ports = [port for one in self._programs.values() for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
         self._scratch = Scratch(self.record.vocabulary)
@@ -251,6 +252,8 @@ class Generator:
             named = {encoder.input: step.encoded}
         if encoder is not None and step.lengths is not None:
             named[encoder.count] = step.lengths
+        if record.adapter and record.adapter in self._ports[step.program]:
+            named[record.adapter] = step.adapters
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
         if kind_and_size(step.program)[0] != DECODE:
             return given

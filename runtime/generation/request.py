@@ -76,6 +76,8 @@ class Request(LogitOptions):
     the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
     ends, beside those of the artifact; with `ignore_end` those alone.
 
+    `adapter`: the name of the adapter that is added to the model for it; empty: none.
+
     `schema` leaves the tokens that its answer may have (`schema.py`).
     """
 
@@ -89,6 +91,7 @@ class Request(LogitOptions):
     ignore_end: bool = False
     min_p: float = 0.0
     schema: SchemaBound | None = None
+    adapter: str = ""
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -198,6 +201,10 @@ def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
 def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
     """The faults of a request, a text for each."""
     yield from _faults_of_encoder(request, record.encoder)
+    if request.adapter and request.adapter not in record.adapters:
+        known = ", ".join(record.adapters)
+        help_ = f"those of the artifact are {known}" if known else "compile with `adapters` in the plan"
+        yield f"there is no adapter '{request.adapter}'\n  help: {help_}"
     request = request.begun(record)
     size, most = len(request.prompt), request.most(record)
     if not size and record.encoder is not None:

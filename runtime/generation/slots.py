@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array, dense
@@ -57,6 +58,7 @@ class _Sequence:
     position: int = 0
     cached: int = 0
     encoded: bool = False
+    adapter: int = 0
 
     @property
     def unread(self) -> int:
@@ -66,7 +68,9 @@ class _Sequence:
     @property
     def shared(self) -> Sequence[int]:
         """The tokens that it shares with other prompts: none where they are scored, which takes all of them, in steps of a decode."""
-        return () if self.request.scores_prompt else self.request.prompt
+        if self.request.scores_prompt or not self.adapter:
+            return () if self.request.scores_prompt else self.request.prompt
+        return [token + (self.adapter << 32) for token in self.request.prompt]  # under another adapter other entries
 
     @property
     def is_read(self) -> bool:
@@ -86,6 +90,7 @@ class Step:
     `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
     `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
     encoder is given; None of another step. `lengths`: by row how many entries its encoder's input has. `copies`: what is copied before it.
+    `adapters`: the place of each row's adapter, 0 of none.
     """
 
     tokens: Array
@@ -98,6 +103,7 @@ class Step:
     lengths: Array | None = None
     encoded: Array | None = None
     copies: Sequence[Copy] = ()
+    adapters: Array = field(default_factory=partial(np.zeros, 0, np.int64))
 
     def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
         """The slots with a part of which a number of at least `least` is chosen."""
@@ -148,8 +154,8 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
-        """Maps group and number of slots to the tokens, count, position and lengths of decodes: the same arrays each time, to which
-        sessions stay bound.
+        """Maps group and number of slots to the tokens, count, position, lengths and adapters of decodes: the same arrays each time, to
+        which sessions stay bound.
         """
 
     @property
@@ -171,7 +177,8 @@ class Slots:
         """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
         request = request.begun(self.record)
         changes = changes_of(request, self.record)
-        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None))
+        place = self.record.adapters.index(request.adapter) + 1 if request.adapter else 0
+        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None, adapter=place))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
@@ -202,7 +209,7 @@ class Slots:
         """A step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
         for group, slots in enumerate(self._of_group):
             none = np.zeros(len(slots), np.int64)
-            yield Step(none[:, None], none, none, {}, DECODE, None, group, self._lengths(slots))
+            yield Step(none[:, None], none, none, {}, DECODE, None, group, self._lengths(slots), adapters=none)
             of_run = len(slots) // self.record.runs
             for kind, sizes in ((PREFILL, self.record.narrow_chunks), (DECODE, self._rows)):
                 for size in sizes:
@@ -210,7 +217,8 @@ class Slots:
                     window = [slot for begin in range(0, len(slots), of_run) for slot in slots[begin : begin + rows]]
                     none = np.zeros(len(window), np.int64)
                     tokens = np.zeros((len(window), width), np.int64)
-                    yield Step(tokens, none, none, {}, narrow(kind, size), window, group, self._lengths(window))
+                    named = narrow(kind, size)
+                    yield Step(tokens, none, none, {}, named, window, group, self._lengths(window), adapters=none)
 
     def _free(self, prompt: Sequence[int]) -> int | None:
         """The slot that a prompt takes, of the group that has the fewest sequences; None where all have one.
@@ -292,7 +300,8 @@ class Slots:
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
         position = np.array(self._positions(slots), np.int64)
-        return Step(tokens, count, position, taking, program, slots, group, self._lengths(slots), copies=copies)
+        lengths, adapters = self._lengths(slots), self._adapters(slots)
+        return Step(tokens, count, position, taking, program, slots, group, lengths, copies=copies, adapters=adapters)
 
     def _copies(self, reading: Mapping[int, _Sequence], group: int) -> list[Copy]:
         """What the earliest prompt of each run need not read, since another slot of the run and of its group has it by now."""
@@ -303,7 +312,7 @@ class Slots:
                 continue
             runs.add(run)
             others = [other for other in self._of_group[group] if other // size == run and other != slot]
-            if (copy := self._prefixes.copied(slot, one.request.prompt, others)) is not None:
+            if (copy := self._prefixes.copied(slot, one.shared, others)) is not None:
                 copies.append(copy)
                 one.cached += copy.count - one.position
                 one.position = copy.count
@@ -322,7 +331,8 @@ class Slots:
             if one is not None and one.request.encoder is not None:
                 given[row][: one.request.entries] = one.request.encoder
         none = np.zeros(len(slots), np.int64)
-        return Step(none[:, None], none, none, taking, ENCODE, slots, group, self._lengths(slots), given)
+        lengths, adapters = self._lengths(slots), self._adapters(slots)
+        return Step(none[:, None], none, none, taking, ENCODE, slots, group, lengths, given, adapters=adapters)
 
     def _of_each_run(
         self, waiting: Mapping[int, _Sequence], group: int
@@ -344,20 +354,22 @@ class Slots:
         key = group, len(slots)
         if key not in self._decoded:
             n = len(slots)
-            self._decoded[key] = tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n, n))
-        tokens, count, position, lengths = self._decoded[key]
+            self._decoded[key] = tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n, n, n))
+        tokens, count, position, lengths, adapters = self._decoded[key]
         taking = dict[int, tuple[int, int, _Sequence]]()
         for row, slot in enumerate(slots):
             one = self._running[slot]
             meant = slot in making
             position[row], count[row] = self._prefixes.counts[slot] if one is None else one.position, meant
+            adapters[row] = 0 if one is None else one.adapter
             tokens[row, 0] = making[slot].last if meant else 0
             if meant:
                 taking[row] = slot, 1, making[slot]
         if (now := self._lengths(slots)) is not None:
             lengths[:] = now
         program, window = (narrow(DECODE, size), slots) if size else (DECODE, None)
-        return Step(tokens, count, position, taking, program, window, group, None if now is None else lengths)
+        given = None if now is None else lengths
+        return Step(tokens, count, position, taking, program, window, group, given, adapters=adapters)
 
     def _window(self, making: Collection[int], group: int) -> tuple[list[int], int]:
         """The slots of a decode, as few of each run as a program has in which all that make a token are, and how many of a run these
@@ -377,6 +389,10 @@ class Slots:
         """By slot how many tokens are there; of a free one those that another prompt may share."""
         there = ((slot, self._running[slot]) for slot in slots)
         return [self._prefixes.counts[slot] if one is None else one.position for slot, one in there]
+
+    def _adapters(self, slots: Sequence[int]) -> Array:
+        """The place of each slot's adapter."""
+        return np.array([0 if (one := self._running[slot]) is None else one.adapter for slot in slots], np.int64)
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
         """Maps each slot to the number of entries of its encoder's input; 1 for a free slot, which also reads something. None without

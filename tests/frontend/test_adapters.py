@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from adapter_files import write_adapter
 from equivalence import counted
 from onnx import helper, numpy_helper
 from partc.compiler.errors import CompileError
@@ -77,23 +78,11 @@ def model(numbers: dict[str, np.ndarray]) -> onnx.ModelProto:
     return made
 
 
-def adapter(folder: Path, ranks: dict[str, int], seed: int = 1, **settings: Any) -> dict[str, np.ndarray]:
+def adapter(folder: Path, ranks: dict[str, int], **settings: Any) -> dict[str, np.ndarray]:
     """Writes an adapter, and returns what it adds to each weight, by name."""
-    rng = np.random.default_rng(seed)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_dora": False, **settings}
-    files, more = {}, {}
-    for name, rank in ranks.items():
-        inputs, outputs = SIZES.get(name, (12, 24))
-        a, b = (rng.standard_normal(shape).astype(F) / 3 for shape in ((rank, inputs), (outputs, rank)))
-        files |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
-        alpha = settings.get("alpha_pattern", {}).get(name.rpartition(".")[2], 6)
-        scale = F(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
-        added = scale * (b.astype(float) @ a)
-        more[f"{name}.weight"] = added if name.endswith("up") else added.T
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(files, folder / "adapter_model.safetensors")
-    return more
+    sizes = {name: SIZES.get(name, (12, 24)) for name in ranks}
+    more = write_adapter(folder, sizes, ranks, **settings)
+    return {f"{name}.weight": added if name.endswith("up") else added.T for name, added in more.items()}
 
 
 def compiled(tmp_path: Path, text: str) -> tuple[Path, Complete]:
@@ -226,7 +215,7 @@ PLANS = [
     ("{sql: {source: sql, rank: 2}}", "", "plan.yaml:2: adapter 'sql': 'rank' beside 'source'"),
     ("{sql: {rank: 2}}", "", "plan.yaml:2: adapter 'sql': neither 'source' nor 'on'"),
     ('{new: {on: "**"}}', "", "plan.yaml:2: adapter 'new': a new adapter, and no 'train'"),
-    ("{a: sql, b: sql}", "", "plan.yaml:2: 2 adapters\n  one adapter is added to a model"),
+    ("{a: sql, b: sql}", "", "plan.yaml:2: 2 adapters, and no 'generate'\n  one adapter is added to a model"),
     ("{a: {source: sql, train: true}}", "", "'a' has train: true, and the plan has no 'train'"),
     ("{a: sql}", TRAIN, "'train' beside the adapter 'a', which it does not change"),
     ('{new: {on: "layers.0.upp", train: true}}', TRAIN, "'layers.0.upp' matches no module or node of the model"),

@@ -35,6 +35,7 @@ from partc.compiler.ops.node import operand
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
+from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts, sights_of
@@ -74,6 +75,7 @@ def caches_as_state(program: Loaded) -> Loaded:
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
     chosen = work.rewrite(shards_of(program, work.scores, name_of(work.ids)))
+    adapter = add_slot_adapters(model.graph, node_paths(model), program.declared.adapters, form.rows)
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
@@ -109,6 +111,8 @@ def caches_as_state(program: Loaded) -> Loaded:
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
         defaults=_defaults(program.declared.decoding, rules),
+        adapter=adapter,
+        adapters=[rule.name for rule in program.plan.adapters],
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
     generation = Generation({**work.caches, **apart}, record, work.unfused, work.sizes)
@@ -153,6 +157,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
     dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
     found = encoder.encode(build, form)
+    add_slot_adapters(program.model.graph, node_paths(program.model), program.declared.adapters, form.rows)
     kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
     plan = replace(
         program.plan,

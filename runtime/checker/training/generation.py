@@ -130,6 +130,8 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
     yield from _port("tokens", "input", record.tokens, given, [rows, width], None if record.padded else manifest)
     yield from _port("position", "input", record.position, given, [rows])
     yield from _port("count", "input", record.count, given, [rows])
+    if record.adapter:
+        yield from _port("adapter", "input", record.adapter, given, [rows])
     yield from _port("next", "output", record.next, made, [rows])
     if record.groups == 1 and record.next in made and len(made[record.next].ranks) != manifest.ranks:
         yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"

@@ -59,6 +59,8 @@ class _File:
         self.caches = [one for one in manifest.state if one.kind == CACHE]
         self.dealt = any(one.shard(holder)[0][2] > 1 for one in self.caches for holder in one.ranks[:1])
         self.ids = {port.name for port in manifest.inputs if len(port.shape or ()) > 1}
+        adapter = manifest.generation.adapter if manifest.generation is not None else ""
+        self.ids |= {adapter} - {""}
         self.positions = {port.name for port in manifest.inputs} - self.ids
 
     def mixed(self) -> Iterator[Violation]:
