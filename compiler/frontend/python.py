@@ -124,6 +124,7 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     ):
         file = UserFile.run(path)
         built, inputs = _defined(file)
+        built = _without_wrapper(built, file)
         names = DimNames(file.globals, set())
         if _is_torch_module(built):
             known(
@@ -189,6 +190,18 @@ def _defined(file: UserFile) -> tuple[object, object]:
         fact = f"build returns inputs, and {file.line('inputs')} defines them too"
         raise CompileError(Problem(file.line("build"), fact, help="keep one of them"))
     return result
+
+
+def _without_wrapper(built: object, file: UserFile) -> object:
+    """The model that a wrapper of peft has, with its adapters inside; CompileError where the wrapper itself computes."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(built, peft.PeftModel):
+        return built
+    config = built.active_peft_config
+    if config.is_prompt_learning:
+        fact = f"{type(built).__name__} puts learned tokens of {config.peft_type.value} before its inputs"
+        raise CompileError(Problem(file.line("model", "build"), fact, help="use an adapter of layers, such as LoRA"))
+    return built.get_base_model()
 
 
 def _model(built: object, inputs: object, names: DimNames, file: UserFile, recorder: Recorder, cache: bool) -> ir.Model:

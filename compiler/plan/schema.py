@@ -324,8 +324,8 @@ class PlanEntries(DataEntries):
             if self.generate is not None and other is not None:
                 law = "a program that makes tokens neither learns nor runs microbatches"
                 raise Refused(f"'generate' beside '{key}'", law, f"leave out '{key}', or 'generate'", "generate")
-        if self.quantize and self.train is not None:
-            law = "a quantized weight has no gradient"
+        if self.quantize and self.train is not None and not any(one.train for one in self.adapters.values()):
+            law = "a quantized weight has no gradient, but for an adapter that is added to it"
             raise Refused(
                 "'quantize' beside 'train'",
                 law,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,15 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.quantize import _dequantized, _quantize
 from partc.runtime import load_local
 from safetensors.numpy import load_file, save_file
 from training_equivalence import fed, tensors
 
 F = np.float32
-SIZES = {"layers.0.up": (12, 24), "layers.0.down": (24, 10), "layers.1.up": (10, 36), "layers.1.down": (36, 14)}
+SIZES = {"layers.0.up": (12, 32), "layers.0.down": (32, 10), "layers.1.up": (10, 64), "layers.1.down": (64, 14)}
 """The inputs and outputs of each linear layer: `up` is Transpose and MatMul, `down` a Gemm whose rows are merged, as GPT-2's Conv1D."""
 LAYOUTS = {
     "one": "ranks: 1\n",
@@ -80,7 +84,7 @@ def model(numbers: dict[str, np.ndarray]) -> onnx.ModelProto:
 
 def adapter(folder: Path, ranks: dict[str, int], **settings: Any) -> dict[str, np.ndarray]:
     """Writes an adapter, and returns what it adds to each weight, by name."""
-    sizes = {name: SIZES.get(name, (12, 24)) for name in ranks}
+    sizes = {name: SIZES.get(name, (12, 32)) for name in ranks}
     more = write_adapter(folder, sizes, ranks, **settings)
     return {f"{name}.weight": added if name.endswith("up") else added.T for name, added in more.items()}
 
@@ -120,21 +124,28 @@ def reference(numbers: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trained_adapter_follows_its_gradient(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "bits"), [("one", 8), ("tensor parallel", 0), ("tensor parallel", 4), ("stages", 0)]
+)
+def test_a_trained_adapter_follows_its_gradient(tmp_path: Path, layout: str, bits: int) -> None:
     """A step of gradient descent against the formula's, by differences; what a checkpoint keeps is the adapter alone."""
     adapter(tmp_path / "sql", {"layers.0.up": 4, "layers.1.down": 3})
     first = load_file(tmp_path / "sql" / "adapter_model.safetensors")
     rng = np.random.default_rng(3)
     x, label = rng.standard_normal((4, 5, 12)).astype(F), rng.standard_normal((4, 5, 14)).astype(F)
-    out, _ = compiled(tmp_path, f"{LAYOUTS[layout]}adapters: {{sql: {{source: sql, train: true}}}}\n{TRAIN}")
+    base, quantize = weights(), ""
+    if bits:
+        quantize = f'quantize: {{"layers.*.down": {{bits: {bits}, block: 16, accuracy_level: 1}}}}\n'
+        for name in ("layers.0.down.weight", "layers.1.down.weight"):
+            base[name] = _dequantized(*_quantize(base[name], Blocks(bits=bits, block=16)), bits).T
+    out, _ = compiled(tmp_path, f"{LAYOUTS[layout]}{quantize}adapters: {{sql: {{source: sql, train: true}}}}\n{TRAIN}")
     with load_local(out) as ranks:
         ranks({"x": x, "label": label, **fed(ranks, 1)})
         now = tensors(ranks)
     assert {name.removeprefix("base_model.model.") for name in first} <= now.keys()
 
     def loss(change: dict[str, np.ndarray]) -> float:
-        numbers = {name: array.astype(float) for name, array in weights().items()}
+        numbers = {name: array.astype(float) for name, array in base.items()}
         for name in ("layers.0.up", "layers.1.down"):
             a, b = (change[f"{name}.lora_{key}.weight"].astype(float) for key in "AB")
             added = 6 / len(a) * (b @ a)
@@ -164,7 +175,7 @@ def test_a_new_adapter_adds_nothing(tmp_path: Path) -> None:
         f"layers.{k}.up.lora_{key}.weight" for k in range(2) for key in "AB"
     ]
     a, b = (now[f"layers.0.up.lora_{key}.weight"] for key in "AB")
-    assert (a.shape, b.shape, np.abs(b).max()) == ((2, 12), (24, 2), 0)
+    assert (a.shape, b.shape, np.abs(b).max()) == ((2, 12), (32, 2), 0)
     assert 0.1 < np.abs(a).max() <= 1 / 12**0.5
 
 
@@ -197,8 +208,8 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (_tensors(lambda one: one.pop(f"{UP}.lora_B.weight")), "'layers.0.up' has no lora_B.weight\n"),
     (_tensors(lambda one: one.update({f"{UP}.lora_magnitude_vector": np.ones(3, F)})), "has 'base_model.model.layers.0.up.lora_mag"),
     (_tensors(lambda one: one.update({f"{UP}.lora_A.weight": np.ones((4, 12), np.int32)})), "'layers.0.up' is int32\n"),
-    (_tensors(lambda one: one.update({f"{UP}.lora_A.weight": np.ones((3, 12), F)})), "has lora_A [3, 12] and lora_B [24, 4]\n"),
-    (_tensors(lambda one: one.update({f"{UP}.lora_A.weight": np.ones((4, 13), F)})), "adds [13, 24] to 'layers.0.up', which is [12, 24]\n"),
+    (_tensors(lambda one: one.update({f"{UP}.lora_A.weight": np.ones((3, 12), F)})), "has lora_A [3, 12] and lora_B [32, 4]\n"),
+    (_tensors(lambda one: one.update({f"{UP}.lora_A.weight": np.ones((4, 13), F)})), "adds [13, 32] to 'layers.0.up', which is [12, 32]\n"),
 ]  # fmt: skip
 
 
@@ -290,3 +301,32 @@ def test_a_model_of_transformers_with_an_adapter_of_peft(tmp_path: Path) -> None
         now = tensors(ranks)
     for name, weight in peft.get_peft_model_state_dict(net).items():
         np.testing.assert_allclose(now[name.removeprefix("base_model.model.")], weight, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_wrapper_of_peft_is_taken_off_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model within, with its adapters, is compiled; a wrapper that computes by itself is refused by its kind."""
+    torch = pytest.importorskip("torch")
+    from partc.compiler.frontend import load
+
+    class PeftModel(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, kind: str = "") -> None:
+            super().__init__()
+            self.base_model = torch.nn.Linear(3, 2)
+            self.active_peft_config = SimpleNamespace(
+                is_prompt_learning=bool(kind), peft_type=SimpleNamespace(value=kind)
+            )
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+        def get_base_model(self) -> Any:
+            return self.base_model
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=PeftModel))
+    text = 'import peft\nmodel=peft.PeftModel({})\nfrom partc.compiler import Input\ninputs = {{"input": Input(["batch", 3], "float32")}}\n'
+    (tmp_path / "model.py").write_text(text.format(""))
+    assert sorted(load(tmp_path / "model.py").model.graph.initializers) == ["bias", "weight"]
+    (tmp_path / "model.py").write_text(text.format("'PREFIX_TUNING'"))
+    with pytest.raises(CompileError, match="PeftModel puts learned tokens of PREFIX_TUNING before its inputs"):
+        load(tmp_path / "model.py")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.ops.node import dims, operand
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
@@ -73,6 +74,28 @@ def _(node: ir.Node) -> Rule | None:
         reduce={} if k == WHOLE else {"k": "sum"},
         units={"k": int(str(units))} if k != WHOLE else {},
     )
+
+
+@matmul_n_bits.gradient
+def _(g: GradientBuilder, dy: str, a: str, blocks: str, scales: str, *rest: str | None) -> Sequence[str | None]:
+    """dA = dY Wt, of the dequantized weight Wt [N, K], (number - 2**(bits - 1)) * scale; its blocks have no gradient."""
+    bits, shape = g.attribute("bits", 4), g.shape(blocks)
+    if any(rest[:2]) or bits not in (4, 8) or shape is None or not all(isinstance(dim, int) for dim in shape):
+        raise NoGradient("of weights of few bits those of 4 and 8 bits without zero points and order have a gradient")
+    columns, count, size = (int(str(dim)) for dim in shape)
+    if bits == 4:
+        low, high = (
+            g.BitwiseAnd(blocks, g.constant(15, blocks)),
+            g.BitShift(blocks, g.constant(4, blocks), direction="RIGHT"),
+        )
+        last = g.constant([3])
+        blocks = g.Reshape(
+            g.Concat(g.Unsqueeze(low, last), g.Unsqueeze(high, last), axis=3), g.constant([columns, count, 2 * size])
+        )
+    numbers = g.Sub(g.Cast(blocks, to=g.dtype(scales).value), g.constant(1 << (bits - 1), scales))
+    weight = g.Mul(numbers, g.Reshape(scales, g.constant([columns, count, 1])))
+    dx = g.MatMul(dy, g.Reshape(weight, g.constant([columns, count * size * 8 // bits])))
+    return [dx, *(None for _ in g.node.inputs[1:])]
 
 
 def _local(local: Local) -> None:
