@@ -109,8 +109,8 @@ class _Parts:
 
     def op(self, word: str, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         """The value of a node of this loss."""
-        name = f"{self.node.name}.{word}"
-        out = ir.Value(name=f"{self.node.outputs[0].name}.{word}")
+        name = f"{self.node.name}.classes.{word}"
+        out = ir.Value(name=f"{self.node.outputs[0].name}.classes.{word}")
         given = ir.convenience.convert_attributes(attributes)
         self.nodes.append(ir.Node("", op_type, inputs, given, outputs=[out], name=name))
         self.nodes[-1].metadata_props.update(self.node.metadata_props)
@@ -119,7 +119,7 @@ class _Parts:
 
     def integers(self, word: str, numbers: Any, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
         """A constant."""
-        tensor = ir.tensor(np.array(numbers, dtype.numpy()), dtype, name=f"{self.node.outputs[0].name}.{word}")
+        tensor = ir.tensor(np.array(numbers, dtype.numpy()), dtype, name=f"{self.node.outputs[0].name}.classes.{word}")
         return self.op(word, "Constant", value=tensor)
 
     def label(self, word: str, number: int) -> ir.Value:
