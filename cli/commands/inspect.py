@@ -18,7 +18,7 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.artifact.format import BYTES, DOMAIN
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
-from partc.runtime.units import count, size_text
+from partc.runtime.units import count, first_of, size_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -263,6 +263,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
     if artifact.manifest.lacks_weights:
         yield "the artifact has no weights: its figures are those of the types and shapes"
+    if referenced := artifact.manifest.referenced.values():
+        yield f"weights are read from {first_of([record.path for record in referenced])}"
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())

@@ -7,7 +7,7 @@ the order of `safetensors` itself (wider items first, then by name), and the hea
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -17,14 +17,25 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.names import Names
-from partc.compiler.ir.computed import AbsentError, Box, ComputedTensor, WidenedTensor, runs_of, shard_of
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.computed import (
+    AbsentError,
+    ComputedTensor,
+    WidenedTensor,
+    box_of,
+    full_box,
+    in_file,
+    runs_of,
+)
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.compiler.ir.sharded import ShardedValue
-from partc.compiler.ir.value_info import Array
-from partc.runtime.artifact.format import FileRecord, weights_file
+from partc.runtime.artifact.format import REFERENCED, FileRecord, weights_file
+from partc.runtime.artifact.referenced_file import referenced
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
-from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes
+from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes, read_header
+from partc.runtime.artifact.tensors.stored_weight import source_text
+from partc.runtime.errors import breaks_lines
 from partc.runtime.files.regular import open_regular
 from partc.runtime.files.writers import new_raw_file
 
@@ -78,11 +89,57 @@ class WeightShards:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a weight lies: what ONNX calls external data."""
+    """Where a weight lies: what ONNX calls external data. `source`: in a file outside of the artifact the tensor and the box in it."""
 
     file: str
     offset: int
     length: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class _ReferencedFile:
+    """A file that weights stay in: its name in the manifest, and its tensors' names by first byte and size; None without a header."""
+
+    key: str
+    tensors: Mapping[tuple[int, int], str] | None
+
+
+class ReferencedFiles:
+    """The files that weights stay in, by their names in the manifest, and where the weights are in them."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self._files: dict[Path, _ReferencedFile] = {}
+
+    def locations(self, weights: Iterable[RankTensor], shards: WeightShards) -> dict[Stored, Location]:
+        """The locations of those weights that are a tensor, or a box of one, of a file."""
+        distinct = {shard.stored: shard for shard in map(shards.of, weights) if not shard.is_inline}
+        located = {stored: self._location(shard) for stored, shard in distinct.items()}
+        return {stored: location for stored, location in located.items() if location is not None}
+
+    def _location(self, shard: WeightShard) -> Location | None:
+        if (place := in_file(shard.data)) is None:
+            return None
+        source, box = place
+        path = Path(source.path).resolve()
+        if breaks_lines(str(path)):  # a manifest has no such text
+            return None
+        file, begin, size = self._of(path), source.offset or 0, source.nbytes
+        if file.tensors is not None and (begin, size) not in file.tensors:
+            raise CompileError(Problem(str(path), "changed while it was compiled", help="compile again"))
+        name = file.tensors[begin, size] if file.tensors is not None else ""
+        spans = [(one.start, one.stop) for one in box]
+        return Location(file.key, begin, size, source_text(name, spans, source.shape.numpy()))
+
+    def _of(self, path: Path) -> _ReferencedFile:
+        if path not in self._files:
+            key = f"{REFERENCED}/{len(self._files)}/{path.name}"
+            self.records[key] = record = referenced(path)
+            header = read_header(path, record.sha256).items() if record.sha256 else None
+            spans = None if header is None else {(one.offset, one.bytes): name for name, one in header}
+            self._files[path] = _ReferencedFile(key, spans)
+        return self._files[path]
 
 
 def is_inline(tensor: ir.TensorProtocol) -> bool:
@@ -148,9 +205,9 @@ def _write_file(
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
         for _, tensor, _ in ordered:
-            if isinstance(tensor, ir.ExternalTensor):
-                hashed = hasher.submit(_sum_range, running, tensor)
-                _copy_range(tensor, out)
+            if (place := _range_of(tensor)) is not None:
+                hashed = hasher.submit(_sum_range, running, place)
+                _copy_range(place, out)
                 hashed.result()
                 continue
             for data in _bytes_of(tensor):
@@ -240,33 +297,23 @@ def _made(held: RankTensor, stored: Stored) -> WeightShard:
     sizes = tensor.shape.numpy()
     box = layout.box(held.index, sizes)
     text = f"{name}[{', '.join([f'{begin}:{end}' for begin, end in box])}]"
-    if isinstance(tensor, WidenedTensor):
-        view: ir.TensorProtocol = WidenedTensor(_shard(tensor.source, box, name), tensor.dtype, name)
-    else:
-        view = _shard(tensor, box, name)
+    view = box_of(tensor, tuple(slice(*span) for span in box), name)
     return WeightShard(stored, view, text, is_inline(view))
 
 
-def _shard(tensor: ir.TensorProtocol, box: Sequence[tuple[int, int]], name: str) -> ir.TensorProtocol:
-    """A box of a tensor, read when it is written; whole rows of a file are a place in it."""
-    sizes = tensor.shape.numpy()
-    shape = ir.Shape([end - begin for begin, end in box])
-    whole_rows = all(span == (0, size) for span, size in zip(box[1:], sizes[1:], strict=True))
-    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and whole_rows:
-        row = tensor.nbytes // max(1, sizes[0])
-        begin, end = box[0]
-        return ir.ExternalTensor(
-            tensor.location,
-            (tensor.offset or 0) + begin * row,
-            (end - begin) * row,
-            tensor.dtype,
-            shape=shape,
-            name=name,
-            base_dir=tensor.base_dir,
-        )
-
-    def compute(inner: Box) -> Array:
-        shifted = tuple(slice(one.start + begin, one.stop + begin) for one, (begin, _) in zip(inner, box, strict=True))
-        return shard_of(tensor, shifted)
-
-    return ComputedTensor(compute, tensor.dtype, shape.numpy(), name)
+def _range_of(tensor: ir.TensorProtocol) -> ir.ExternalTensor | None:
+    """The bytes of a file that are a tensor's elements one after the other: those of whole rows; None where there are none."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return tensor
+    if (place := in_file(tensor)) is None:
+        return None
+    source, box = place
+    sizes = source.shape.numpy()
+    if box == full_box(sizes):
+        return source
+    if box[1:] != full_box(sizes[1:]):
+        return None
+    row = source.nbytes // max(1, sizes[0])
+    begin, count = (source.offset or 0) + box[0].start * row, box[0].stop - box[0].start
+    shape, name, folder = ir.Shape([count, *sizes[1:]]), source.name, source.base_dir
+    return ir.ExternalTensor(source.location, begin, count * row, source.dtype, shape=shape, name=name, base_dir=folder)

@@ -38,6 +38,41 @@ class WidenedTensor(ComputedTensor):
         super().__init__(lambda box: shard_of(source, box).astype(dtype.numpy()), dtype, source.shape.numpy(), name)
 
 
+class BoxTensor(ComputedTensor):
+    """The elements of `source` within a `box`, read when they are asked for."""
+
+    def __init__(self, source: ir.TensorProtocol, box: Box, name: str) -> None:
+        def compute(inner: Box) -> Array:
+            return shard_of(source, _within(box, inner))
+
+        self.source, self.box = source, box
+        super().__init__(compute, source.dtype, [one.stop - one.start for one in box], name)
+
+
+def box_of(tensor: ir.TensorProtocol, box: Box, name: str) -> ir.TensorProtocol:
+    """A part of a tensor that is read when it is asked for: of a part another part of its source, of a widened tensor a widened one."""
+    if isinstance(tensor, WidenedTensor):
+        return WidenedTensor(box_of(tensor.source, box, name), tensor.dtype, name)
+    if isinstance(tensor, BoxTensor):
+        return BoxTensor(tensor.source, _within(tensor.box, box), name)
+    return BoxTensor(tensor, box, name)
+
+
+def in_file(tensor: ir.TensorProtocol) -> tuple[ir.ExternalTensor, Box] | None:
+    """The tensor of a file and the box in it that are a tensor's elements in the tensor's own type; None where they are not in a file."""
+    source, box = (tensor.source, tensor.box) if isinstance(tensor, BoxTensor) else (tensor, None)
+    if not isinstance(source, ir.ExternalTensor) or source.dtype.bitwidth < 8:
+        return None
+    return source, full_box(source.shape.numpy()) if box is None else box
+
+
+def _within(outer: Box, inner: Box) -> Box:
+    """A box of a box, in the dims of the whole."""
+    return tuple(
+        slice(one.start + begin.start, one.stop + begin.start) for one, begin in zip(inner, outer, strict=True)
+    )
+
+
 def widens(source: ir.DataType, dtype: ir.DataType) -> bool:
     """Whether the artifact keeps the elements of a tensor in `source` where they are computed in `dtype`."""
     return dtype == ir.DataType.FLOAT and source in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
