@@ -278,12 +278,10 @@ def test_weights_of_another_folder_give_the_bytes_of_a_whole_one(kept: Path, abs
 
 
 @pytest.mark.usefixtures("without_exporter")
-def test_weights_stay_in_a_folder_by_reference(kept: Path, tmp_path: Path) -> None:
+def test_weights_stay_in_a_folder_by_reference(kept: Path, alone: Path, tmp_path: Path) -> None:
     """Of the folder itself, and of one beside the configuration: both artifacts are the same, and have the copied numbers."""
     compile_model(kept / "llama", kept / "plan.yaml", tmp_path / "own", by_reference=True)
-    compile_model(
-        kept / "alone/llama", kept / "plan.yaml", tmp_path / "other", weights=kept / "llama", by_reference=True
-    )
+    compile_model(alone, kept / "plan.yaml", tmp_path / "other", weights=kept / "llama", by_reference=True)
     assert _files(tmp_path / "own") == _files(tmp_path / "other")
     assert check_artifact(tmp_path / "own") == []
     copied, named = open_artifact(kept / "first"), open_artifact(tmp_path / "own")
