@@ -105,10 +105,10 @@ def command(
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
     stats = all_rank_stats(artifact, sizes)
-    targets = [one for some in by_rank(artifact, lambda model, k: target_stats(model, k, sizes)) for one in some]
+    targets = by_rank(artifact, lambda model, k: target_stats(model, k, sizes))
     memory = memory_of_ranks(artifact, sizes)
     trains = manifest.training is not None and any(record.next for record in manifest.state)
-    trained = by_rank(artifact, lambda model, k: training_stats(manifest, model, k, sizes)) if trains else []
+    trained = by_rank(artifact, lambda model, k: [training_stats(manifest, model, k, sizes)]) if trains else []
     if as_json:
         parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "training": trained}
         found = {**_as_json(artifact, sizes, parts), "memory": [one.as_json() for one in memory]}
