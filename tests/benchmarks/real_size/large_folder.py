@@ -23,7 +23,11 @@ WIDTH, INNER, HEADS, KEY_HEADS, VOCABULARY = 8192, 28672, 64, 8, 128256
 def make_folder(folder: Path, layers: int) -> None:
     """The configuration, and a file whose header is all that is written of it."""
     heads = WIDTH // HEADS * KEY_HEADS
-    shapes = {"model.embed_tokens.weight": [VOCABULARY, WIDTH], "lm_head.weight": [VOCABULARY, WIDTH], "model.norm.weight": [WIDTH]}
+    shapes = {
+        "model.embed_tokens.weight": [VOCABULARY, WIDTH],
+        "lm_head.weight": [VOCABULARY, WIDTH],
+        "model.norm.weight": [WIDTH],
+    }
     for k in range(layers):
         of_layer = {
             "self_attn.q_proj": [WIDTH, WIDTH],
