@@ -18,11 +18,10 @@ from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from onnx import ModelProto
-    from partc.cli.output.target_stats import TargetStats
-    from partc.cli.output.training_stats import TrainingStats
 
-T = TypeVar("T", "RankStats", "TargetStats", "TrainingStats")
+T = TypeVar("T", bound="DataclassInstance")
 
 _UNKNOWN = "unknown"
 
@@ -50,17 +49,17 @@ class RankStats:
 def by_rank(
     artifact: Artifact,
     figures: Callable[[ModelProto, int], Sequence[T]],
-    beside: Callable[[int], Hashable] = lambda rank: (),
+    facts: Callable[[int], Hashable] = lambda rank: (),
 ) -> list[T]:
     """The `figures` of all ranks, in order: those of a program are made once for all ranks of a file, whose ops and sizes are the same.
 
-    `beside`: what figures of a rank depend on besides its program.
+    `facts`: those that the figures of a rank depend on besides its program.
     """
     found: dict[int, Sequence[T]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
         model, known = unrolled(artifact.model(ranks[0])), dict[Hashable, Sequence[T]]()
         for rank in ranks:
-            if (key := beside(rank)) not in known:
+            if (key := facts(rank)) not in known:
                 known[key] = figures(model, rank)
             found[rank] = [replace(one, rank=rank) for one in known[key]]
     return [one for rank in sorted(found) for one in found[rank]]

@@ -47,7 +47,8 @@ _RUN = 16 << 20
 
 
 Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
-"""A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is."""
+"""A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is; of rows
+of a computed tensor, which may be those of another weight, too, no name, and the first dim alone."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,23 @@ class WeightShards:
 
     def __init__(self) -> None:
         self._of_version: dict[tuple[ShardedValue, int], WeightShard] = {}
-        self._known: dict[Stored, WeightShard] = {}
+        self._known: dict[tuple[str | None, Stored], WeightShard] = {}
+        self.texts: dict[Stored, dict[str, None]] = {}
+        """The weights whose shards have the same bytes."""
 
     def of(self, weight: RankTensor) -> WeightShard:
         """The shard of a weight on a rank."""
         value, layout = weight.version.value, weight.version.layout
         key = weight.version, weight.index if any(layout.cuts) else 0
         if key not in self._of_version:
-            stored = value.name, id(value.const_value), layout.shards, layout.shard(weight.index)
-            if stored not in self._known:
-                self._known[stored] = _made(weight, stored)
-            self._of_version[key] = self._known[stored]
+            tensor, shards, shard = value.const_value, layout.shards, layout.shard(weight.index)
+            stored: Stored = value.name, id(tensor), shards, shard
+            if isinstance(tensor, ComputedTensor) and all(count == 1 for count in shards[1:]):
+                stored = None, id(tensor.rows_of), shards[:1], shard[:1]
+            if (value.name, stored) not in self._known:
+                self._known[value.name, stored] = made = _made(weight, stored)
+                self.texts.setdefault(stored, {})[made.text] = None
+            self._of_version[key] = self._known[value.name, stored]
         return self._of_version[key]
 
 
@@ -175,7 +182,10 @@ def write_weights(
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
-        written = {file: writers.submit(_write_file, folder, file, weights, absent) for file, weights in files.items()}
+        written = {
+            file: writers.submit(_write_file, folder, file, weights, shards.texts, absent)
+            for file, weights in files.items()
+        }
         results = {file: future.result() for file, future in written.items()}
     locations = {
         shards.of(one).stored: results[weights_file(rank, program)][1][names[one.value]]
@@ -186,12 +196,16 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]], absent: bool
+    folder: Path,
+    file: str,
+    weights: Sequence[tuple[str, WeightShard]],
+    texts: Mapping[Stored, Iterable[str]],
+    absent: bool,
 ) -> tuple[FileRecord, dict[str, Location]]:
     shards = sorted(weights, key=lambda item: (-item[1].data.dtype.bitwidth, item[0]))
     ordered = [(name, shard.data, shard.data.nbytes) for name, shard in shards]
     rows = [(name, *_in_format(tensor), size) for name, tensor, size in ordered]
-    prefix = header_bytes(rows, {name: shard.text for name, shard in shards}, _PAGE)
+    prefix = header_bytes(rows, {name: "; ".join(texts[shard.stored]) for name, shard in shards}, _PAGE)
     locations: dict[str, Location] = {}
     end = len(prefix)
     for name, _, size in ordered:
@@ -279,11 +293,11 @@ def owners(
     seen = set(known)
     owned: dict[int, list[RankTensor]] = {}
     for rank in sorted(held_by):
-        of_rank = [(one, shards.of(one)) for one in held_by[rank]]
-        own = [(one, shard) for one, shard in of_rank if shard.stored not in seen and not shard.is_inline]
-        seen.update([shard.stored for _, shard in own])
-        if own:
-            owned[rank] = [one for one, _ in own]
+        for one in held_by[rank]:
+            shard = shards.of(one)
+            if shard.stored not in seen and not shard.is_inline:
+                seen.add(shard.stored)
+                owned.setdefault(rank, []).append(one)
     return owned
 
 

@@ -20,13 +20,23 @@ _READING = threading.Lock()
 
 
 class ComputedTensor(ir.LazyTensor):
-    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory."""
+    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory.
 
-    def __init__(self, compute: Callable[[Box], Array], dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
+    `rows_of`: a tensor whose rows have the same bytes in another shape: an artifact has those of both once.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Box], Array],
+        dtype: ir.DataType,
+        shape: Sequence[int],
+        name: str,
+        rows_of: ComputedTensor | None = None,
+    ) -> None:
         def whole() -> ir.TensorProtocol:
             return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=dtype)
 
-        self.compute = compute
+        self.compute, self.rows_of = compute, rows_of or self
         super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
 
 

@@ -214,7 +214,7 @@ def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
 
 
 def _are_messages(model: ModelProto) -> list[bool]:
-    """Of the communication of a file in its order which are messages; the others are of groups."""
+    """Whether each communication node of a file, in their order, is a message; the others are of groups."""
     there = (node.op_type for node in model.graph.node if node.domain == DOMAIN)
     return [op_type in (SEND, RECV) for op_type in there if op_type in (SEND, RECV, *GROUP_OPS)]
 
