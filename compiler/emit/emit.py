@@ -53,7 +53,7 @@ def emit(
     """
     try:
         with replacing_folder(out) as folder:
-            manifest = _write_all([program, *inner], folder, sources, texts or {}, absent, by_reference)
+            manifest = _write_all([program, *inner], folder, out, sources, texts or {}, absent, by_reference)
             prove(folder)
             return manifest
     except ObstacleError as error:
@@ -73,12 +73,13 @@ def _in_the_way(out: Path, found: Obstacle) -> CompileError:
 def _write_all(
     programs: Sequence[Complete],
     folder: Path,
+    before: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
     absent: bool,
     by_reference: bool,
 ) -> fmt.Manifest:
-    """Writes the programs of an artifact, the main one first; its manifest."""
+    """Writes the programs of an artifact, the main one first; its manifest. `before`: the folder that it replaces."""
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
     shards, staying = WeightShards(), ReferencedFiles()
@@ -91,7 +92,7 @@ def _write_all(
         if by_reference and not absent:
             locations |= staying.locations(chain.from_iterable(held.values()), shards)
         weights = owners(held, shards, locations)
-        written, found = write_weights(folder, weights, shards, own, name, absent)
+        written, found = write_weights(folder, weights, shards, own, before, name, absent)
         files |= written
         locations |= found
         rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations))

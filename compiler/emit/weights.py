@@ -33,11 +33,18 @@ from partc.compiler.ir.sharded import ShardedValue
 from partc.runtime.artifact.format import REFERENCED, FileRecord, weights_file
 from partc.runtime.artifact.referenced_file import referenced
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
-from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes, read_header
+from partc.runtime.artifact.tensors.safetensors_stream import (
+    AS_BYTES,
+    CODES,
+    RunningSums,
+    Sums,
+    header_bytes,
+    read_header,
+)
 from partc.runtime.artifact.tensors.stored_weight import source_text
 from partc.runtime.errors import breaks_lines
 from partc.runtime.files.regular import open_regular
-from partc.runtime.files.writers import new_raw_file
+from partc.runtime.files.writers import link_file, new_raw_file
 
 INLINE_BYTES = 128
 _PAGE = 4096
@@ -167,11 +174,13 @@ def write_weights(
     weights_of: Mapping[int, Sequence[RankTensor]],
     shards: WeightShards,
     names: Names,
+    before: Path,
     program: str = "",
     absent: bool = False,
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
+    `before`: the folder of the artifact that this one replaces: a file with the same bytes there is linked, and not written again.
     `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact. `absent`: no file is
     written; its record has the size that it would have, and no hash.
 
@@ -183,7 +192,7 @@ def write_weights(
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {
-            file: writers.submit(_write_file, folder, file, weights, shards.texts, absent)
+            file: writers.submit(_write_file, folder, file, weights, shards.texts, absent, before)
             for file, weights in files.items()
         }
         results = {file: future.result() for file, future in written.items()}
@@ -201,6 +210,7 @@ def _write_file(
     weights: Sequence[tuple[str, WeightShard]],
     texts: Mapping[Stored, Iterable[str]],
     absent: bool,
+    before: Path,
 ) -> tuple[FileRecord, dict[str, Location]]:
     shards = sorted(weights, key=lambda item: (-item[1].data.dtype.bitwidth, item[0]))
     ordered = [(name, shard.data, shard.data.nbytes) for name, shard in shards]
@@ -215,10 +225,13 @@ def _write_file(
         return FileRecord(bytes=end, sha256="", absent=True), locations
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = [tensor for _, tensor, _ in ordered]
+    if (sums := _same_sums(before / file, prefix, tensors, end)) is not None and link_file(before / file, path):
+        return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
     running = RunningSums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
-        for _, tensor, _ in ordered:
+        for tensor in tensors:
             if (place := _range_of(tensor)) is not None:
                 hashed = hasher.submit(_sum_range, running, place)
                 _copy_range(place, out)
@@ -230,6 +243,24 @@ def _write_file(
                 hashed.result()
     sums = running.sums()
     return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
+
+
+def _same_sums(before: Path, prefix: bytes, tensors: Sequence[ir.TensorProtocol], size: int) -> Sums | None:
+    """The sums of the file of the artifact before, where it has the bytes that would be written; else None."""
+    try:
+        with open_regular(before) as file:
+            if os.fstat(file.fileno()).st_size != size or file.read(len(prefix)) != prefix:
+                return None
+            running = RunningSums(prefix)
+            for tensor in tensors:
+                place = _range_of(tensor)
+                for data in _bytes_of(tensor) if place is None else _range(place):
+                    if not np.array_equal(np.frombuffer(file.read(len(data)), np.uint8), data):
+                        return None
+                    running.update(data)
+    except OSError:
+        return None
+    return running.sums()
 
 
 def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
@@ -250,7 +281,12 @@ def _bytes_of(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 
 
 def _sum_range(sums: RunningSums, tensor: ir.ExternalTensor) -> None:
-    """Reads the tensor's bytes through one small buffer, which stays in the cache, and adds them to the sums."""
+    for data in _range(tensor):
+        sums.update(data)
+
+
+def _range(tensor: ir.ExternalTensor) -> Iterator[memoryview]:
+    """The tensor's bytes, read through one small buffer, which stays in the cache."""
     buffer = memoryview(bytearray(_CHUNK))
     left = tensor.nbytes
     with open_regular(tensor.path) as file:
@@ -259,7 +295,7 @@ def _sum_range(sums: RunningSums, tensor: ir.ExternalTensor) -> None:
             count = file.readinto(buffer[: min(left, _CHUNK)])
             if not count:
                 raise EOFError(f"'{tensor.path}' was cut short while it was read")
-            sums.update(buffer[:count])
+            yield buffer[:count]
             left -= count
 
 

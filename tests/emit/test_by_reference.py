@@ -166,3 +166,25 @@ def test_a_model_without_files_of_weights_says_that_they_are_written(tmp_path: P
     report = compile_source(Source(model), None, tmp_path / "build", by_reference=True)
     assert any("all are written" in warning for warning in report.warnings)
     assert not report.manifest.referenced
+
+
+def test_files_of_weights_that_did_not_change_are_kept(tmp_path: Path) -> None:
+    """A second compile into the folder links them; what differs, or was damaged, is written, and nothing is written through a link."""
+    file, stored = file_of(tmp_path)
+    build = compiled(tmp_path / "build", SHARDED, file, stored, by_reference=False)
+    weights = [build / f"weights/rank_{rank:04d}.safetensors" for rank in range(2)]
+    first, places = [path.read_bytes() for path in weights], [path.stat().st_ino for path in weights]
+    compiled(build, SHARDED, file, stored, by_reference=False)
+    assert [path.stat().st_ino for path in weights] == places
+    assert [path.stat().st_nlink for path in weights] == [1, 1]
+    os.link(weights[1], tmp_path / "other")
+    weights[0].write_bytes(first[0][:-4] + b"abcd")
+    (begin,) = [one.offset + one.bytes for name, one in stored.items() if name == "net.packed"]
+    with file.open("r+b") as out:
+        out.seek(begin - 4)  # the last column, of rank 1
+        out.write(b"abcd")
+    compiled(build, SHARDED, file, stored, by_reference=False)
+    assert weights[0].read_bytes() == first[0]
+    assert weights[1].read_bytes() != first[1]
+    assert (tmp_path / "other").read_bytes() == first[1]
+    assert check_artifact(build) == []
