@@ -299,6 +299,7 @@ class Options:
     configuration: str | None = None
     check: bool = True
     verify_passes: bool = False
+    by_reference: bool = False
 
 
 def compile_model(
@@ -315,6 +316,7 @@ def compile_model(
     compare: bool = True,
     keep: bool = True,
     weights: Weights = True,
+    by_reference: bool = False,
     loaded: Callable[[Source], None] = lambda source: None,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
@@ -323,7 +325,8 @@ def compile_model(
     standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
     told what begins. `verify_passes`: whether the program is verified after each pass. `compare`: whether what torch exports is compared
     with its module. `keep`: whether the export of a folder is kept for the next command. `weights`: where those
-    of a folder are; with False the artifact has none. `loaded` gets the model before passes edit it.
+    of a folder are; with False the artifact has none. `by_reference`: whether
+    weights stay in the files that have them. `loaded` gets the model before passes edit it.
     The plan is read first: what is wrong in it by itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
@@ -331,7 +334,7 @@ def compile_model(
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
     watch("load")
-    options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
+    options = Options(dump_ir, strict, annotated, configuration, check, verify_passes, by_reference)
     with as_user_error(model):
         cache = chosen is not None and chosen.generate is not None
         source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep, weights=weights)
@@ -370,7 +373,9 @@ def _compiled(
         training = replace(program.training, folder=os.path.relpath(plan.parent, out))
         program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    report = _write(program, [*programs.values()], source, out, sources, texts, options.check, watch)
+    report = _write(
+        program, [*programs.values()], source, out, sources, texts, options.check, watch, options.by_reference
+    )
     report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
     if annotated is not None:
         write_annotated(report.program, annotated)
@@ -385,12 +390,21 @@ def compile_source(
     *,
     check: bool = True,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
+    by_reference: bool = False,
 ) -> Report:
     """As `compile_model`, of a model and a plan in memory; `kinds` are the programs of the plan that are written."""
     programs = programs_of(source, plan, name, kinds=kinds)
     program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    return _write(program, [*programs.values()], source, out, {"model": record, "plan": None}, check=check)
+    return _write(
+        program,
+        [*programs.values()],
+        source,
+        out,
+        {"model": record, "plan": None},
+        check=check,
+        by_reference=by_reference,
+    )
 
 
 @uncollected()
@@ -403,6 +417,7 @@ def _write(
     texts: dict[str, str] | None = None,
     check: bool = True,
     watch: Watch = lambda name: None,
+    by_reference: bool = False,
 ) -> Report:
     """The last of the road: the artifact is written (`emit`), and opened (`prove`) before it takes its place."""
     warnings: list[str] = []
@@ -412,7 +427,11 @@ def _write(
         warnings.extend(prove(folder, source.model, program.name) if check else ())
 
     watch("emit")
-    manifest = emit(program, out, sources, texts, inner, checked, source.absent)
+    manifest = emit(program, out, sources, texts, inner, checked, source.absent, by_reference)
+    if by_reference and not manifest.referenced:
+        warnings.append(
+            f"{program.name}: no weight is a tensor of a safetensors file or external data; all are written"
+        )
     return Report(replace(program, warnings=(*program.warnings, *warnings)), manifest, out)
 
 

@@ -230,11 +230,11 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
         size, columns = product.sizes
         shape = columns, size // how.block
         work = _Quantizer(tensor, product.transposed, how, name)
+        row, block, kind = size * how.bits // 8, how.block * how.bits // 8, ir.DataType.UINT8
+        blocks = ComputedTensor(work.blocks, kind, (*shape, block), f"{name}.blocks")
         known[key] = {
-            "blocks": ComputedTensor(
-                work.blocks, ir.DataType.UINT8, (*shape, how.block * how.bits // 8), f"{name}.blocks"
-            ),
-            "rows": ComputedTensor(work.rows, ir.DataType.UINT8, (columns, size * how.bits // 8), f"{name}.rows"),
+            "blocks": blocks,
+            "rows": ComputedTensor(work.rows, kind, (columns, row), f"{name}.rows", rows_of=blocks),
             "scales": ComputedTensor(work.scales, tensor.dtype, shape, f"{name}.scales"),
         }
     return known[key]

@@ -11,7 +11,7 @@ import click
 from partc.cli.commands.cache import no_cache
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.runtime.units import count, seconds, size_text
+from partc.runtime.units import count, first_of, seconds, size_text
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -52,6 +52,9 @@ _NAMED = 4
     help="Folder of the weights of a MODEL that is a folder with its configuration.",
 )
 @click.option("--no-weights", is_flag=True, help="Read no weights of a folder; the artifact can be looked at, not run.")
+@click.option(
+    "--by-reference", is_flag=True, help="Leave weights in the files that have them, instead of copying them."
+)
 @no_cache
 @click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_normalize.ir and on.")
 @click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
@@ -66,6 +69,7 @@ def command(
     no_compare: bool,
     weights: Path | None,
     no_weights: bool,
+    by_reference: bool,
     no_cache: bool,
     dump_ir: bool,
     verify_passes: bool,
@@ -74,6 +78,9 @@ def command(
 
     With --no-weights `config.json` is all that a folder needs: its weights are names, types and shapes, and `partc check`, `inspect`,
     `report` and `simulate` take the artifact as any other. --weights compiles the same with the weights of another folder.
+
+    With --by-reference weights stay in the safetensors files of a folder, or in the external data of an .onnx file: the artifact
+    names files, tensors and boxes, and ranks read theirs. It is refused once such a file changes or moves.
 
     An existing output folder is replaced when the new artifact is complete, and only if it is empty or holds nothing but an artifact.
 
@@ -94,6 +101,8 @@ def command(
 
     if weights is not None and no_weights:
         raise UsageError("--weights and --no-weights exclude each other\n  help: leave out one of the two")
+    if by_reference and no_weights:
+        raise UsageError("--by-reference and --no-weights exclude each other\n  help: leave out one of the two")
     begin = time.perf_counter()
     with CompileProgress() as watch:
         report = compile_model(
@@ -110,6 +119,7 @@ def command(
             not no_compare,
             keep=not no_cache,
             weights=False if no_weights else weights or True,
+            by_reference=by_reference,
         )
     spent = time.perf_counter() - begin
     if console.as_json():
@@ -147,6 +157,10 @@ def command(
             else f"to export it once: {once}"
         )
         console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; {later}")
+    if referenced := report.manifest.referenced.values():
+        files = first_of([record.path for record in referenced])
+        size = size_text(sum(record.bytes for record in referenced))
+        console.echo(f"weights stay in {files}, {size}: the artifact is refused once a file changes or moves")
     if report.manifest.lacks_weights:
         console.echo(
             "without weights: the artifact can be checked, inspected, reported and simulated, and cannot be run"
@@ -179,6 +193,7 @@ def document(report: Report, spent: float) -> dict[str, object]:
             {"op": e.op_type, "value": e.name, "ranks": e.ranks, "bytes": e.bytes, "cause": e.cause}
             for e in largest_first(report.program)
         ],
+        "referenced": [record.path for record in report.manifest.referenced.values()],
         "trains": report.program.training is not None,
         "warnings": list(report.warnings),
         "seconds": round(spent, 4),

@@ -18,7 +18,7 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.artifact.format import BYTES, DOMAIN
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
-from partc.runtime.units import count, size_text
+from partc.runtime.units import count, first_of, size_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -105,10 +105,10 @@ def command(
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
     stats = all_rank_stats(artifact, sizes)
-    targets = [one for some in by_rank(artifact, lambda model, k: target_stats(model, k, sizes)) for one in some]
+    targets = by_rank(artifact, lambda model, k: target_stats(model, k, sizes))
     memory = memory_of_ranks(artifact, sizes)
     trains = manifest.training is not None and any(record.next for record in manifest.state)
-    trained = by_rank(artifact, lambda model, k: training_stats(manifest, model, k, sizes)) if trains else []
+    trained = by_rank(artifact, lambda model, k: [training_stats(manifest, model, k, sizes)]) if trains else []
     if as_json:
         parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "training": trained}
         found = {**_as_json(artifact, sizes, parts), "memory": [one.as_json() for one in memory]}
@@ -263,6 +263,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
     if artifact.manifest.lacks_weights:
         yield "the artifact has no weights: its figures are those of the types and shapes"
+    if referenced := artifact.manifest.referenced.values():
+        yield f"weights are read from {first_of([record.path for record in referenced])}"
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())

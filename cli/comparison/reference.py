@@ -88,7 +88,7 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for record in manifest.state:
         if record.value in tensors:
-            found[record.tensor] = numbers(tensors[record.value], folder)
+            found[record.tensor] = numbers(tensors[record.value], folder, manifest)
         elif isinstance(record.initial, Law):
             dtype = dense(record.type)
             assert dtype is not None

@@ -6,8 +6,8 @@ Bytes moved are those of messages and of collectives, of which a rank gets as ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from partc.cli.output.training_stats import state_bytes
@@ -18,9 +18,10 @@ from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from onnx import ModelProto
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 _UNKNOWN = "unknown"
 
@@ -45,18 +46,32 @@ class RankStats:
     received: Moved
 
 
-def by_rank(artifact: Artifact, figures: Callable[[ModelProto, int], T]) -> list[T]:
-    """By rank the `figures` of its program, which is read and unrolled once for all ranks of a file: their ops and sizes are the same."""
-    found: dict[int, T] = {}
+def by_rank(
+    artifact: Artifact,
+    figures: Callable[[ModelProto, int], Sequence[T]],
+    facts: Callable[[int], Hashable] = lambda rank: (),
+) -> list[T]:
+    """The `figures` of all ranks, in order: those of a program are made once for all ranks of a file, whose ops and sizes are the same.
+
+    `facts`: those that the figures of a rank depend on besides its program.
+    """
+    found: dict[int, Sequence[T]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
-        model = unrolled(artifact.model(ranks[0]))
-        found |= {rank: figures(model, rank) for rank in ranks}
-    return [found[rank] for rank in sorted(found)]
+        model, known = unrolled(artifact.model(ranks[0])), dict[Hashable, Sequence[T]]()
+        for rank in ranks:
+            if (key := facts(rank)) not in known:
+                known[key] = figures(model, rank)
+            found[rank] = [replace(one, rank=rank) for one in known[key]]
+    return [one for rank in sorted(found) for one in found[rank]]
 
 
 def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankStats]:
     """The numbers of all ranks."""
-    return by_rank(artifact, lambda model, rank: rank_stats(artifact, rank, sizes, model))
+
+    def messages(rank: int) -> Hashable:
+        return tuple([(one.source == rank, one.bytes) for one in artifact.manifest.messages_of(rank)])
+
+    return by_rank(artifact, lambda model, rank: [rank_stats(artifact, rank, sizes, model)], messages)
 
 
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: ModelProto | None = None) -> RankStats:

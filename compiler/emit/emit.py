@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import onnx
@@ -15,7 +16,7 @@ from partc.compiler.emit.names import Names
 from partc.compiler.emit.rank_model import RankModels, structure
 from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.run_list import run_list
-from partc.compiler.emit.weights import Location, Stored, WeightShards, owners, write_weights
+from partc.compiler.emit.weights import Location, ReferencedFiles, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.drawn import law_of
 from partc.compiler.ir.graph import name_of
@@ -42,16 +43,17 @@ def emit(
     inner: Sequence[Complete] = (),
     prove: Callable[[Path], None] = lambda folder: None,
     absent: bool = False,
+    by_reference: bool = False,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
-    `absent`: whether the weights' files are left out.
+    `absent`: whether the weights' files are left out. `by_reference`: whether weights that are in files stay there alone.
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
     """
     try:
         with replacing_folder(out) as folder:
-            manifest = _write_all([program, *inner], folder, sources, texts or {}, absent)
+            manifest = _write_all([program, *inner], folder, out, sources, texts or {}, absent, by_reference)
             prove(folder)
             return manifest
     except ObstacleError as error:
@@ -71,24 +73,30 @@ def _in_the_way(out: Path, found: Obstacle) -> CompileError:
 def _write_all(
     programs: Sequence[Complete],
     folder: Path,
+    before: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
     absent: bool,
+    by_reference: bool,
 ) -> fmt.Manifest:
-    """Writes the programs of an artifact, the main one first; its manifest."""
+    """Writes the programs of an artifact, the main one first; its manifest. `before`: the folder that it replaces."""
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
-    shards = WeightShards()
+    shards, staying = WeightShards(), ReferencedFiles()
     rank_files = []
     shown, programs = programs, with_laws(programs)
     named = [Names(program) for program in shown]
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
-        weights = owners({part.rank: part.weights for part, _ in program.distinct_programs}, shards, locations)
-        written, found = write_weights(folder, weights, shards, own, name, absent)
+        held = {part.rank: part.weights for part, _ in program.distinct_programs}
+        if by_reference and not absent:
+            locations |= staying.locations(chain.from_iterable(held.values()), shards)
+        weights = owners(held, shards, locations)
+        written, found = write_weights(folder, weights, shards, own, before, name, absent)
         files |= written
         locations |= found
         rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations))
+    files |= staying.records
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [

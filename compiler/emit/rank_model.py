@@ -402,6 +402,7 @@ def _tensor(name: str, shard: WeightShard, place: Location | None) -> onnx.Tenso
         return proto
     lies = (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length)))
     kept = [] if shard.data is tensor else [entry(key=fmt.STORED, value=BY_CODE[shard.data.dtype.value].name)]
+    kept += [entry(key=fmt.SOURCE, value=place.source)] if place.source else []
     return onnx.TensorProto(
         name=name,
         data_type=tensor.dtype.value,

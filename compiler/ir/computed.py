@@ -20,13 +20,23 @@ _READING = threading.Lock()
 
 
 class ComputedTensor(ir.LazyTensor):
-    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory."""
+    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory.
 
-    def __init__(self, compute: Callable[[Box], Array], dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
+    `rows_of`: a tensor whose rows have the same bytes in another shape: an artifact has those of both once.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Box], Array],
+        dtype: ir.DataType,
+        shape: Sequence[int],
+        name: str,
+        rows_of: ComputedTensor | None = None,
+    ) -> None:
         def whole() -> ir.TensorProtocol:
             return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=dtype)
 
-        self.compute = compute
+        self.compute, self.rows_of = compute, rows_of or self
         super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
 
 
@@ -36,6 +46,41 @@ class WidenedTensor(ComputedTensor):
     def __init__(self, source: ir.TensorProtocol, dtype: ir.DataType, name: str) -> None:
         self.source = source
         super().__init__(lambda box: shard_of(source, box).astype(dtype.numpy()), dtype, source.shape.numpy(), name)
+
+
+class BoxTensor(ComputedTensor):
+    """The elements of `source` within a `box`, read when they are asked for."""
+
+    def __init__(self, source: ir.TensorProtocol, box: Box, name: str) -> None:
+        def compute(inner: Box) -> Array:
+            return shard_of(source, _within(box, inner))
+
+        self.source, self.box = source, box
+        super().__init__(compute, source.dtype, [one.stop - one.start for one in box], name)
+
+
+def box_of(tensor: ir.TensorProtocol, box: Box, name: str) -> ir.TensorProtocol:
+    """A part of a tensor that is read when it is asked for: of a part another part of its source, of a widened tensor a widened one."""
+    if isinstance(tensor, WidenedTensor):
+        return WidenedTensor(box_of(tensor.source, box, name), tensor.dtype, name)
+    if isinstance(tensor, BoxTensor):
+        return BoxTensor(tensor.source, _within(tensor.box, box), name)
+    return BoxTensor(tensor, box, name)
+
+
+def in_file(tensor: ir.TensorProtocol) -> tuple[ir.ExternalTensor, Box] | None:
+    """The tensor of a file and the box in it that are a tensor's elements in the tensor's own type; None where they are not in a file."""
+    source, box = (tensor.source, tensor.box) if isinstance(tensor, BoxTensor) else (tensor, None)
+    if not isinstance(source, ir.ExternalTensor) or source.dtype.bitwidth < 8:
+        return None
+    return source, full_box(source.shape.numpy()) if box is None else box
+
+
+def _within(outer: Box, inner: Box) -> Box:
+    """A box of a box, in the dims of the whole."""
+    return tuple(
+        slice(one.start + begin.start, one.stop + begin.start) for one, begin in zip(inner, outer, strict=True)
+    )
 
 
 def widens(source: ir.DataType, dtype: ir.DataType) -> bool:

@@ -22,12 +22,11 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.computed import Box, ComputedTensor, WidenedTensor, full_box, shard_of
+from partc.compiler.ir.computed import WidenedTensor, box_of, full_box
 from partc.compiler.ir.graph import has_computed_target, name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
-from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
@@ -325,16 +324,9 @@ def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: i
     if (dim, begin, end) in known:
         return known[dim, begin, end]
 
-    if isinstance(tensor, WidenedTensor):
-        source = _slice_of(tensor.source, dim, begin, end, part)
-        return known.setdefault((dim, begin, end), WidenedTensor(source, tensor.dtype, name_of(part)))
-
-    def shard(box: Box) -> Array:
-        moved = slice(box[dim].start + begin, box[dim].stop + begin)
-        return shard_of(tensor, (*box[:dim], moved, *box[dim + 1 :]))
-
     assert part.shape is not None
-    sizes, key = part.shape.numpy(), (dim, begin, end)
-    if tensor.nbytes > _EAGER:
-        return known.setdefault(key, ComputedTensor(shard, tensor.dtype, sizes, name_of(part)))
-    return known.setdefault(key, ir.Tensor(np.ascontiguousarray(shard(full_box(sizes))), dtype=tensor.dtype))
+    box = full_box(part.shape.numpy())
+    made = box_of(tensor, (*box[:dim], slice(begin, end), *box[dim + 1 :]), name_of(part))
+    if tensor.nbytes <= _EAGER and not isinstance(made, WidenedTensor):
+        made = ir.Tensor(np.ascontiguousarray(made.numpy()), dtype=made.dtype)
+    return known.setdefault((dim, begin, end), made)

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.computed import is_absent
+from partc.compiler.ir.computed import is_absent, shard_of
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, is_parameter, trainable_names
@@ -127,35 +127,32 @@ def split_as(model: ir.Model, names: Iterable[str]) -> None:
 
 def parted(model: ir.Model, names: Iterable[str]) -> list[str]:
     """Lines about weights with the numbers of another one transposed: of a tied weight an exporter that folds constants makes two."""
-    seen: dict[tuple[tuple[int, ...], bytes], tuple[str, Numbers]] = {}
+    seen: dict[tuple[tuple[int, ...], bytes], tuple[str, ir.TensorProtocol]] = {}
     found = []
     for name in names:
-        array = _matrix(model.graph.initializers.get(name))
-        if array is None:
+        value = model.graph.initializers.get(name)
+        tensor = value.const_value if value is not None else None
+        diagonal = _diagonal(tensor) if tensor is not None else None
+        if tensor is None or diagonal is None:
             continue
-        begin = np.diagonal(array)[:_BEGIN].tobytes()
-        other, like = seen.get((array.shape[::-1], begin), (name, None))
-        if like is not None and np.array_equal(like, array.T):
+        shape, begin = tuple(tensor.shape.numpy()), diagonal.tobytes()
+        other, like = seen.get((shape[::-1], begin), (name, None))
+        if like is not None and np.array_equal(like.numpy(), tensor.numpy().T):
             found.append(
                 f"'{name}' has the numbers of '{other}' transposed, and is a parameter of its own: an exporter that folds constants parts "
                 "a weight that two modules share\n  help: export it as one, with torch by torch.onnx.export(..., optimize=False)"
             )
-        seen.setdefault((array.shape, begin), (name, array))
+        seen.setdefault((shape, begin), (name, tensor))
     return found
 
 
-def _matrix(value: ir.Value | None) -> Numbers | None:
-    """The numbers of a weight of two dims, whose diagonal has several."""
-    if (
-        value is None
-        or value.const_value is None
-        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
-    ):
+def _diagonal(tensor: ir.TensorProtocol) -> Numbers | None:
+    """The begin of the diagonal of a weight of two dims, all that is read of it; None where it is one number alone."""
+    if isinstance(tensor, DrawnTensor) or is_absent(tensor) or len(tensor.shape) != 2 or min(tensor.shape.numpy()) < 2:
         return None
-    if len(value.const_value.shape) != 2 or not value.const_value.size or min(value.const_value.shape.numpy()) < 2:
-        return None
-    array = value.const_value.numpy()
-    return array if (np.diagonal(array)[:_BEGIN] != array[0, 0]).any() else None
+    first = slice(0, min(_BEGIN, *tensor.shape.numpy()))
+    diagonal = np.diagonal(shard_of(tensor, (first, first)))
+    return diagonal if (diagonal != diagonal[0]).any() else None
 
 
 def _readers(

@@ -20,7 +20,7 @@ import sys
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.computed import is_absent
+from partc.compiler.ir.computed import full_box, is_absent, shard_of
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.registry import stops_gradient
@@ -116,22 +116,20 @@ def _is_of_layer(node: ir.Node, k: int) -> bool:
 
 
 def _is_mask(value: ir.Value, shape: tuple[int, ...]) -> bool:
-    """Whether the numbers are those of a mask; of a large tensor the beginning tells mostly."""
-    if (
-        value.const_value is None
-        or not math.prod(shape)
-        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
-    ):
+    """Whether the numbers are those of a mask; of a large tensor the beginning tells mostly, and is all that is read."""
+    tensor = value.const_value
+    if tensor is None or not math.prod(shape) or isinstance(tensor, DrawnTensor) or is_absent(tensor):
         return False
-    flat = value.const_value.numpy().reshape(-1)
-    begin = flat[:_BEGINNING].astype(np.float64)
+    rows = min(shape[0], -(-_BEGINNING // math.prod(shape[1:])))
+    begin = shard_of(tensor, (slice(0, rows), *full_box(shape[1:]))).reshape(-1)[:_BEGINNING].astype(np.float64)
     if not (np.abs(begin) < _LARGE).all():
         return True
     low, high = begin.min(), begin.max()
     table = sum(size > 1 for size in shape) > 1
-    return bool(
-        table and low != high and ((begin == low) | (begin == high)).all() and ((flat == low) | (flat == high)).all()
-    )
+    if not table or low == high or not ((begin == low) | (begin == high)).all():
+        return False
+    numbers = tensor.numpy()
+    return bool(((numbers == low) | (numbers == high)).all())
 
 
 def _is_floating(value: ir.Value) -> bool:

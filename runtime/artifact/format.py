@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
@@ -148,9 +148,11 @@ OF_RANKS = "partc.ranks"
 PIECE = "partc.piece"
 DIGEST = "partc.sha256"
 STORED = "partc.stored"
+SOURCE = "partc.source"
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+REFERENCED = "referenced"
 BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
@@ -294,12 +296,16 @@ class FileRecord(Record):
     """What a file of the artifact must be; files of weights have a CRC-32 as well, which a load compares in a third of the time.
 
     `absent`: there is no such file, since the artifact was compiled without weights; it has no hash.
+    `path`: the file is not in the folder; weights are read from this one, and stay in it. `sha256` is then that of its safetensors
+    header, empty where it has none, and `modified` the time of its last change in seconds: its contents are not hashed.
     """
 
     bytes: int
     sha256: str
     crc32: str = ""
     absent: bool = False
+    path: str = ""
+    modified: str = ""
 
 
 class SourceRecord(Record):
@@ -351,6 +357,16 @@ class Manifest(ArtifactRecord):
     def lacks_weights(self) -> bool:
         """Whether the artifact was compiled without weights: it can be looked at, and not run."""
         return any(record.absent for record in self.files.values())
+
+    def weights_path(self, folder: Path, location: str) -> Path:
+        """The file that the external data of a weight names: one of the artifact's folder, or one outside that weights stay in."""
+        record = self.files.get(location)
+        return Path(record.path) if record is not None and record.path else folder / location
+
+    @property
+    def referenced(self) -> dict[str, FileRecord]:
+        """The files outside of the folder that weights are read from."""
+        return {name: record for name, record in self.files.items() if record.path}
 
     def state_bytes_of(self, record: StateRecord, rank: int) -> int:
         """The bytes that a rank keeps of a tensor from step to step; of a cache the rows of all groups of slots."""

@@ -32,6 +32,7 @@ from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, r
 from .generation import binds_rows
 from .manifest_file import ManifestFile
 from .ranks import Grid, ranks_text
+from .referenced_file import REMEDY, change_of
 from .run_list import RunList
 from .transfer import bad_pairs
 
@@ -155,11 +156,13 @@ class Artifact:
             raise ArtifactError(f"{self.folder / name}: is not UTF-8 text: {error}\n  {_AGAIN}") from None
 
     def _check(self, names: Iterable[str]) -> None:
-        problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
+        due = [name for name in names if name not in self._checked]
+        problems = [problem for name in due for problem in self._violations(name)]
         if problems:
             self.refuse_replaced()
-            raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
-        self._checked.update(names)
+            remedy = f"help: {REMEDY}" if self.manifest.referenced.keys() & due else _AGAIN
+            raise ArtifactError("\n".join([*problems, f"  {remedy}"]))
+        self._checked.update(due)
 
     def _violations(self, name: str) -> Iterator[str]:
         file = self.folder / name
@@ -170,6 +173,9 @@ class Artifact:
             yield f"{file}: is needed, but the manifest does not list it"
         elif record.absent:
             return
+        elif record.path:
+            if why := change_of(record):
+                yield f"{record.path}: weights of the artifact {self.folder} are read from this file: {why}"
         elif not os.path.lexists(file):
             yield f"{file}: is missing"
         elif why := fault(file):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from partc.runtime.artifact.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.artifact.manifest import Artifact, open_artifact, sha256
+from partc.runtime.artifact.referenced_file import REMEDY, change_of
 from partc.runtime.artifact.tensors.safetensors_stream import sound_header
 from partc.runtime.errors import ArtifactError, Violation
 from partc.runtime.files.regular import fault, unlisted
@@ -36,6 +37,10 @@ def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:
     path = folder / name
+    if record.path and (why := change_of(record)):
+        yield Violation(record.path, f"weights are read from it: {why}", help=REMEDY)
+    if record.path:
+        return
     if record.absent:
         if os.path.lexists(path):
             yield Violation(

@@ -124,7 +124,7 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
         return ""
     if folder is None:
         return text
-    readable = without_weights(model, widened=True)
+    readable = without_weights(model, read_here=True)
     return can_load(_alone(readable, readable.graph.node), str(folder.resolve()), optimized=risky)
 
 

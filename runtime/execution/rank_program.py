@@ -215,7 +215,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         begun = file.model if file.manifest.is_main else artifact.program_named().model(rank)
         there = {name: memories[target] for name, target in targets.items()}
         groups = file.manifest.generation.groups if file.manifest.generation is not None else 1
-        state = make_state(file.state, rank, plan.state, begun, artifact.folder, there, groups)
+        state = make_state(file.state, rank, plan.state, begun, artifact, there, groups)
         updates = {
             index: [_updater(group, settings, types, state) for group in groups]
             for index, groups in plan.groups.items()
@@ -318,7 +318,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     found: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
         if tensor.name in loose:
-            array = numbers(tensor, folder)
+            array = numbers(tensor, folder, file.manifest)
             dtype = BY_CODE.get(tensor.data_type)
             value: Value
             if dtype:

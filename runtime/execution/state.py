@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..program.flat_buffers import FlatBuffer
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from partc.runtime.artifact.manifest import Artifact
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def make_state(
     rank: int,
     laid: Sequence[FlatBuffer],
     model: ModelProto,
-    folder: Path,
+    artifact: Artifact,
     memories: Mapping[str, DeviceMemory],
     groups: int = 1,
 ) -> State:
@@ -98,7 +98,7 @@ def make_state(
             shape = (groups * shape[0], *shape[1:]) if record.kind == CACHE else shape
             tensors[record.value] = _zeros(memories.get(record.value), dtype, shape)
     state = State(rank, tensors, mine)
-    _fill(state, model, folder)
+    _fill(state, model, artifact)
     return state
 
 
@@ -136,12 +136,12 @@ def fill_first(record: StateRecord, rank: int, array: Array) -> None:
         array.fill(record.initial)
 
 
-def _fill(state: State, model: ModelProto, folder: Path) -> None:
+def _fill(state: State, model: ModelProto, artifact: Artifact) -> None:
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def write(record: StateRecord, array: Array) -> None:
         if record.value in weights:
-            np.copyto(array, numbers(weights[record.value], folder))
+            np.copyto(array, numbers(weights[record.value], artifact.folder, artifact.manifest))
         elif record.initial != 0 or isinstance(state.tensors[record.value], Remote):
             fill_first(record, state.rank, array)
 

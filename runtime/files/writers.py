@@ -41,6 +41,18 @@ def write_new(path: Path, data: bytes) -> None:
         out.write(data)
 
 
+def link_file(old: Path, new: Path) -> bool:
+    """Gives a file of the user's a second name; False where it is not one, or the file system has no links."""
+    try:
+        status = os.lstat(old)
+        if not stat.S_ISREG(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
+            return False
+        os.link(old, new, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        return False
+    return True
+
+
 def open_to_change(path: str | Path) -> BufferedRandom:
     """An existing regular file, open for reading and writing at any place; OSError where it is a link or no regular file."""
     file = open(path, "r+b", opener=lambda name, _: os.open(name, _CHANGE))  # noqa: SIM115, it is handed on

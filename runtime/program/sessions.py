@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, dense, element, type_proto, type_text
-from partc.runtime.artifact.tensors.stored_weight import is_widened, numbers
+from partc.runtime.artifact.tensors.stored_weight import is_read_here, numbers
 
 from ..artifact.format import DOMAIN, FACTORS, TASKS
 from ..devices.devices import HOST, Device, Devices
@@ -104,7 +104,7 @@ class Builder:
         self.functions = [one for one in model.functions if one.domain != TASKS]
         self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
         self.made = 0
-        self.folder = folder
+        self.folder, self.manifest = folder, file.manifest
         self.settings = settings
         self.where = where
         self.types = dict(types)
@@ -184,19 +184,20 @@ class Builder:
         return session
 
     def _widened(self, model: ModelProto, device: Device) -> tuple[dict[str, Array], list[str]]:
-        """The weights that are widened while they are read, by name, and which of them are tables.
+        """The weights that onnxruntime does not read, by name, and which of them are tables.
 
         A table is one array for all sessions of the rank; what else nodes read is packed or folded by each session, and given back.
         """
-        stored = {tensor.name: tensor for tensor in model.graph.initializer if is_widened(tensor)}
+        stored = {tensor.name: tensor for tensor in model.graph.initializer if is_read_here(tensor)}
         gathers = (node.input[0] for node in model.graph.node if node.op_type == "Gather" and device.is_host)
         tables = sorted(stored.keys() & set(gathers))
-        arrays: dict[str, Array] = {}
+        tables_by_key, arrays = self.settings.tables, dict[str, Array]()
         for name, tensor in stored.items():
             key = tensor.SerializeToString(deterministic=True)
-            arrays[name] = self.settings.tables[key] if key in self.settings.tables else numbers(tensor, self.folder)
+            known = tables_by_key.get(key)
+            arrays[name] = numbers(tensor, self.folder, self.manifest) if known is None else known
             if name in tables:
-                self.settings.tables[key] = arrays[name]
+                tables_by_key[key] = arrays[name]
         return arrays, tables
 
     def _model(self, segment: Segment) -> ModelProto:

@@ -162,6 +162,8 @@ class Runtime:
         if (manifest["format"], manifest["ranks"]) != (3, self.size):
             raise Refused(f"format {manifest['format']} for {manifest['ranks']} ranks, not format 3 for {self.size}")
         self.program = next(iter(manifest["programs"].values()))
+        if outside := [record["path"] for record in manifest["files"].values() if record.get("path")]:
+            raise Refused(f"not done here: weights outside of the artifact, in {outside[0]}")
         if lookups := {"Pull", "Push"} & {record["op"] for record in self.program["collectives"]}:
             raise Refused(f"not done here: {' and '.join(sorted(lookups))}, lookups of rows that other ranks have")
         lists = {**manifest["groups"], **self.program["groups"]}.items()

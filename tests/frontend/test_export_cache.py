@@ -24,6 +24,8 @@ from partc.compiler.frontend.torch import compare_with_torch
 from partc.compiler.frontend.torch.torch_model import torch_model_of
 from partc.compiler.pipeline import Report, compile_model
 from partc.runtime import load_local
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import ArtifactError
 from safetensors.numpy import save_file
@@ -273,6 +275,27 @@ def test_weights_of_another_folder_give_the_bytes_of_a_whole_one(kept: Path, abs
     shutil.copytree(absent, tmp_path / "build")
     compile_model(kept / "alone/llama", kept / "plan.yaml", tmp_path / "build", weights=kept / "llama")
     assert _files(tmp_path / "build") == _files(kept / "first")
+
+
+@pytest.mark.usefixtures("without_exporter")
+def test_weights_stay_in_a_folder_by_reference(kept: Path, alone: Path, tmp_path: Path) -> None:
+    """Of the folder itself, and of one beside the configuration: both artifacts are the same, and have the copied numbers."""
+    compile_model(kept / "llama", kept / "plan.yaml", tmp_path / "own", by_reference=True)
+    compile_model(alone, kept / "plan.yaml", tmp_path / "other", weights=kept / "llama", by_reference=True)
+    assert _files(tmp_path / "own") == _files(tmp_path / "other")
+    assert check_artifact(tmp_path / "own") == []
+    copied, named = open_artifact(kept / "first"), open_artifact(tmp_path / "own")
+    assert [*named.manifest.referenced] == ["referenced/0/model.safetensors"]
+    for rank in range(2):
+        whole = {one.name: one for one in copied.model(rank).graph.initializer if one.external_data}
+        for weight in named.model(rank).graph.initializer:
+            if weight.external_data:
+                found, wanted = (
+                    numbers(one, artifact.folder, artifact.manifest)
+                    for one, artifact in ((weight, named), (whole.pop(weight.name), copied))
+                )
+                np.testing.assert_array_equal(found, wanted, weight.name)
+        assert not whole
 
 
 def test_weights_of_another_model_are_refused_and_nothing_is_written(

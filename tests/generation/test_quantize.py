@@ -16,11 +16,13 @@ from partc.cli.commands.plan import command as plan_command
 from partc.cli.commands.verify import command as verify_command
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.pipeline import compile_model
+from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.quantize import errors, quantized
-from partc.runtime import Request, load_local_generator
+from partc.runtime import Request, load_local, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.safetensors_stream import read_header
+from partc.runtime.checker.check import check_artifact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 GENERATE = "generate: {slots: 2, length: 64, chunk: 8}\n"
@@ -160,22 +162,27 @@ def test_a_shard_is_that_part_of_the_whole() -> None:
         assert (tensor.compute(box) == tensor.numpy()[box]).all()
 
 
-def test_a_weight_in_several_blocks_and_orders_has_tensors_for_each() -> None:
-    """One table, looked up in blocks of 32, is the weight of a product in blocks of 16, and of another one the other way round."""
+def _tied(*last: str) -> onnx.ModelProto:
+    """A table that is the weight of a product, too, and with `back` of another one the other way round."""
     rng = np.random.default_rng(0)
-    table = numpy_helper.from_array(rng.standard_normal((64, 64)).astype(np.float32), "table")
+    table = numpy_helper.from_array(rng.standard_normal((128, 128)).astype(np.float32), "table")
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["h"], "embed"),
         helper.make_node("Transpose", ["table"], ["turned"], "turn", perm=[1, 0]),
         helper.make_node("MatMul", ["h", "turned"], ["y"], "head"),
-        helper.make_node("MatMul", ["y", "table"], ["z"], "back"),
+        *[helper.make_node("MatMul", ["y", "table"], ["z"], name) for name in last],
     ]
     ports = [
         helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"]),
-        helper.make_tensor_value_info("z", TensorProto.FLOAT, ["n", 64]),
+        helper.make_tensor_value_info("z" if last else "y", TensorProto.FLOAT, ["n", 128]),
     ]
     graph = helper.make_graph(nodes, "tied", ports[:1], ports[1:], [table])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_a_weight_in_several_blocks_and_orders_has_tensors_for_each() -> None:
+    """One table, looked up in blocks of 32, is the weight of a product in blocks of 16, and of another one the other way round."""
+    model = _tied("back")
     rules = "ranks: 1\nquantize: {embed: {bits: 8, block: 32}, '{head,back}': {bits: 8, block: 16}}\n"
     found = quantized(Source(ir.from_proto(model)), parse_plan(rules, "plan.yaml"), "model.onnx").model
     import onnxruntime
@@ -186,6 +193,26 @@ def test_a_weight_in_several_blocks_and_orders_has_tensors_for_each() -> None:
         for one in (model, ir.to_proto(found))
     )
     assert np.abs(whole - small).max() < 0.02 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_table_and_a_product_of_one_weight_have_their_blocks_once(tmp_path: Path, ranks: int) -> None:
+    """On two ranks each has its rows of both; outputs are those of onnxruntime with two tensors."""
+    import onnxruntime
+
+    rules = f"ranks: {ranks}\nmesh: {{tp: {ranks}}}\nquantize: {{'**': {{bits: 4, block: 16, accuracy_level: 0}}}}\n"
+    sharding = "sharding: {embed: rowwise, head: colwise}\n" if ranks > 1 else ""
+    plan = parse_plan(rules + sharding, "plan.yaml")
+    alone = quantized(Source(ir.from_proto(_tied())), plan, "model.onnx").model
+    ids = {"ids": np.arange(5, 13, dtype=np.int64)}
+    session = onnxruntime.InferenceSession(ir.to_proto(alone).SerializeToString(), providers=["CPUExecutionProvider"])
+    compile_source(Source(ir.from_proto(_tied())), plan, tmp_path / "build")
+    assert check_artifact(tmp_path / "build") == []
+    for rank in range(ranks):
+        header = read_header(tmp_path / f"build/weights/rank_{rank:04d}.safetensors")
+        assert sum(one.bytes for one in header.values()) == (128 * 64 + 128 * 8 * 4) // ranks
+    with load_local(tmp_path / "build", threads=1) as found:
+        np.testing.assert_allclose(found(ids)["y"], session.run(None, ids)[0], rtol=1e-6, atol=1e-5)
 
 
 def test_refusals_come_all_at_once() -> None:

@@ -1,25 +1,35 @@
 """The numbers of a weight of a rank file; in its file they may be floats of 16 bits, which are widened exactly when they are read.
 
 w: float[8, 4], partc.stored: bfloat16, 64 bytes of weights/rank_0000.safetensors
+
+The file may be one outside of the artifact, which has the tensor of which the weight is a box: its place is that of the whole tensor.
+
+w: float[8, 4], partc.source: fc1.weight[8:16/16, 0:4/4], 256 bytes of referenced/0/model.safetensors
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from partc.runtime.artifact.format import STORED
+from partc.runtime.artifact.format import SOURCE, STORED
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, BY_NAME, Array, Dtype
 from partc.runtime.files.regular import open_regular
 
 if TYPE_CHECKING:
     from onnx import TensorProto
+    from partc.runtime.artifact.format import Manifest
 
 WIDENED = {"float": ("float16", "bfloat16")}
 """By element type of a weight the narrower types in which its file may have it."""
 _RUN = 1 << 22
+_SPAN = re.compile(r"(\d+):(\d+)/(\d+)")
 
 
 def stored_type(tensor: TensorProto) -> Dtype | None:
@@ -32,27 +42,68 @@ def is_widened(tensor: TensorProto) -> bool:
     return bool(tensor.external_data and metadata_of(tensor, STORED))
 
 
-def numbers(tensor: TensorProto, folder: Path) -> Array:
-    """The elements of a weight; its file, in `folder`, is one that was checked."""
+def is_read_here(tensor: TensorProto) -> bool:
+    """Whether partc reads a weight, and not onnxruntime: one that is widened, or in a file outside of the artifact."""
+    return is_widened(tensor) or bool(tensor.external_data and metadata_of(tensor, SOURCE))
+
+
+def source_text(name: str, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> str:
+    """A box of a tensor of a file, with the tensor's own sizes: `fc1.weight[0:8/16, 0:32/32]`."""
+    spans = (f"{begin}:{end}/{size}" for (begin, end), size in zip(box, shape, strict=True))
+    return f"{name}[{', '.join(spans)}]"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tensor of a file that a weight is a box of: its name there, its shape, and by dim the begin and the end."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(tensor: TensorProto) -> Origin | None:
+        """The origin of a weight; None where it has none. ValueError where what it says is not a box of its shape."""
+        if not (text := metadata_of(tensor, SOURCE)):
+            return None
+        name, bracket, rest = text.rpartition("[")
+        spans = [_SPAN.fullmatch(one) for one in rest[:-1].split(", ")] if rest[:-1] else []
+        numbers = [tuple(map(int, match.groups())) for match in spans if match]
+        sound = bracket and rest.endswith("]") and len(numbers) == len(spans) == len(tensor.dims)
+        if not sound or any(not begin <= end <= size for begin, end, size in numbers):
+            raise ValueError(f"'{text}' is not a box of a tensor")
+        if [end - begin for begin, end, _ in numbers] != [*tensor.dims]:
+            raise ValueError(f"'{text}' is not of the shape {[*tensor.dims]}")
+        return Origin(name, tuple(size for *_, size in numbers), tuple((begin, end) for begin, end, _ in numbers))
+
+
+def numbers(tensor: TensorProto, folder: Path, manifest: Manifest) -> Array:
+    """The elements of a weight; its file, of the artifact in `folder`, is one that was checked."""
     from onnx import numpy_helper
 
-    if not is_widened(tensor):
+    if not is_read_here(tensor):
         found: Array = numpy_helper.to_array(tensor, base_dir=str(folder))
         return found
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    stored = BY_NAME[metadata_of(tensor, STORED)]
-    wide = np.empty(tuple(tensor.dims), BY_CODE[tensor.data_type].numpy)
-    flat = wide.reshape(-1)
-    run = memoryview(bytearray(min(_RUN, stored.bytes_of(wide.shape))))
-    with open_regular(folder / entries["location"]) as file:
-        file.seek(int(entries.get("offset", 0)))
-        for begin in range(0, flat.size, _RUN * 8 // stored.bits):
-            into = flat[begin : begin + _RUN * 8 // stored.bits]
-            part = run[: into.size * stored.bits // 8]
-            if file.readinto(part) != len(part):
-                raise EOFError(f"'{entries['location']}' was cut short while it was read")
-            into[:] = _widened(np.frombuffer(part, stored.numpy))
-    return wide
+    dtype, stored, origin = BY_CODE[tensor.data_type], stored_type(tensor), Origin.of(tensor)
+    assert stored is not None
+    shape, box = (origin.shape, origin.box) if origin is not None else (tuple(tensor.dims), None)
+    rows, rest = (shape[0], shape[1:]) if shape else (1, ())
+    (first, last), inner = (box[0], box[1:]) if box else ((0, rows), [(0, size) for size in rest])
+    if not math.prod(tensor.dims):
+        return np.empty(tuple(tensor.dims), dtype.numpy)
+    row, columns = stored.bytes_of(rest), tuple(slice(*span) for span in inner)
+    with open_regular(manifest.weights_path(folder, entries["location"])) as file:
+        begin = int(entries.get("offset", 0))
+        if stored is dtype and all(span == (0, size) for span, size in zip(inner, rest, strict=True)):
+            return np.memmap(file, dtype.numpy, "r", begin + first * row, tuple(tensor.dims)).view(np.ndarray)
+        wide = np.empty((last - first, *tensor.dims[1:]), dtype.numpy)
+        count = max(1, _RUN // row)
+        for at in range(first, last, count):  # what is mapped counts as memory of the process
+            some = min(count, last - at)
+            part = np.memmap(file, stored.numpy, "r", begin + at * row, (some, *rest))[:, *columns]
+            wide[at - first : at - first + some] = part if stored is dtype else _widened(part)
+    return wide.reshape(tuple(tensor.dims))
 
 
 def _widened(array: Array) -> Array:

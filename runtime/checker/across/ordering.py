@@ -102,12 +102,15 @@ def check_order(
         return [*dict.fromkeys([*found, *unmatched])]
     if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls)]:
         return found
-    events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
+    kinds = {file: _are_messages(models[rank]) for file, rank in files.items()}
+    events = {rank: _events(kinds[manifest.program(rank)], programs[rank], calls[rank]) for rank in models}
     return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest, rows or {})]
 
 
 def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
     """Inputs and outputs as the manifest lists them; what ranks keep from step to step is looked at elsewhere."""
+    files = {manifest.program(rank): model for rank, model in models.items()}
+    alone_in = {file: read_for_sizes_alone(model.graph) for file, model in files.items()}
     for rank, model in models.items():
         graph = model.graph
         records_there = [record for record in manifest.state if rank in record.ranks]
@@ -115,7 +118,7 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
         sides = (("input", graph.input, manifest.inputs, kept), ("output", graph.output, manifest.outputs, following))
         for side, ports, records, state in sides:
             listed = {record.name: record for record in records}
-            alone = read_for_sizes_alone(graph) if side == "input" and manifest.training is None else set()
+            alone = alone_in[manifest.program(rank)] if side == "input" and manifest.training is None else set()
             for port in ports:
                 if port.name in state and port.name not in listed:
                     continue
@@ -210,16 +213,18 @@ def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
                 break
 
 
+def _are_messages(model: ModelProto) -> list[bool]:
+    """Whether each communication node of a file, in their order, is a message; the others are of groups."""
+    there = (node.op_type for node in model.graph.node if node.domain == DOMAIN)
+    return [op_type in (SEND, RECV) for op_type in there if op_type in (SEND, RECV, *GROUP_OPS)]
+
+
 def _events(
-    rank: int, model: ModelProto, nodes: Sequence[CommNode], calls: Mapping[int, Sequence[CallNode]]
+    are_messages: Sequence[bool], nodes: Sequence[CommNode], calls: Sequence[CallNode]
 ) -> list[CommNode | CallNode]:
     """The communication of a rank in the order of its file."""
-    messages, collectives = iter(nodes), iter(calls[rank])
-    return [
-        next(messages) if node.op_type in (SEND, RECV) else next(collectives)
-        for node in model.graph.node
-        if node.domain == DOMAIN and node.op_type in (SEND, RECV, *GROUP_OPS)
-    ]
+    messages, collectives = iter(nodes), iter(calls)
+    return [next(messages) if is_message else next(collectives) for is_message in are_messages]
 
 
 def _check_rendezvous(

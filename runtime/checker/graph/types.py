@@ -18,7 +18,7 @@ from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, node_title, path_of
 from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.tensors.dtypes import type_text
-from partc.runtime.artifact.tensors.stored_weight import is_widened
+from partc.runtime.artifact.tensors.stored_weight import is_read_here
 from partc.runtime.checker.graph.symbols import filled_samples, numbers
 from partc.runtime.errors import ArtifactError, Violation
 
@@ -109,11 +109,11 @@ def _is_of_onnx(op_type: str, opset: int) -> bool:
     return onnx.defs.has(op_type, max_inclusive_version=opset) and not onnx.defs.get_schema(op_type, opset).deprecated
 
 
-def without_weights(model: ModelProto, widened: bool = False) -> ModelProto:
-    """A copy whose external weights are graph inputs; with `widened` those alone that their files have in another type."""
+def without_weights(model: ModelProto, read_here: bool = False) -> ModelProto:
+    """A copy whose external weights are graph inputs; with `read_here` those alone that onnxruntime does not read."""
 
     def left(tensor: TensorProto) -> bool:
-        return is_widened(tensor) if widened else tensor.data_location == TensorProto.EXTERNAL
+        return is_read_here(tensor) if read_here else tensor.data_location == TensorProto.EXTERNAL
 
     light = ModelProto()
     light.CopyFrom(model)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
-from partc.runtime.artifact.format import DIGEST, PIECE, STORED, Manifest, StateRecord, stays_inside
+from partc.runtime.artifact.format import DIGEST, PIECE, STORED, FileRecord, Manifest, StateRecord, stays_inside
 from partc.runtime.artifact.graph.onnx_graph import metadata_of, model_tensors
 from partc.runtime.artifact.tensors.dtypes import element
 from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
-from partc.runtime.artifact.tensors.stored_weight import WIDENED, is_widened, stored_type
+from partc.runtime.artifact.tensors.stored_weight import WIDENED, Origin, is_widened, stored_type
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -33,6 +33,11 @@ class _StoredShard:
     shard: str
     type: str
     shape: object
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The shards of weights that have these bytes: of a table and a product in blocks one."""
+        return self.shard, *self.shard.split("; ")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def check_weights(
             continue
         if location not in opened:
             record = manifest.files[location]
-            opened[location] = _Weights(0, record.bytes, None) if record.absent else _open(folder / location)
+            opened[location] = _Weights(0, record.bytes, None) if record.absent else _open(folder / location, record)
         weights = opened[location]
         if weights is not None:
             offset = _number(entries, "offset")
@@ -102,7 +107,13 @@ def _check_region(
 ) -> Iterator[Violation]:
     offset, end = span
     dtype = stored_type(tensor)
-    need = None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
+    try:
+        origin = Origin.of(tensor)
+    except ValueError as error:
+        yield Violation(file, f"its data in {location}: {error}", title, help=_AGAIN)
+        return
+    name, shape = (origin.name, origin.shape) if origin is not None else (tensor.name, tuple(tensor.dims))
+    need = None if dtype is None else dtype.bytes_of(shape)
     code = None if dtype is None else CODES.get(dtype.shown)
     if is_widened(tensor) and metadata_of(tensor, STORED) not in WIDENED.get(element(tensor.data_type), ()):
         fact = f"its data is said to be {metadata_of(tensor, STORED)!r}, and it is {element(tensor.data_type)}"
@@ -115,27 +126,28 @@ def _check_region(
     elif need is not None and need != end - offset:
         yield Violation(file, f"it has {end - offset} bytes of data, and its type and shape need {need}", title)
     elif weights.tensors is not None:
-        there, shard = weights.tensors.get(span, []), metadata_of(tensor, PIECE)
+        there, shard = weights.tensors.get(span, []), metadata_of(tensor, PIECE) if origin is None else ""
         if not there:
             fact = f"no tensor of {location} is at bytes {offset} to {end}"
             yield Violation(file, fact, title, help=_AGAIN)
-        elif all(shard != one.shard if shard and one.shard else tensor.name != one.name for one in there):
-            named = there[0].shard or there[0].name
+        elif all(shard not in one.shards if shard and one.shard else name != one.name for one in there):
+            named = there[0].shard if origin is None and there[0].shard else there[0].name
             yield Violation(
-                file, f"its data is that of '{named}' in {location}; it is '{shard or tensor.name}'", title, help=_AGAIN
+                file, f"its data is that of '{named}' in {location}; it is '{shard or name}'", title, help=_AGAIN
             )
         elif all(one.type not in (code, AS_BYTES) for one in there):
             fact = f"its data in {location} is {there[0].type}, and it is a {dtype.name if dtype else 'string'}"
             yield Violation(file, fact, title, help=_AGAIN)
-        elif all(one.type != AS_BYTES and one.shape != [*tensor.dims] for one in there):
-            fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"
+        elif all(one.type != AS_BYTES and one.shape != [*shape] for one in there):
+            fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*shape]}"
             yield Violation(file, fact, title, help=_AGAIN)
 
 
-def _open(path: Path) -> _Weights | None:
+def _open(path: Path, record: FileRecord) -> _Weights | None:
     """The contents of a weights file; None if the file itself is already reported."""
     try:
-        if path.suffix != ".safetensors":
+        path = Path(record.path or path)
+        if not record.sha256 if record.path else path.suffix != ".safetensors":
             return _Weights(0, path.stat().st_size, None)
         text, header = sound_header(path)
         begin, end = len(text), path.stat().st_size

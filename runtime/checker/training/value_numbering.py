@@ -36,7 +36,18 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, num
 from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.message_node import peer_of
-from partc.runtime.artifact.format import ALL_REDUCE, DOMAIN, PULL, RECV, SEND, STORED, TAG, Manifest, StateRecord
+from partc.runtime.artifact.format import (
+    ALL_REDUCE,
+    DOMAIN,
+    PULL,
+    RECV,
+    SEND,
+    SOURCE,
+    STORED,
+    TAG,
+    Manifest,
+    StateRecord,
+)
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, reads
 from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.checker.graph.declared import ValueType, declared_types
@@ -290,7 +301,7 @@ class ValueNumbering:
         return self._texts[id(node)]
 
     def content(self, tensor: TensorProto) -> Hashable:
-        """Type, shape and a hash of the bytes of a weight; of one whose file is absent the place of these bytes."""
+        """Type, shape and a hash of the bytes of a weight; the place of these where their file is absent or outside of the artifact."""
         copy = TensorProto()
         copy.CopyFrom(tensor)
         copy.name, copy.doc_string = "", ""
@@ -298,8 +309,8 @@ class ValueNumbering:
             return hashlib.sha256(copy.SerializeToString(deterministic=True)).digest()
         entries = {entry.key: entry.value for entry in tensor.external_data}
         key = tuple(sorted(entries.items()))
-        if (record := self.manifest.files.get(entries["location"])) is not None and record.absent:
-            return tensor.data_type, tuple(tensor.dims), key
+        if (record := self.manifest.files.get(entries["location"])) is not None and (record.absent or record.path):
+            return tensor.data_type, metadata_of(tensor, SOURCE), tuple(tensor.dims), key
         if key not in self._bytes:
             with open_regular(self.folder / entries["location"]) as file:
                 file.seek(int(entries.get("offset", 0)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
@@ -16,8 +19,11 @@ from partc.cli.commands.train import command as train_command
 from partc.cli.comparison.checkpoint_model import export_model
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
+from partc.compiler.ir.computed import Box, ComputedTensor
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.training.shared import parted
+from partc.compiler.training.trainable import _is_mask
 from partc.runtime import load_trainer
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.communication.in_process import LocalWorld
@@ -145,3 +151,22 @@ def test_plan_compile_and_train_state_one_number(tmp_path: Path) -> None:
     ]
     found = [re.search(r"(\d+) parameters(?: of |, )(\d+) elements", one) for one in said]
     assert [one and one.groups() for one in found] == [("4", "28")] * 3, said
+
+
+def test_of_weights_that_are_computed_the_beginning_alone_is_read() -> None:
+    """What is a mask, and what is another weight transposed: no weight is in memory for it, however large it is."""
+    read: list[int] = []
+
+    def compute(box: Box, factor: int) -> np.ndarray[Any, Any]:
+        rows, columns = (np.arange(one.start, one.stop, dtype=np.float32) for one in box)
+        read.append(rows.size * columns.size)
+        return rows[:, None] * factor + columns
+
+    weights = []
+    for name, shape in (("one", (5000, 9000)), ("other", (9000, 5000))):
+        tensor = ComputedTensor(partial(compute, factor=shape[0]), ir.DataType.FLOAT, shape, name)
+        weights.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor))
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=weights, opset_imports={"": 21}), ir_version=10)
+    assert not _is_mask(weights[0], (5000, 9000))
+    assert parted(model, ["one", "other"]) == []
+    assert 0 < max(read) <= 9000
