@@ -26,6 +26,7 @@ from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 from partc.runtime.artifact.tensors.boxes import merge, slices
 from partc.runtime.artifact.tensors.law import full_tensor
+from reference_ops import collected, pulled, pushed
 
 Given = tuple[Comm, list[Any]]
 """What a rank gives to a collective: its op, and the operands."""
@@ -135,13 +136,12 @@ class JobRun:
                 said = {fmt.ROW: (), **given[rank][0].attributes}
                 if step.op_type in LOOKUPS:
                     rows = [(*given[one][1], *[None] * (4 - len(given[one][1]))) for one in ranks]
-                    found[rank] = LOOKUPS[step.op_type].reference(rows, place, said)
+                    found[rank] = (pulled if step.op_type == fmt.PULL else pushed)(rows, place, said)
                     continue
                 op = COLLECTIVES[step.op_type]
                 givers = [ranks[int(said[fmt.ROOT])]] if op.root == "gives" else ranks
-                assert op.reference is not None
                 columns = zip(*[given[one][1] for one in givers], strict=True)
-                found[rank] = [np.asarray(op.reference(column, place, said)) for column in columns]
+                found[rank] = [collected(op, column, place, said) for column in columns]
         return found
 
 

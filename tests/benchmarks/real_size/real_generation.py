@@ -47,7 +47,7 @@ def files_of(name: str, shape: str, files: Path, peers: str) -> Path:
         return made(files / f"{shape}.genai", peers, models, "genai", str(folder))
     if name == "transformers":
         return folder
-    partc = [sys.executable, "-m", "partc.cli.main"]
+    partc = [sys.executable, "-m", "partc.cli"]
     bits = ["--quantize", "4"] if name == "partc_int4" else []
     options = ["--generate", str(LENGTH), "--slots", str(SLOTS), *bits, "-q", "--no-compare", "-o"]
     plan = made(files / f"{shape}.{name}.yaml", *partc, "plan", str(folder), *options)
