@@ -9,7 +9,7 @@ slot of each run. It writes the whole of a slot's encoder caches: a row without 
 nothing.
 
 A prompt whose tokens are scored is read by decodes, a token a step, beside the sequences that are made: chunks have the logits of their
-last token alone.
+last token alone. So are all prompts of a model with states, which each token replaces.
 
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again. The position of a free slot is the end of the tokens that another prompt may share.
@@ -48,10 +48,11 @@ NO_SCORES: Mapping[int, TokenScore] = {}
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request in a slot: so many of its tokens are in the caches, and these are to come."""
+    """A request in a slot: so many of its tokens are in the caches, and these are to come. `in_chunks`: whether its prompt is read so."""
 
     number: int
     request: Request
+    in_chunks: bool
     changes: Sequence[LogitChange] = ()
     tokens: list[int] = field(default_factory=list)
     position: int = 0
@@ -65,13 +66,13 @@ class _Sequence:
 
     @property
     def shared(self) -> Sequence[int]:
-        """The tokens that it shares with other prompts: none where they are scored, which takes all of them, in steps of a decode."""
-        return () if self.request.scores_prompt else self.request.prompt
+        """The tokens that it shares with other prompts: none where they are read in steps of a decode."""
+        return self.request.prompt if self.in_chunks else ()
 
     @property
     def is_read(self) -> bool:
         """Whether its next step has a chunk of its prompt, or encodes it."""
-        return bool(self.unread) and not (self.request.scores_prompt and self.encoded)
+        return bool(self.unread) and (self.in_chunks or not self.encoded)
 
     @property
     def last(self) -> int:
@@ -171,7 +172,8 @@ class Slots:
         """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
         request = request.begun(self.record)
         changes = changes_of(request, self.record)
-        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None))
+        in_chunks = not (request.scores_prompt or self.record.states)
+        self._waiting.append(_Sequence(number, request, in_chunks, changes, encoded=self.record.encoder is None))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
