@@ -66,7 +66,9 @@ class Generation:
         said = ", ".join(f"{name}: {value}" for name, value in self.decoding.defaults.items())
         defaults = f", defaults: {{{said}}}" if said else ""
         states = "    # the model keeps states: prompts are read a token a step" if self.chunk == 1 else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}{states}"
+        return (
+            f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}{states}"
+        )
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

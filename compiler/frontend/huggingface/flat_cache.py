@@ -45,6 +45,9 @@ _LAW = (
 )
 _SIDES = ("key", "value")
 _STATES = ("conv", "recurrent")
+_OF_STATES = "LinearAttentionLayer"
+_LAYERS = {"DynamicLayer", _OF_STATES, "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
+"""The classes of a cache's layers whose tensors are known."""
 
 
 def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]:
@@ -161,7 +164,7 @@ def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
     for k, tensors in enumerate(pasts):
         if _SIDES[0] in tensors:
             cache.update(*(tensors[side] for side in _SIDES), k)
-        for name in tensors.keys() - {*_SIDES}:
+        for name in (name for name in tensors if name not in _SIDES):
             kind, _, at = name.partition("_")
             layer, index = cache.layers[k], int(at or 0)
             getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # which a step overwrites
@@ -210,6 +213,10 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
     except Exception as error:  # what a model of another kind of cache raises
         text = " ".join(str(error).split()) or type(error).__name__
         raise _refusal(module, where, f"{kind} runs with no such cache: {text}") from error
+    if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
+        raise _refusal(module, where)
+    if odd := sorted({type(layer).__name__ for layer in grown} - _LAYERS):
+        raise _refusal(module, where, f"the cache of {kind} has layers of other kinds: {', '.join(odd)}")
     shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in found]
     grow = [shape for layer in shapes for name, shape in layer.items() if name in _SIDES]
     if not any(shapes) or any(len(shape) != 4 or shape[2] != 2 for shape in grow):
@@ -226,10 +233,11 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
     ], bool(crossing)
 
 
-def _refusal(module: Any, where: str, fact: str) -> CompileError:
+def _refusal(module: Any, where: str, fact: str = "") -> CompileError:
+    """The error with a fact, or that states are elsewhere than in the cache."""
     help_ = "export it in a module of your own, with past and present"
-    if getattr(module, "_is_stateful", False) and not keeps_states(module):
-        fact = f"{type(module).__name__} keeps states of a kind of its own, of a state space or of linear attention"
+    if not fact or (getattr(module, "_is_stateful", False) and not keeps_states(module)):
+        fact = f"{type(module).__name__} keeps states of a kind of its own"
         help_ = "leave out 'generate': the model then computes whole sequences"
     return CompileError(Problem(where, fact, _LAW, help_))
 
