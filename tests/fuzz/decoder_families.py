@@ -106,6 +106,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "XLNet": {"max_position_embeddings": ABSENT},
     "xLSTM": {"qk_head_dim": ABSENT, "v_head_dim": ABSENT},
     "Xmod": {"default_language": "en_XX"},
+    "Zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 128, "attention_head_dim": 32},
+    "Zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "use_mem_rope": True,
+    },
     "Zaya": {"num_experts_per_tok": 1},
 }
 """By family what differs from that table."""
