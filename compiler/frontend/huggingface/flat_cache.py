@@ -45,6 +45,8 @@ _LAW = (
 )
 _SIDES = ("key", "value")
 _STATES = ("conv", "recurrent")
+_BEGUN_OTHERWISE = {"zaya": "attention_bias"}
+"""Maps types of models to the setting with which their states do not begin with zeros."""
 _OF_STATES = "LinearAttentionLayer"
 _LAYERS = {"DynamicLayer", _OF_STATES, "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
 """The classes of a cache's layers whose tensors are known."""
@@ -215,6 +217,11 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
         raise _refusal(module, where, f"{kind} runs with no such cache: {text}") from error
     if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
         raise _refusal(module, where)
+    setting = _BEGUN_OTHERWISE.get(attribute(module.config, "model_type", str, ""), "")
+    if setting and attribute(module.config, setting, bool, False):
+        raise _refusal(
+            module, where, f"with '{setting}' the states of {kind} begin with its biases, and not with zeros"
+        )
     if odd := sorted({type(layer).__name__ for layer in grown} - _LAYERS):
         raise _refusal(module, where, f"the cache of {kind} has layers of other kinds: {', '.join(odd)}")
     shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in found]

@@ -72,8 +72,10 @@ class Positions:
         kind = ir.DataType.INT32.value
         return tuple(build.op(f"{word}_32", "Cast", [one], to=kind) for word, one in (("last", last), ("most", total)))  # type: ignore[return-value]
 
-    def measure(self, node: ir.Node, shape: Sequence[int], axis: int) -> None:
-        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`."""
+    def measure(self, node: ir.Node, shape: Sequence[int], axis: int = -1) -> None:
+        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`, if
+        it grows.
+        """
         rank, name = len(shape), name_of(node.outputs[0])
         ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
         begin, end = (min(max(one + rank if one < 0 else one, 0), rank) for one in ends)
