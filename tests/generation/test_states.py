@@ -57,6 +57,11 @@ def model() -> onnx.ModelProto:
         mixed = build.op("Tanh", path, build.op("ReduceSum", f"{path}.out", out, last, keepdims=0))
         mixed = build.op("Unsqueeze", f"{path}.out", mixed, build.axes(1))
         h = build.linear(f"{path}.down", mixed, CHANNELS, WIDTH)
+    batch = build.op(
+        "Shape", "batch", "past_conv.0", start=0, end=1
+    )  # asked in the last stage of the state in the first
+    sizes = build.op("Concat", "batch", batch, build.constant("row", [1, WIDTH]), axis=0)
+    h = build.op("Reshape", "head.rows", h, sizes)
     build.nodes.append(
         helper.make_node("MatMul", [h, build.weight("head.weight", WIDTH, VOCABULARY)], ["logits"], "head.MatMul")
     )
