@@ -182,10 +182,11 @@ class _Unsharded:
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
         ids, found, before = np.asarray([prompt]), Reference([], [], []), 0
         while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
-            feeds = self._feeds(ids, past, before, request.entries) | encoded
-            scores, *present = self._run(feeds)
+            for part in np.split(ids, ids.shape[1], axis=1) if self._record.states else [ids]:
+                feeds = self._feeds(part, past, before, request.entries) | encoded
+                scores, *present = self._run(feeds)
+                past, before = dict(zip(self._caches, present, strict=True)), before + part.shape[1]
             found.noise.append(self._noise(feeds, scores))
-            past, before = dict(zip(self._caches, present, strict=True)), before + ids.shape[1]
             order = np.argsort(-scores[0, -1], kind="stable")
             found.tokens.append(int(order[0]))
             found.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
@@ -196,9 +197,9 @@ class _Unsharded:
     def surprise(self, ids: Sequence[int]) -> float:
         """The sum of the negative logarithms of the probability of each token after the first, behind those before it."""
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
-        total = 0.0
-        for begin in range(0, len(ids) - 1, _STEP):
-            part, following = ids[begin : begin + _STEP][: len(ids) - 1 - begin], ids[begin + 1 : begin + 1 + _STEP]
+        total, step = 0.0, 1 if self._record.states else _STEP
+        for begin in range(0, len(ids) - 1, step):
+            part, following = ids[begin : begin + step][: len(ids) - 1 - begin], ids[begin + 1 : begin + 1 + step]
             scores, *present = self._run(self._feeds(np.asarray([part]), past, begin, 0))
             past = dict(zip(self._caches, present, strict=True))
             rows = scores[0].astype(np.float64)

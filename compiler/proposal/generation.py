@@ -23,6 +23,7 @@ from partc.compiler.plan.generate import DEFAULT_CHUNK
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.tensor_parallel import TensorParallel
 from partc.compiler.rewrite.generation.encoder import takes_any_length
+from partc.compiler.rewrite.generation.states import states_of
 from partc.runtime.units import size_text
 
 _HEADS = 1
@@ -39,6 +40,7 @@ class Generation:
     slots: int
     groups: int = 1
     encoder_length: int | None = None
+    chunk: int = DEFAULT_CHUNK
     decoding: Decoding = field(default_factory=Decoding)
 
     @classmethod
@@ -48,19 +50,25 @@ class Generation:
         return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
 
     def of_model(self, graph: ir.Graph, decoding: Decoding) -> Self:
-        """With as many entries of an encoder as tokens, where the model's takes any number, and what its configuration says."""
-        return replace(self, encoder_length=self.length if takes_any_length(graph) else None, decoding=decoding)
+        """With as many entries of an encoder as tokens, where the model's takes any number, chunks of one token of a model with states, and
+        what its configuration says.
+        """
+        most, chunk = self.length if takes_any_length(graph) else None, 1 if states_of(graph) else self.chunk
+        return replace(self, encoder_length=most, chunk=min(chunk, self.length), decoding=decoding)
 
     @property
     def line(self) -> str:
         """As a plan says it."""
-        chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
+        chunk = f", chunk: {self.chunk}" if self.chunk != DEFAULT_CHUNK else ""
         groups = f", groups: {self.groups}" if self.groups > 1 else ""
         encoder = "" if self.encoder_length is None else f", encoder_length: {self.encoder_length}"
         stop = f", stop: {[*self.decoding.stop]}" if self.decoding.stop else ""
         said = ", ".join(f"{name}: {value}" for name, value in self.decoding.defaults.items())
         defaults = f", defaults: {{{said}}}" if said else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}"
+        states = "    # the model keeps states: prompts are read a token a step" if self.chunk == 1 else ""
+        return (
+            f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}{states}"
+        )
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

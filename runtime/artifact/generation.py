@@ -18,6 +18,7 @@ that the first of several stages goes on with another group, while the last one 
 The law of rows: a row of a step reads and writes the row of its own slot alone. It writes from the slot's position on, and what lies there
 is not read before a later step of that slot has written it again: so a row without a part in a step (a free slot, or one whose prompt is
 being read while others decode; a run without a prompt) is given its slot's position and any token, and changes nothing that is ever read.
+A state (`states`) has no entries by token: it is zeros where a step's position is 0, and a row without a token keeps it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class GenerationRecord(StepPorts):
     the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one
     ends. `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a
     decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising
-    order. `adapters`: the names of adapters.
-    `products`: the kinds of products with quantized weights.
+    order. `adapters`: the names of adapters. `products`: the kinds of products with quantized weights. `states`: the caches that each
+    token replaces: prompts are then read by decodes, a token a step.
     """
 
     vocabulary: int = Field(ge=1)
@@ -146,6 +147,7 @@ class GenerationRecord(StepPorts):
     narrow_rows: list[int] = []
     products: list[Blocks] = []
     adapters: list[str] = []
+    states: list[str] = []
 
     @property
     def narrow(self) -> list[str]:

@@ -9,7 +9,7 @@ slot of each run. It writes the whole of a slot's encoder caches: a row without 
 nothing.
 
 A prompt whose tokens are scored is read by decodes, a token a step, beside the sequences that are made: chunks have the logits of their
-last token alone.
+last token alone. So are all prompts of a model with states, which each token replaces.
 
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again. The position of a free slot is the end of the tokens that another prompt may share.
@@ -49,10 +49,11 @@ NO_SCORES: Mapping[int, TokenScore] = {}
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request in a slot: so many of its tokens are in the caches, and these are to come."""
+    """A request in a slot: so many of its tokens are in the caches, and these are to come. `in_chunks`: whether its prompt is read so."""
 
     number: int
     request: Request
+    in_chunks: bool
     changes: Sequence[LogitChange] = ()
     tokens: list[int] = field(default_factory=list)
     position: int = 0
@@ -67,15 +68,17 @@ class _Sequence:
 
     @property
     def shared(self) -> Sequence[int]:
-        """The tokens that it shares with other prompts: none where they are scored, which takes all of them, in steps of a decode."""
-        if self.request.scores_prompt or not self.adapter:
-            return () if self.request.scores_prompt else self.request.prompt
+        """The tokens that it shares with other prompts: none where they are read in steps of a decode."""
+        if not self.in_chunks:
+            return ()
+        if not self.adapter:
+            return self.request.prompt
         return [token + (self.adapter << 32) for token in self.request.prompt]  # under another adapter other entries
 
     @property
     def is_read(self) -> bool:
         """Whether its next step has a chunk of its prompt, or encodes it."""
-        return bool(self.unread) and not (self.request.scores_prompt and self.encoded)
+        return bool(self.unread) and (self.in_chunks or not self.encoded)
 
     @property
     def last(self) -> int:
@@ -178,7 +181,9 @@ class Slots:
         request = request.begun(self.record)
         changes = changes_of(request, self.record)
         place = self.record.adapters.index(request.adapter) + 1 if request.adapter else 0
-        self._waiting.append(_Sequence(number, request, changes, encoded=self.record.encoder is None, adapter=place))
+        in_chunks = not (request.scores_prompt or self.record.states)
+        encoded = self.record.encoder is None
+        self._waiting.append(_Sequence(number, request, in_chunks, changes, encoded=encoded, adapter=place))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""

@@ -226,9 +226,33 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
         load(tmp_path / "model.py")
 
 
-def test_states_of_fixed_size_are_named(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=2)
-    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(CompileError, match="MambaForCausalLM keeps states of fixed size") as caught:
+def test_states_are_replaced_next_to_caches_that_grow(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        layer_types=["conv", "full_attention"], max_position_embeddings=32, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None)  # fmt: skip
+    whole = transformers.Lfm2ForCausalLM(config).eval()
+    whole.save_pretrained(tmp_path / "model")
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+    wanted = [whole.generate(one, max_new_tokens=COUNT, do_sample=False)[0, one.shape[1] :].tolist() for one in ids]
+    source = load(tmp_path / "model", cache=True)
+    names = [value.name for value in source.model.graph.inputs]
+    assert names == ["input_ids", "position_ids", "past_0_conv", "past_1_key", "past_1_value"]
+    text, _ = propose(source, "model", Degrees(), generation=Generation.over(Degrees(), 16, 2))
+    assert "chunk: 1}    # the model keeps states: prompts are read a token a step" in text
+    (tmp_path / "plan.yaml").write_text(text)
+    report = compile_model(tmp_path / "model", tmp_path / "plan.yaml", tmp_path / "build")
+    assert report.manifest.generation is not None
+    assert report.manifest.generation.states == ["past_0_conv"]
+    with load_local_generator(tmp_path / "build", threads=1) as generator:
+        made = [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+    assert made == wanted
+
+
+def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
+    config = transformers.RwkvConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, attention_hidden_size=8)
+    transformers.RwkvForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CompileError, match="RwkvForCausalLM keeps states of a kind of its own") as caught:
         load(tmp_path, cache=True)
     assert "leave out 'generate'" in str(caught.value)

@@ -11,6 +11,12 @@ The forward of an encoder with a decoder has both, and gives the keys and values
 Positions are an input where the model takes them, as `generate` of `transformers` gives them: of positions that it counts itself a forward
 has one row for all sequences, and torch exports that number as a constant.
 
+Layers of a state space or of linear attention keep states of fixed size, which each step replaces, next to the keys and values of the
+others. Such a model is exported with one token of each sequence: the forms that `transformers` has for several begin with no state.
+
+    input_ids [batch, 1], past_0_conv [batch, channels, kernel], past_0_recurrent [batch, ..]
+        ->  logits, present_0_conv, present_0_recurrent
+
 The module itself stays, so that nodes and weights keep their names; only its `forward` is another one. Layers of which a window alone is
 attended keep all entries: their mask leaves out those before it.
 """
@@ -18,7 +24,7 @@ attended keep all entries: their mask leaves out those before it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +40,16 @@ if TYPE_CHECKING:
 
 PAST, ENCODER_MASK, POSITIONS = "past", "encoder_attention_mask", "position_ids"
 """The name of the dim along which caches grow; of the input that says which entries of an encoder's input are meant; of positions."""
+_LAW = (
+    "a cache of 'generate' is keys and values of each layer of a decoder, or states that the cache of transformers has"
+)
 _SIDES = ("key", "value")
-_LAW = "a cache of 'generate' is keys and values of each layer of a decoder"
+_STATES = ("conv", "recurrent")
+_BEGUN_OTHERWISE = {"zaya": "attention_bias"}
+"""Maps types of models to the setting with which their states do not begin with zeros."""
+_OF_STATES = "LinearAttentionLayer"
+_LAYERS = {"DynamicLayer", _OF_STATES, "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
+"""The classes of a cache's layers whose tensors are known."""
 
 
 def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]:
@@ -48,19 +62,18 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
         help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
         raise CompileError(Problem(where, fact, _LAW, help_))
     step = _with_encoder(module, where) if has_encoder(module) else _alone(module)
-    grown, crossing = _shapes(module, step, where)
-    names = [f"{layer}_{side}" for layer in range(len(grown)) for side in _SIDES]
-    kind = str(next(module.parameters()).dtype).removeprefix("torch.")
+    layers, crossing = _shapes(module, step, where)
+    names = [f"{layer}_{name}" for layer, kept in enumerate(layers) for name in kept]
     inputs = dict(step.inputs)
-    for layer, pair in enumerate(grown):
-        for side, (heads, size) in zip(_SIDES, pair, strict=True):
-            inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], kind)
+    for layer, kept in enumerate(layers):
+        for name, (shape, kind) in kept.items():
+            inputs[f"past_{layer}_{name}"] = Input(["batch", *shape], kind)
     outputs = [f"present_{name}" for name in names] + [f"cross_{name}" for name in names if crossing]
 
     def forward(**given: torch.Tensor) -> dict[str, torch.Tensor]:
-        pasts = [[given[f"past_{layer}_{side}"] for side in _SIDES] for layer in range(len(grown))]
-        logits, *layers = step.run(given, pasts)
-        tensors = [tensor for some in layers for layer in some for tensor in (layer.keys, layer.values)]
+        pasts = [{name: given[f"past_{layer}_{name}"] for name in kept} for layer, kept in enumerate(layers)]
+        logits, *caches = step.run(given, pasts)
+        tensors = [tensor for some in caches for layer in some for tensor in _tensors(layer).values()]
         return {"logits": logits, **dict(zip(outputs, tensors, strict=True))}
 
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -76,19 +89,20 @@ class _Step:
     """
 
     inputs: Mapping[str, Input]
-    run: Callable[[Mapping[str, Any], list[list[Any]]], tuple[Any, ...]]
+    run: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], tuple[Any, ...]]
 
 
 def _alone(module: Any) -> _Step:
     whole, argument = module.forward, _argument(module)
     names = [name for name in ("input_ids", POSITIONS) if name in inspect.signature(whole).parameters]
+    config = module.config if keeps_states(module) else None
 
-    def run(given: Mapping[str, Any], pasts: list[list[Any]]) -> tuple[Any, ...]:
-        cache = _cache(pasts)
+    def run(given: Mapping[str, Any], pasts: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+        cache = _cache(pasts, config)
         logits = whole(**{name: given[name] for name in names}, use_cache=True, **{argument: cache}).logits
         return logits, cache.layers
 
-    return _Step({name: Input(["batch", "sequence"], "int64") for name in names}, run)
+    return _Step({name: Input(["batch", "sequence" if config is None else 1], "int64") for name in names}, run)
 
 
 def _with_encoder(module: Any, where: str) -> _Step:
@@ -98,7 +112,7 @@ def _with_encoder(module: Any, where: str) -> _Step:
         inputs[ENCODER_MASK] = Input(["batch", "sequence"], "int64")
     inputs["decoder_input_ids"] = Input(["batch", "target"], "int64")
 
-    def run(given: Mapping[str, Any], pasts: list[list[Any]]) -> tuple[Any, ...]:
+    def run(given: Mapping[str, Any], pasts: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         from transformers.cache_utils import EncoderDecoderCache
         from transformers.modeling_outputs import BaseModelOutput
 
@@ -128,18 +142,52 @@ def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any
     return {"attention_mask": away.expand(-1, -1, tokens, -1) if is_fused else away}
 
 
-def _cache(pasts: list[list[Any]]) -> Any:
-    """A cache of `transformers` with these keys and values."""
-    from transformers.cache_utils import DynamicCache
+def keeps_states(module: Any) -> bool:
+    """Whether a layer of a decoder has states of fixed size in the cache of `transformers`."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-    cache: Any = DynamicCache()
-    for layer, pair in enumerate(pasts):
-        cache.update(*pair, layer)
+    if has_encoder(module):
+        return False
+    try:
+        layers = DynamicCache(config=module.config).layers
+    except Exception:  # kinds of layers that the cache has no class for
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
+    """A cache of `transformers` with these tensors by layer; `config`: that of a model that keeps states."""
+    from transformers import cache_utils
+
+    cache: Any = cache_utils.DynamicCache(config=config)
+    kinds = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    unbounded = {kinds["sliding_attention"]: kinds["full_attention"], kinds["hybrid_sliding"]: kinds["hybrid"]}
+    cache.layers = [unbounded.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
+    for k, tensors in enumerate(pasts):
+        if _SIDES[0] in tensors:
+            cache.update(*(tensors[side] for side in _SIDES), k)
+        for name in (name for name in tensors if name not in _SIDES):
+            kind, _, at = name.partition("_")
+            layer, index = cache.layers[k], int(at or 0)
+            getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # which a step overwrites
+            getattr(layer, f"is_{kind}_states_initialized")[index] = layer.has_previous_state[index] = True
+            if kind == "conv":
+                layer.conv_kernel_size[index] = tensors[name].shape[-1]
+                layer.dtype, layer.device = tensors[name].dtype, tensors[name].device
     return cache
 
 
-def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, int]]], bool]:
-    """For each layer, the number of heads and size of its keys and of its values, as two tokens make them; and whether an encoder's
+def _tensors(layer: Any) -> dict[str, Any]:
+    """The tensors of a layer of a cache by name."""
+    found = {name: getattr(layer, f"{name}s", None) for name in _SIDES}
+    for kind in _STATES:
+        for at, state in getattr(layer, f"{kind}_states", {}).items():
+            found[f"{kind}_{at}" if at else kind] = state
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[list[int | str], str]]], bool]:
+    """For each layer by tensor of its cache the dims but for the first, and the type, as two tokens make them; and whether an encoder's
     output has others.
     """
     import torch
@@ -149,7 +197,10 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
     settings.settle(module, "experts")
     given = {
         name: torch.ones(
-            [dim if isinstance(dim, int) else 1 + (k > 0) for k, dim in enumerate(one.shape)],
+            [
+                dim if isinstance(dim, int) and (dim, one.dtype) != (1, "int64") else 1 + (k > 0)
+                for k, dim in enumerate(one.shape)
+            ],
             dtype=torch.int64 if one.dtype == "int64" else next(module.parameters()).dtype,
             device=device,
         )
@@ -160,20 +211,42 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         unfused, short = settings.unfused_attention(module), short_frequencies(module)
         with torch.no_grad(), quiet(), unfused, short, no_padding(module.config):
             _, grown, *crossing = step.run(given, [])
-        found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
+        found = [_tensors(layer) for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
-        fact = f"{kind} runs with no such cache: {' '.join(str(error).split()) or type(error).__name__}"
-        if getattr(module, "_is_stateful", False):
-            fact = f"{kind} keeps states of fixed size, of a state space or of linear attention"
-            help_ = "leave out 'generate': the model then computes whole sequences"
-            raise CompileError(Problem(where, fact, _LAW, help_)) from error
-        raise CompileError(
-            Problem(where, fact, _LAW, "export it in a module of your own, with past and present")
-        ) from error
-    if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
-        help_ = "export it in a module of your own, with past and present"
-        raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", _LAW, help_))
-    return [[(shape[1], shape[3]) for shape in pair] for pair in found], bool(crossing)
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise _refusal(module, where, f"{kind} runs with no such cache: {text}") from error
+    if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
+        raise _refusal(module, where)
+    setting = _BEGUN_OTHERWISE.get(attribute(module.config, "model_type", str, ""), "")
+    if setting and attribute(module.config, setting, bool, False):
+        raise _refusal(
+            module, where, f"with '{setting}' the states of {kind} begin with its biases, and not with zeros"
+        )
+    if odd := sorted({type(layer).__name__ for layer in grown} - _LAYERS):
+        raise _refusal(module, where, f"the cache of {kind} has layers of other kinds: {', '.join(odd)}")
+    shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in found]
+    grow = [shape for layer in shapes for name, shape in layer.items() if name in _SIDES]
+    if not any(shapes) or any(len(shape) != 4 or shape[2] != 2 for shape in grow):
+        raise _refusal(module, where, f"the cache of {kind} has the shapes {grow[:2]}")
+    return [
+        {
+            name: (
+                [shape[1], PAST, shape[3]] if name in _SIDES else [*shape[1:]],
+                str(found[k][name].dtype).removeprefix("torch."),
+            )
+            for name, shape in layer.items()
+        }
+        for k, layer in enumerate(shapes)
+    ], bool(crossing)
+
+
+def _refusal(module: Any, where: str, fact: str = "") -> CompileError:
+    """The error with a fact, or that states are elsewhere than in the cache."""
+    help_ = "export it in a module of your own, with past and present"
+    if not fact or (getattr(module, "_is_stateful", False) and not keeps_states(module)):
+        fact = f"{type(module).__name__} keeps states of a kind of its own"
+        help_ = "leave out 'generate': the model then computes whole sequences"
+    return CompileError(Problem(where, fact, _LAW, help_))
 
 
 def start_tokens(module: Any) -> tuple[int, ...]:

@@ -5,6 +5,8 @@
     Range(0, tokens) + that         ->  a row for each sequence, by its own position
     position_ids, attention_mask    ->  made of the position, where the model has them as inputs
 
+    present = f(past)               ->  next = Where(count > 0, f(begun), begun), of a state, which has no entries (`states.py`)
+
 A cache has the slots that a step computes as its first dim, and the plan's `length` where it grew, so no step has another shape; how many
 entries are valid is an input, `position` [slots], the number of tokens before those that a step is given. What lies behind a sequence's
 position is never read: the mask of the model ends there. A plan has two programs over the same caches (`step_form.py`).
@@ -42,6 +44,7 @@ from partc.compiler.rewrite.generation.fused_attention import fuse_attention, he
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, head_of, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions, copies_of
+from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
@@ -108,6 +111,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         narrow_rows=narrow_rows(rules, form.runs),
         products=_products(model.graph),
         padded=work.padded,
+        states=[*map(name_of, work.states)],
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
         defaults=_defaults(program.declared.decoding, rules),
@@ -188,19 +192,25 @@ class _Caches:
     """
 
     def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
-        self.graph, self.form, self.rules, self.name = model.graph, form, form.rules, name
+        self.graph, self.form, self.name = model.graph, form, name
         self.heads = head_counts(model)
         self.build = NodeBuilder(self.graph, _PATH)
+        self.states = states_of(self.graph)
         self.pairs = self._pairs()
         self.ids = self._ids()
         dims = self.ids.shape
         assert dims is not None
         self.tokens = str(dims[1].value or _TOKENS) if isinstance(dims[1], ir.SymbolicDim) else _TOKENS
         gone = [dims[0], *(dim for pair in self.pairs for dim in pair.past.shape or ())]
+        gone += [dim for state in self.states for dim in state.shape or ()]
         self.fixed = {str(dim.value) for dim in gone if isinstance(dim, ir.SymbolicDim)}
         self.ranks = _ranks(model)
         self._refuse_other_growth()
-        self.scores = scores_of(self.graph, self.rules.where())
+        self._refuse_chunks()
+        replacing = {*self.states.values()}
+        self.scores = scores_of(
+            (value for value in self.graph.outputs if value not in replacing), self.form.rules.where()
+        )
         self.sizes = self._sizes()
         self.caches: dict[ir.Value, ir.Value] = {}
         self.unfused: tuple[str, ...] = ()
@@ -217,9 +227,11 @@ class _Caches:
         positions = Positions(self.build, position, count, self.ids, self.form, self.ranks, batched)
         for pair in self.pairs:
             self._keep(pair, positions)
+        for state, present in self.states.items():
+            cache, self.caches[cache] = renew(self.build, state, present, self.form.rows, positions)
         positions.give_rows()
         chosen = choose(self.build, self.scores, count, self.form, shards)
-        drop_unread(self.graph)
+        drop_unread(self.graph, self.caches.values())
         self._refuse_unfed((position, count))
         self.padded, self.rows = not positions.one_length, positions.rows
         if self.padded or self.form.tokens == 1:
@@ -232,7 +244,7 @@ class _Caches:
         if self.padded:  # else a prompt's last step has fewer tokens
             left = fuse_attention(self.build, self.heads, sights, self.caches, positions)
             self.unfused = tuple(node.name or node.op_type for node in left)
-        drop_unread(self.graph)
+        drop_unread(self.graph, self.caches.values())
         for node in self.graph:
             if node.op_type == "Reshape":
                 node.meta[COPIES_DIMS] = True
@@ -241,7 +253,7 @@ class _Caches:
     def _pairs(self) -> list[_Pair]:
         """The caches; CompileError where there are none, or one has another reader."""
         outputs, problems, found = {*self.graph.outputs}, list[Problem](), list[_Pair]()
-        for value in self.graph.inputs:
+        for value in (value for value in self.graph.inputs if value not in self.states):
             readers = [node for node, k in value.uses() if node.op_type == "Concat" and k == 0]
             appends = [node for node in readers if node.outputs[0] in outputs]
             if not appends or value.shape is None:
@@ -256,7 +268,7 @@ class _Caches:
             found.append(_Pair(value, appends[0], appends[0].attributes["axis"].as_int() % len(value.shape)))
         if problems:
             raise CompileError(problems)
-        if not found:
+        if not found and not self.states:
             makers = (value.producer() for value in outputs)
             merged = next((node for node in makers if node is not None and node.op_type == "If"), None)
             fact = "the model has no cache"
@@ -267,8 +279,17 @@ class _Caches:
                 "export one decoder for both, at opset 23, with position_ids, and with past and present as inputs and outputs; "
                 "or leave out 'generate'"
             )
-            raise CompileError(Problem(self.rules.where(), fact, law, help_))
+            raise CompileError(Problem(self.form.rules.where(), fact, law, help_))
         return found
+
+    def _refuse_chunks(self) -> None:
+        """CompileError where a step would have several tokens of a sequence, and the model takes one, or has states."""
+        if self.form.rules.chunk == 1 or not (self.states or isinstance([*(self.ids.shape or ())][1], int)):
+            return
+        fact, law = f"'chunk' is {self.form.rules.chunk}", "the model takes one token of each sequence"
+        if self.states:
+            law = f"the model keeps states of fixed size, such as '{next(iter(self.states)).name}', which each token replaces"
+        raise CompileError(Problem(self.form.rules.where("chunk"), fact, law, "write chunk: 1"))
 
     def _sizes(self) -> dict[ir.Value, tuple[int | None, ...]]:
         """Maps each value to its dims: slots or tokens of a step where the model has its batch or its tokens, else None."""
@@ -295,7 +316,9 @@ class _Caches:
         for pair in self.pairs:
             new = pair.append.inputs[1]
             dims = None if new is None else new.shape
-            if dims is not None and (other := _other_growth(normal_dim(dims[pair.axis], {}))):
+            if dims is None or dims[pair.axis] == [*(self.ids.shape or ())][1]:
+                continue
+            if other := _other_growth(normal_dim(dims[pair.axis], {})):
                 fact = f"{pair.append.op_type} '{pair.append.name}' appends {other} to '{pair.past.name}'"
                 law = "a cache gets one entry for each token of a step: sequences have one length in all caches"
                 problems.append(Problem(self.name, fact, law, "export the model with caches that grow alike"))
@@ -311,13 +334,14 @@ class _Caches:
             and value.name not in (MASK, ROWS)
             and value.shape is not None
             and len(value.shape) == 2
-            and not any(isinstance(dim, int) for dim in value.shape)
+            and not isinstance(value.shape[0], int)
+            and value.shape[1] in (1, *(dim for dim in value.shape if not isinstance(dim, int)))
         ]
         if len(found) == 1:
             return found[0]
         fact = f"{len(found)} inputs of the model are integers [batch, tokens] of two dynamic dims"
         help_ = "export the model with a dynamic batch, and dynamic tokens"
-        raise CompileError(Problem(self.rules.where(), fact, "one of them has the tokens of a step", help_))
+        raise CompileError(Problem(self.form.rules.where(), fact, "one of them has the tokens of a step", help_))
 
     def _fed(self, name: str) -> ir.Value:
         """A number for each sequence, which a step is given."""
@@ -365,7 +389,7 @@ class _Caches:
     def _shape(self, pair: _Pair) -> tuple[int, ...]:
         """The shape of a cache. A step writes a whole chunk, also where fewer tokens are meant: behind the last one is room for that."""
         dims = [*(pair.past.shape or ())]
-        dims[0], dims[pair.axis] = self.form.rows, self.rules.length + self.rules.chunk - 1
+        dims[0], dims[pair.axis] = self.form.rows, self.form.rules.length + self.form.rules.chunk - 1
         if unknown := [str(dim) for dim in dims if not isinstance(dim, int)]:
             fact = f"'{pair.past.name}' has the dim {unknown[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {unknown[0]}"))

@@ -24,6 +24,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import drop_unread, name_of
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.states import states_of
 from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.runtime.artifact.generation import EncoderRecord
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
@@ -176,6 +177,7 @@ def _crossing(graph: ir.Graph) -> tuple[ir.Value, ...]:
     """The outputs of a model with a past that are keys and values made of none."""
     appends = [node for value in graph.outputs if (node := value.producer()) and node.op_type == "Concat"]
     pasts = {value for node in appends if (value := node.inputs[0]) is not None and value.is_graph_input()}
+    pasts |= states_of(graph).keys()
     outputs = [value for value in graph.outputs if pasts and value.shape is not None and len(value.shape) == 4]
     return tuple(value for value in outputs if pasts.isdisjoint(_inputs_of([value])))
 

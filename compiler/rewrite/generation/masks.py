@@ -45,8 +45,8 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     if nodes is None:
         return Sight.UNKNOWN
     run, causal = _evaluator(graph, nodes, mask, positions), True
-    # of a prompt that is read token by token the model, too, sees more than one
-    widths = (form.tokens, 2) if form.rules.chunk == 1 else (form.tokens,)
+    # of a prompt that is read token by token the model, too, sees more than one, if it can
+    widths = (form.tokens, 2) if form.rules.chunk == 1 and not positions.takes_one else (form.tokens,)
     for width in widths:
         every = range(0, form.rules.length, width)
         for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):

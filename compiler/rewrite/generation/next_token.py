@@ -13,6 +13,7 @@ is cast, of as many shards as ranks can share the vocabulary (`shards_of`): behi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +43,11 @@ class NextToken:
     vocabulary: int
 
 
-def scores_of(graph: ir.Graph, where: str) -> ir.Value:
+def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
     """The output that scores every token of the vocabulary behind each token of a step; CompileError where there is not one."""
     found = [
         value
-        for value in graph.outputs
+        for value in outputs
         if value.shape is not None
         and len(value.shape) == 3
         and value.dtype is not None

@@ -49,6 +49,7 @@ class Positions:
         self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
         self.ranks, self.batched = ranks, batched
         """The number of dims of each value of the model, and the values whose first dim is the batch."""
+        self.takes_one = isinstance([*(ids.shape or ())][1], int)
         self.rows: list[ir.Value] = []
         """The positions of tokens."""
         first = build.graph[0]
@@ -71,8 +72,10 @@ class Positions:
         kind = ir.DataType.INT32.value
         return tuple(build.op(f"{word}_32", "Cast", [one], to=kind) for word, one in (("last", last), ("most", total)))  # type: ignore[return-value]
 
-    def measure(self, node: ir.Node, shape: Sequence[int], axis: int) -> None:
-        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`."""
+    def measure(self, node: ir.Node, shape: Sequence[int], axis: int = -1) -> None:
+        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`, if
+        it grows.
+        """
         rank, name = len(shape), name_of(node.outputs[0])
         ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
         begin, end = (min(max(one + rank if one < 0 else one, 0), rank) for one in ends)
@@ -131,7 +134,7 @@ class Positions:
         """The nodes that add the past to the numbers of a step's tokens, each with these, and the dims of 1 that they have there."""
         lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
-            steps = [found for value in node.inputs if value is not None and (found := _steps(value))]
+            steps = [found for value in node.inputs if value is not None and (found := _steps(value, self.takes_one))]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
                 yield node, *steps[0]
 
@@ -206,11 +209,17 @@ class Positions:
         self.build.graph.inputs.remove(given)
 
 
-def _steps(value: ir.Value) -> tuple[ir.Value, list[int]] | None:
-    """The numbers of a step's tokens, and the dims of 1 with which a value has them; None of another value."""
+def _steps(value: ir.Value, takes_one: bool) -> tuple[ir.Value, list[int]] | None:
+    """The numbers of a step's tokens, and the dims of 1 with which a value has them; None of another value.
+
+    `takes_one`: a step has one token, whose number is a constant, [0].
+    """
     node = value.producer()
-    if node is None or node.op_type == "Range":
-        return None if node is None else (value, [])
+    if node is None:
+        is_first = takes_one and constant_of(value) == [0] and value.shape is not None and len(value.shape) == 1
+        return (value, []) if is_first else None
+    if node.op_type == "Range":
+        return value, []
     axes = constant_of(node.inputs[1]) if node.op_type == "Unsqueeze" else None
     steps = node.inputs[0]
     if axes is None or steps is None or (maker := steps.producer()) is None or maker.op_type != "Range":

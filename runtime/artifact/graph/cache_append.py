@@ -3,7 +3,10 @@
     next = TensorScatter(cache, entries, position)
     y, next_k, next_v = GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
-That is right where nothing else reads the cache: all readers of `next` come after it.
+That is right where nothing else reads the cache: all readers of `next` come after it. A state is replaced, by a node that reads what the
+one reader of the state has copied of it:
+
+    begun = Where(is_first, zero, state)      next = Where(has_token, new, begun)
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def not_appended(
     if not caches:
         return
     readers: dict[str, list[NodeProto]] = {one.value: [] for one in caches}
+    makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         for name in dict.fromkeys(reads(node)):
             if name in readers:
@@ -51,13 +55,23 @@ def not_appended(
     outputs = {port.name for port in model.graph.output}
     for one in caches:
         found = readers[one.value]
-        appends = [node for node in found if _appends(node, one)]
+        appends = [node for node in found if _appends(node, one) or _begins(node, one, makers.get(one.next))]
         if not appends:
-            yield one, next(iter(found), None), f"no node makes '{one.next}' of '{one.value}' by appending to it"
+            yield (
+                one,
+                next(iter(found), None),
+                f"no node makes '{one.next}' of '{one.value}' by appending to it or replacing it",
+            )
         elif others := [node for node in found if node is not appends[0]]:
             yield one, others[0], f"it reads '{one.value}', which {node_title(appends[0])} overwrites"
         elif one.value in outputs:
             yield one, None, f"the graph gives '{one.value}' as an output, and {node_title(appends[0])} overwrites it"
+
+
+def replaced(model: ModelProto, records: Iterable[StateRecord]) -> set[str]:
+    """The states: the caches for which a node makes other values, and does not append."""
+    appending = {name for node in model.graph.node if (node.domain, node.op_type) in _APPENDING for name in node.output}
+    return {one.value for one in records if one.kind == CACHE and one.next and one.next not in appending}
 
 
 def entries_axis(model: ModelProto, record: StateRecord) -> int | None:
@@ -71,3 +85,9 @@ def _appends(node: NodeProto, record: StateRecord) -> bool:
     where = [k for k, name in enumerate(node.input) if name == record.value]
     output = _APPENDING.get((node.domain, node.op_type), {}).get(where[0]) if len(where) == 1 else None
     return output is not None and len(node.output) > output and node.output[output] == record.next
+
+
+def _begins(node: NodeProto, record: StateRecord, following: NodeProto | None) -> bool:
+    """Whether a node copies a state, and what replaces the state keeps rows of that copy."""
+    is_copy = node.op_type == "Where" and [name == record.value for name in node.input] == [False, False, True]
+    return is_copy and following is not None and following.op_type == "Where" and following.input[2] == node.output[0]

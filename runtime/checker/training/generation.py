@@ -6,6 +6,7 @@ ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs
           and logits [rows, vocabulary] where they are named, of which ranks together have each token of each row
 caches    one row for each slot that a step computes, and room for a chunk behind the last token of the longest sequence
 stop      tokens of the vocabulary
+states    the caches that a step replaces, and no others; then a step has one token of each sequence
 
 A wrong number here is a write behind the end of a cache, or a step that every rank refuses.
 
@@ -34,7 +35,7 @@ from partc.runtime.artifact.generation import (
     binds_rows,
     kind_and_size,
 )
-from partc.runtime.artifact.graph.cache_append import entries_axis
+from partc.runtime.artifact.graph.cache_append import entries_axis, replaced
 from partc.runtime.artifact.tensors.boxes import distinct, full_region, overlap, region, remaining
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
@@ -109,6 +110,7 @@ def check_generation(subject: Subject) -> list[Violation]:
         facts = [
             *_ports(manifest, record, rows),
             *_caches(subject, record, rows),
+            *_states(subject, record),
             *(
                 f"a sequence stops at {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
                 for token in record.stop
@@ -169,6 +171,20 @@ def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:
         return False
     law = manifest.symbols.get(str(shape[-1]))
     return law is not None and law.max is not None and law.max <= most[-1]
+
+
+def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
+    """States are not shared by prompts, and no token that is not meant may change them: the runtime knows them by the record."""
+    found = set[str]()
+    for rank, *_ in subject.manifest.by_file(subject.models).values():
+        kept = [one for one in subject.manifest.state if rank in one.ranks]
+        found |= replaced(subject.models[rank], kept)
+    for value in sorted(found - {*record.states}):
+        yield f"each token replaces '{value}', and the generation does not name it"
+    for value in sorted({*record.states} - found):
+        yield f"the generation names the state '{value}', which no node replaces"
+    if record.states and record.chunk > 1:
+        yield f"a step has {record.chunk} tokens, and each of them replaces '{record.states[0]}'"
 
 
 def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:
