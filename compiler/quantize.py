@@ -30,6 +30,7 @@ from partc.compiler.ops.registry import CONTRIB
 from partc.compiler.plan.quantize import BLOCKS, Blocks, QuantizeRule
 from partc.compiler.plan.rules import Plan
 from partc.compiler.rewrite.products import Product, products
+from partc.compiler.rounded_caches import round_caches
 from partc.compiler.start import start
 from partc.runtime.errors import PartcError
 from partc.runtime.spellings import first_free
@@ -50,6 +51,8 @@ def quantized(source: Source, plan: Plan | None, name: str) -> Source:
         return source
     source = _with_warning(source, name)
     rules = () if plan is None else plan.quantize
+    if plan is not None and plan.generate is not None and plan.generate.cache is not None:
+        source = round_caches(source, plan.generate, name)
     if not rules and (not _blocked_weights(source.model.graph) or (plan is not None and plan.train is not None)):
         return source
     program = start(replace(source, model=source.model.clone()), plan and replace(plan, generate=None), name)

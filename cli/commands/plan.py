@@ -61,7 +61,7 @@ _TOGETHER = (
         "write `quantize` into the plan",
         never=("--ranks", "--plan", "--from"),
     ),
-    _Rule(("--slots",), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
+    _Rule(("--slots", "--cache"), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
         ("--generate",),
         "for a plan that is not there yet",
@@ -124,6 +124,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     help="Propose to make tokens with a decoder, in sequences of at most LENGTH.",
 )
 @click.option("--slots", type=click.IntRange(min=1), metavar="N", help="Sequences at once of --generate.")
+@click.option("--cache", type=click.Choice(["int8"]), help="Propose keys and values in int8 for --generate.")
 @click.option("--quantize", "bits", type=click.Choice(["4", "8"]), help="Propose weights of 4 or 8 bits.")
 @click.option(
     "--machine",
@@ -164,6 +165,7 @@ def command(
     hosts: int | None,
     length: int | None,
     slots: int | None,
+    cache: str | None,
     bits: str | None,
     machine: Path | None,
     files: tuple[Path, ...],
@@ -214,6 +216,7 @@ def command(
             "--hosts": hosts,
             "--generate": length,
             "--slots": slots,
+            "--cache": cache,
         },
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
         "--plan": given,
@@ -263,7 +266,7 @@ def command(
             raise UsageError(
                 f"--generate: {imported.source} has {others}, and a plan that generates has none\n  help: leave out --generate or --from"
             )
-    generation = None if length is None else Generation.over(degrees, length, slots)
+    generation = None if length is None else Generation.over(degrees, length, slots, cache)
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache, weights=weights)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []

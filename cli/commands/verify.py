@@ -165,9 +165,11 @@ def _perplexity(case: Case, source: Source, text: Path, tokenizer: Path | None) 
 
 
 def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
-    """Lines that say how far quantized weights are from the model's own."""
+    """Lines that say what is quantized, and how far quantized weights are from the model's own."""
     from partc.compiler.quantize import errors
 
+    if plan.generate is not None and plan.generate.cache is not None:
+        yield f"caches in {plan.generate.cache}: what is compiled is compared with the model that rounds its keys and values"
     found = errors(source, plan, name)
     if not found:  # the model's files have them so
         return

@@ -51,18 +51,22 @@ class Case:
         ir.save(unrolled(whole, dict(self.report.program.plan.mesh)), path, external_data="whole.data")
         return path
 
-    def with_float_products(self) -> Path | None:
-        """A file of the model whose quantized products compute in float32; None of a model without any that compute in int8."""
+    def unrounded(self) -> Path | None:
+        """A file of the model whose activations are not rounded to int8, for products nor for caches; None where none are."""
         import onnx_ir as ir
+        from partc.compiler.rewrite.generation.rounding import rounding_of
 
         whole = self.source.model.clone()
-        nodes = [node for node in whole.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
-        if not nodes:
+        products = [node for node in whole.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
+        caches = [(node, rounded) for node in whole.graph if (rounded := rounding_of(node.outputs[0])) is not None]
+        if not products and not caches:
             return None
-        for node in nodes:
+        for node in products:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
-        path = self.scratch / "float_products.onnx"
-        ir.save(whole, path, external_data="float_products.data")
+        for node, rounded in caches:
+            node.outputs[0].replace_all_uses_with(rounded.source)
+        path = self.scratch / "unrounded.onnx"
+        ir.save(whole, path, external_data="unrounded.data")
         return path
 
 

@@ -143,8 +143,8 @@ class _Unsharded:
     def __init__(self, case: Case, record: GenerationRecord) -> None:
         self._torch = case.torch_model
         self._session: Any = unsharded_session(case.unsharded()) if self._torch is None else None
-        in_float = case.with_float_products() if self._torch is None else None
-        self._in_float: Any = None if in_float is None else unsharded_session(in_float)
+        unrounded = case.unrounded() if self._torch is None else None
+        self._unrounded: Any = None if unrounded is None else unsharded_session(unrounded)
         self._record = record
         self._caches = {
             str(past.name): str(present.name)
@@ -168,9 +168,9 @@ class _Unsharded:
 
     def _noise(self, feeds: Mapping[str, Array], scores: Array) -> float:
         """By how much rounding may change the difference of two scores: that of activations to int8 changes each by as much at most."""
-        if self._in_float is None:
+        if self._unrounded is None:
             return TIE
-        exact = self._in_float.run([self._scores], {**feeds})[0]
+        exact = self._unrounded.run([self._scores], {**feeds})[0]
         return max(TIE, 2 * float(np.abs(exact[0, -1] - scores[0, -1]).max()))
 
     def tokens(self, request: Request, count: int) -> Reference:

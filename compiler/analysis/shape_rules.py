@@ -191,11 +191,13 @@ def compress(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known
 
 
 def group_query_attention(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
-    """A cache that has room keeps its size: Max(past, total), where the total is an operand; the engine says past + new."""
+    """A cache that has room keeps its size: Max(past, total), where the total is an operand; the engine says past + new. Its type stays."""
     rule(ctx, node)
     past = node.inputs[3] if len(node.inputs) > 3 else None
     total = scalar_of(ctx, node.inputs[6]) if len(node.inputs) > 6 else None
     for out in node.outputs[1:3]:
+        if past is not None and past.dtype is not None:
+            out.type = ir.TensorType(past.dtype)
         if out.shape is None or len(out.shape) != 4:
             continue
         dims = list(out.shape.dims)

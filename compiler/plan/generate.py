@@ -5,7 +5,7 @@ generate: {slots: 8, length: 4096, chunk: 64, memory: 4GB, stop: [2]}
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from partc.compiler.plan.placed_options import PlacedOptions
 from partc.runtime.artifact.generation import RequestDefaults
@@ -47,6 +47,10 @@ class GenerateRules(PlacedOptions):
     memory: ByteCount = Field(
         None,
         description="The most memory of a rank, as `partc inspect` states it; null: no limit.",
+    )
+    cache: Literal["int8"] | None = Field(
+        None,
+        description="int8: keys and values in a quarter of the bytes of float32, rounded; null: in the model's type.",
     )
     encoder_length: int | None = Field(
         None,

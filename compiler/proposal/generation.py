@@ -33,7 +33,7 @@ _HEADS = 1
 @dataclass(frozen=True)
 class Generation:
     """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, the most entries of an
-    encoder before it, where it takes any number, and how the model's configuration wants its tokens made.
+    encoder before it, where it takes any number, how the model's configuration wants its tokens made, and the type of rounded caches.
     """
 
     length: int
@@ -42,12 +42,14 @@ class Generation:
     encoder_length: int | None = None
     chunk: int = DEFAULT_CHUNK
     decoding: Decoding = field(default_factory=Decoding)
+    cache: str | None = None
 
     @classmethod
-    def over(cls, degrees: Degrees, length: int, slots: int | None) -> Generation:
+    def over(cls, degrees: Degrees, length: int, slots: int | None, cache: str | None = None) -> Generation:
         """As many groups as stages, where they divide the slots, of which there is one for each group and replica unless they are given."""
         slots = slots or degrees.dp * degrees.stages
-        return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
+        groups = degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1
+        return cls(length, slots, groups, cache=cache)
 
     def of_model(self, graph: ir.Graph, decoding: Decoding) -> Self:
         """With as many entries of an encoder as tokens, where the model's takes any number, chunks of one token of a model with states, and
@@ -65,10 +67,10 @@ class Generation:
         stop = f", stop: {[*self.decoding.stop]}" if self.decoding.stop else ""
         said = ", ".join(f"{name}: {value}" for name, value in self.decoding.defaults.items())
         defaults = f", defaults: {{{said}}}" if said else ""
+        cache = f", cache: {self.cache}" if self.cache else ""
         states = "    # the model keeps states: prompts are read a token a step" if self.chunk == 1 else ""
-        return (
-            f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}{defaults}}}{states}"
-        )
+        sizes = f"slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{cache}"
+        return f"generate: {{{sizes}{stop}{defaults}}}{states}"
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

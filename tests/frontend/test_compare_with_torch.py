@@ -84,7 +84,7 @@ def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         "z of the exported graph is drawn, and not compared with torch"
     ]
     assert torch.equal(statistics, module[1].running_mean)
-    monkeypatch.setattr(compare_with_torch, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(compare_with_torch, "free_memory", lambda: 1000)
     (note,) = compare_with_torch.compare_with_torch(model)
     assert note.endswith("of weights are more than a fifth of 1000 B")
 

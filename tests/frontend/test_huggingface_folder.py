@@ -155,7 +155,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (_config(architectures=["LamaForCausalLM"]), "has no model 'LamaForCausalLM'\n  help: the nearest names are 'LlamaForCausalLM'"),
     (_config(architectures=["Own"], auto_map={}), "has no model 'Own'\n  code of the folder's own is not run\n"),
     (_config(architectures=None), "llama/config.json: names no architecture\n"),
-    (_config(quantization_config={"quant_method": "mxfp4"}), "llama/config.json: the weights are quantized (mxfp4)\n"),
+    (_config(quantization_config={"quant_method": "quark"}), "llama/config.json: the weights are quantized (quark)\n"),
     (_config(num_attention_heads=[]), "llama/config.json: makes no LlamaForCausalLM: "),
     (_only_bin, "it has pytorch_model.bin\n  help: save the model with save_pretrained, which writes safetensors"),
     (_cut, "is not a sound safetensors file: its tensors end at byte "),

@@ -1,4 +1,4 @@
-"""Folders of GPTQ, AWQ and fp8 give the logits of the float model that their numbers stand for; others are refused by name."""
+"""Folders of GPTQ, AWQ, fp8 and MXFP4 give the logits of the float model that their numbers stand for; others are refused by name."""
 
 from __future__ import annotations
 
@@ -97,6 +97,15 @@ def _fp8(rng: np.random.Generator, size: int, columns: int) -> Packed:
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.astype(np.float32) * factors
 
 
+def _fp8_of_rows(rng: np.random.Generator, size: int, columns: int) -> Packed:
+    import ml_dtypes
+
+    numbers = rng.standard_normal((columns, size)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.random((columns, 1)).astype(np.float32)
+    made = {"weight": numbers, "weight_scale": scales, "input_scale": np.ones(1, np.float32)}
+    return made, numbers.astype(np.float32) * scales
+
+
 def _folder(folder: Path, pack: Callable[..., Packed], **settings: Any) -> Array:
     """A quantized Llama of float16 in a folder; returns the logits of its float model."""
     rng = np.random.default_rng(0)
@@ -144,6 +153,7 @@ FOLDERS = {
         _awq(4, 16), {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, 4),
     "awq, 8 bits": (_awq(8, 32), {"quant_method": "awq", "bits": 8, "group_size": 32, "zero_point": True}, 8),
     "fp8": (_fp8, {"quant_method": "fp8", "weight_block_size": [24, 40]}, 0),
+    "fp8 of rows": (_fp8_of_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}, 0),
 }  # fmt: skip
 
 
@@ -198,6 +208,42 @@ def test_logits_are_those_of_the_float_model_on_any_ranks(tmp_path: Path) -> Non
         assert np.abs(have - want).max() < 1e-5 * np.abs(want).max()
 
 
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    sizes = {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    settings = transformers.GptOssConfig(**{**sizes, "intermediate_size": 96}, layer_types=["full_attention"])
+    model = transformers.GptOssForCausalLM(settings).eval()
+    tensors = {}
+    for name, value in list(model.state_dict().items()):
+        if not name.endswith("up_proj") and not name.endswith("down_proj"):
+            tensors[name] = value.numpy()
+            continue
+        experts, rows, columns = value.shape
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), dtype=np.uint8)
+        scales = rng.integers(120, 125, blocks.shape[:3], dtype=np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        packed = (torch.from_numpy(array) for array in (blocks, scales))
+        value.copy_(convert_moe_packed_tensors(*packed, dtype=torch.float32))
+    folder = tmp_path / "oss"
+    folder.mkdir()
+    config = {**settings.to_dict(), "architectures": ["GptOssForCausalLM"], "dtype": "bfloat16"}
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    _save(tensors, folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    files = float_weights({"quantization_config": quantization}, stored_tensors(folder), "oss")
+    tensor, whole = stored_as(files[name], ir.DataType.FLOAT, name), model.state_dict()[name].numpy()
+    box = (slice(1, 3), slice(30, 70), slice(5, 60))
+    np.testing.assert_array_equal(shard_of(tensor, box), whole[box])
+    compile_model(folder, None, tmp_path / "build", compare=False, keep=False)
+    with load_local(tmp_path / "build") as step, torch.no_grad():
+        want = model(torch.from_numpy(IDS), use_cache=False).logits.numpy()
+        assert np.abs(step({"input_ids": IDS})["logits"] - want).max() < 1e-5 * np.abs(want).max()
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
 
 
@@ -206,6 +252,26 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
     [
         ({"quant_method": "bitsandbytes"}, {}, "the weights are quantized (bitsandbytes)"),
         ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, {}, "in the form 'gemv' of awq"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            {},
+            "'pack-quantized' of compressed-tensors",
+        ),
+        (
+            {"quant_method": "fbgemm_fp8"},
+            {"weight": _fp8_of_rows(np.random.default_rng(0), 8, 6)[0]["weight"]},
+            "'up.weight' [6, 8] has no scale",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            {"w_blocks": np.zeros((2, 6, 3, 8), np.uint8)},
+            "'up.w' has blocks [2, 6, 3, 8], and",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            {"w_blocks": np.zeros((2, 6, 3, 16), np.uint8), "w_scales": np.zeros((2, 6, 2), np.uint8)},
+            "'up.w' has blocks [2, 6, 3, 16] and scales [2, 6, 2]",
+        ),
         ({**GPTQ, "bits": 3}, {}, "have 3 bits in groups of 16"),
         ({**GPTQ, "sym": True}, {}, "'up' has zero points other than 8"),
         (

@@ -231,6 +231,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (encoder_decoder, "", "the plan says no most entries of the encoder's input 'input_ids'"),
         (decoder, "encoder_length: 12", "the model has no encoder"),
+        (encoder_decoder, "encoder_length: 12, cache: int8", "model.onnx has an encoder"),
         (
             lambda: encoder_decoder(True),
             "encoder_length: 12",

@@ -30,8 +30,8 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [60, 2, 33, 4], [5] * 20, [9,
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("narrow")
     onnx.save(decoder(fused=True), root / "model.onnx")
-    more = QUANTIZED if request.param == "quantized" else ""
-    (root / "plan.yaml").write_text(f"{TENSOR}{more}generate: {{slots: 5, length: 64, chunk: 16}}\n")
+    more, cache = (QUANTIZED, "cache: int8, ") if request.param == "quantized" else ("", "")
+    (root / "plan.yaml").write_text(f"{TENSOR}{more}generate: {{{cache}slots: 5, length: 64, chunk: 16}}\n")
     compile_model(root / "model.onnx", root / "plan.yaml", root / "build")
     return root / "build"
 

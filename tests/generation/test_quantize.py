@@ -59,7 +59,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, table: str) -> None:
 
 def test_verify_says_how_far_weights_are_from_the_model(tmp_path: Path) -> None:
     onnx.save(decoder(fused=True), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text(TENSOR + MIXED + GENERATE)
+    (tmp_path / "plan.yaml").write_text(TENSOR + MIXED + GENERATE.replace("slots", "cache: int8, slots"))
     words = np.random.default_rng(0).integers(1, VOCABULARY, 90)
     (tmp_path / "text.txt").write_text(" ".join(f"w{word}" for word in words))
     known = models.WordLevel({"-": 0, **{f"w{k}": k for k in range(1, VOCABULARY)}}, unk_token="-")
@@ -70,6 +70,7 @@ def test_verify_says_how_far_weights_are_from_the_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(verify_command, given)
     assert result.exit_code == 0, result.output
     assert "14 weights quantized" in result.output
+    assert "caches in int8" in result.output
     assert "% in the median" in result.output
     pieces = [words[:65], words[64:]]  # of 64 tokens, which is the plan's length, each with the one after it
     exact = np.exp(sum(map(_surprise, [tmp_path / "model.onnx"] * 2, pieces)) / 89)
@@ -91,9 +92,12 @@ def test_a_proposal_quantizes_what_the_model_has(tmp_path: Path) -> None:
     onnx.save(decoder(fused=True), tmp_path / "model.onnx")
     plan = tmp_path / "plan.yaml"
     asked = [str(tmp_path / "model.onnx"), "--tp", "2", "--generate", "64", "--quantize", "8", "-o", str(plan)]
-    result = CliRunner().invoke(plan_command, asked)
+    result = CliRunner().invoke(plan_command, [*asked, "--cache", "int8"])
     assert result.exit_code == 0, result.output
-    rules = parse_plan(plan.read_text(), "plan.yaml").quantize
+    proposed = parse_plan(plan.read_text(), "plan.yaml")
+    assert proposed.generate is not None
+    assert proposed.generate.cache == "int8"
+    rules = proposed.quantize
     assert {rule.pattern for rule in rules} >= {"layers.*.q", "layers.*.down", "head", "embed.positions"}
     blocks = {rule.pattern: (rule.blocks.bits, rule.blocks.block) for rule in rules if rule.blocks}
     assert blocks["layers.*.o"] == (8, 16)  # each rank has 16 of its 32 rows

@@ -49,7 +49,7 @@ def made(generator: Generator, requests: list[Request]) -> tuple[dict[int, list[
     ("layout", "slots"),
     [
         ("one rank", "slots: 2"),
-        ("tensor parallel", "slots: 3"),
+        ("tensor parallel", "slots: 3, cache: int8"),
         ("data parallel", "slots: 4"),
         ("tensor parallel stages", "slots: 4, groups: 2"),
     ],

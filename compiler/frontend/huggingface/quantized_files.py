@@ -1,13 +1,16 @@
-"""Folders of quantized weights: tensors of GPTQ, AWQ and fp8 as weights of the float model, by the `quantization_config` of config.json.
+"""Folders of quantized weights: tensors of GPTQ, AWQ, fp8 and MXFP4 as weights of the float model, by `quantization_config` in config.json.
 
     GPTQ  qweight [K * bits / 32, N] int32, the first row of a word in its lowest bits; qzeros [K / group, N * bits / 32]; g_idx [K]
     AWQ   qweight [K, N * bits / 32] int32, the even columns of a word, then the odd ones; qzeros [K / group, N * bits / 32]
     both  scales [K / group, N]
-    fp8   weight [N, K]; weight_scale_inv [N / rows of a block, K / columns of a block]
+    fp8   weight [N, K]; weight_scale_inv [N / rows of a block, K / columns of a block], or weight_scale [N, 1], [1]
+    mxfp4 experts' blocks [E, N, K / 32, 16] uint8, two numbers of 1, 2 and 1 bits (sign, exponent, fraction) each, the first in the low
+          half; scales [E, N, K / 32] uint8, exponents of 2 plus 127; the weight is [E, K, N]
 
-Zero points of GPTQ's first form are stored minus 1. Products of GPTQ and AWQ become `MatMulNBits` of the same numbers (`ir/blocked.py`); a
-weight in fp8 is read as floats, and activations are not rounded. Sources: the packings of AutoGPTQ and GPTQModel (`checkpoint_format` gptq
-and gptq_v2), that of AutoAWQ (`version` gemm), and the fine-grained fp8 of transformers.
+Zero points of GPTQ's first form are stored minus 1. Products of GPTQ and AWQ become `MatMulNBits` of the same numbers (`ir/blocked.py`);
+weights in fp8 and MXFP4 are read as floats, and activations are not rounded. Sources: the packings of AutoGPTQ and GPTQModel
+(`checkpoint_format` gptq and gptq_v2), that of AutoAWQ (`version` gemm), the fine-grained fp8 and the MXFP4 of transformers, fp8 of FBGEMM
+and of compressed-tensors (`format` float-quantized), and the OCP's specification of microscaling formats.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ _WORD = 32
 _HELP = "use the folder of float weights, with `quantize` in the plan"
 _FORMS = {"gptq": ("checkpoint_format", ("gptq", "gptq_v2")), "awq": ("version", ("gemm",))}
 """By method the key of the packing, and the packings that are read, the usual one first."""
-_SCALE = "_scale_inv"
+_SCALES_OF_FP8 = {"fp8": "_scale_inv", "fbgemm_fp8": "_scale", "compressed-tensors": "_scale"}
+"""Maps each method to the end of the name of the scales of a weight in fp8."""
+_OF_FP4 = np.array([sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+_MX_BLOCK, _MX_BIAS = 32, 127
 
 
 def float_weights(config: Mapping[str, object], files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
@@ -42,11 +48,17 @@ def float_weights(config: Mapping[str, object], files: Mapping[str, InFile], fol
     if not isinstance(settings, dict):
         return files
     where, method = f"{folder}/{CONFIG}", str(settings.get("quant_method", "")).lower()
-    if method == "fp8":
-        return _of_fp8(settings, files, folder)
+    if method == "mxfp4":
+        return _of_mxfp4(files, folder)
+    if method == "compressed-tensors" and settings.get("format") != "float-quantized":
+        fact = f"the weights are in the form '{settings.get('format')}' of {method}"
+        raise CompileError(Problem(where, fact, "float-quantized is read", _HELP))
+    if method in _SCALES_OF_FP8:
+        return _of_fp8(settings.get("weight_block_size"), _SCALES_OF_FP8[method], files, folder)
     if method not in _FORMS:
         fact = f"the weights are quantized ({method or 'by an unknown method'})"
-        raise CompileError(Problem(where, fact, "gptq, awq and fp8 are read", _HELP))
+        law = f"{', '.join([*_FORMS, *_SCALES_OF_FP8])} and mxfp4 are read"
+        raise CompileError(Problem(where, fact, law, _HELP))
     key, forms = _FORMS[method]
     form = str(settings.get(key) or settings.get("format") or forms[0]).lower()
     if form not in forms:
@@ -192,24 +204,70 @@ def _mapped(file: InFile, name: str) -> ir.TensorProtocol:
     return stored_as(file, ir.DataType(file.stored.dtype.code), name)
 
 
-def _of_fp8(settings: Mapping[str, object], files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
-    """The tensors with those of fp8 times their scales."""
+def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
+    """The tensors with those of fp8 times their scales: of blocks of a `size`, else of rows or of the whole tensor."""
     found, problems = dict(files), list[Problem]()
-    size = settings.get("weight_block_size")
     for name, file in files.items():
         if not file.stored.dtype.name.startswith("float8"):
             continue
-        scale, shape = found.pop(f"{name}{_SCALE}", None), file.stored.shape
-        block = size if isinstance(size, list) and len(size) == 2 else [*shape]
+        scale, shape = found.pop(f"{name}{suffix}", None), file.stored.shape
+        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # of activations, which stay floats
+        rows = [[*shape[:1]], [*shape[:1], 1]]
+        of_rows = scale is not None and not size and [*scale.stored.shape] in rows
+        block = size if isinstance(size, list) and len(size) == 2 else [1, *shape[1:]] if of_rows else [*shape]
         count = [-(-dim // max(1, per)) for dim, per in zip(shape, block, strict=False)]
-        if scale is None or len(shape) != 2 or [*scale.stored.shape] not in ([count] if size else [[], [1], [1, 1]]):
-            fact = f"'{name}' {[*shape]} has no {_SCALE[1:]} of {count}"
+        legal = [count] if size else [[], [1], [1, 1], *rows]
+        if scale is None or len(shape) != 2 or [*scale.stored.shape] not in legal:
+            fact = f"'{name}' {[*shape]} has no {suffix[1:]} of {count}"
             problems.append(Problem(folder, fact, help=_HELP))
         else:
             found[name] = InFiles(file.file, Stored(BY_NAME["float"], shape), _scaled(file, scale, block))
     if problems:
         raise CompileError(problems)
     return found
+
+
+def _of_mxfp4(files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
+    """The tensors with experts in MXFP4 as floats."""
+    found, problems = dict(files), list[Problem]()
+    for name in [name.removesuffix("_blocks") for name in files if name.endswith("_blocks")]:
+        blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+        shape, kinds = blocks.stored.shape, {one.stored.dtype.name for one in (blocks, scales) if one is not None}
+        if scales is None or len(shape) != 4 or shape[3] * 2 != _MX_BLOCK or kinds != {"uint8"}:
+            fact = f"'{name}' has blocks {[*shape]}, and not [experts, rows, blocks, {_MX_BLOCK // 2}] in uint8 with scales"
+            problems.append(Problem(folder, fact, help=_HELP))
+        elif scales.stored.shape != shape[:3]:
+            fact = f"'{name}' has blocks {[*shape]} and scales {[*scales.stored.shape]}"
+            problems.append(Problem(folder, fact, help=_HELP))
+        else:
+            whole = (shape[0], shape[2] * _MX_BLOCK, shape[1])
+            found[name] = InFiles(blocks.file, Stored(BY_NAME["float"], whole), _of_fp4(blocks, scales, whole))
+    if problems:
+        raise CompileError(problems)
+    return found
+
+
+def _of_fp4(
+    blocks: InFile, scales: InFile, shape: tuple[int, int, int]
+) -> Callable[[ir.DataType, str], ir.TensorProtocol]:
+    """Makes experts' weights [E, K, N] of blocks of four bits and exponents."""
+    packed, exponents = _mapped(blocks, ""), _mapped(scales, "")
+
+    def expert(number: int, rows: slice, columns: slice) -> Array:
+        first, last = rows.start // _MX_BLOCK, -(-rows.stop // _MX_BLOCK)
+        part = (slice(number, number + 1), columns, slice(first, last))
+        bytes_ = shard_of(packed, (*part, slice(0, _MX_BLOCK // 2)))[0]
+        numbers = _OF_FP4[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(*bytes_.shape[:2], -1)
+        powers = shard_of(exponents, part)[0].astype(np.int32) - _MX_BIAS
+        begin = rows.start - first * _MX_BLOCK
+        weight: Array = np.ldexp(numbers, powers[..., None]).reshape(len(bytes_), -1)
+        return weight[:, begin : begin + rows.stop - rows.start].T
+
+    def compute(box: Box, dtype: ir.DataType) -> Array:
+        experts, rows, columns = box
+        return np.stack([expert(k, rows, columns).astype(dtype.numpy()) for k in range(experts.start, experts.stop)])
+
+    return lambda dtype, name: ComputedTensor(lambda box: compute(box, dtype), dtype, shape, name)
 
 
 def _scaled(file: InFile, scale: InFile, block: Sequence[int]) -> Callable[[ir.DataType, str], ir.TensorProtocol]:

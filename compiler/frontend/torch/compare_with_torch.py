@@ -55,7 +55,7 @@ def compare_with_torch(model: ir.Model) -> list[str]:
 def compare_graph(model: ir.Model, torch_model: TorchModel, what: str = "the exported graph") -> list[str]:
     """As `compare_with_torch`, of any graph with the module's inputs and outputs; `what` names the graph."""
     needed = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
-    if needed > (free := _free_memory()) / _COPIES:
+    if needed > (free := free_memory()) / _COPIES:
         return [
             f"{what} is not compared with torch: {size_text(needed)} of weights are more than a fifth of {size_text(free)}"
         ]
@@ -247,7 +247,7 @@ def _drawn(spec: Spec, sizes: Mapping[str, int], kind: str, rows: int | None) ->
     return numbers.astype(dtype)
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes of memory that can be had."""
     lines = dict(line.split(":", 1) for line in text_of_system("/proc/meminfo").splitlines() if ":" in line)
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else 1 << 62

@@ -44,6 +44,7 @@ from partc.compiler.rewrite.generation.fused_attention import fuse_attention, he
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, head_of, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions, copies_of
+from partc.compiler.rewrite.generation.rounding import rounding_of, scaled
 from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
@@ -51,7 +52,7 @@ from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import Blocks, GenerationRecord, RequestDefaults
 from partc.runtime.units import count
 
-_OPSET = 24
+OPSET = 24
 """The first one with TensorScatter."""
 _PATH, _TOKENS = "generate", "tokens"
 
@@ -63,8 +64,8 @@ def caches_as_state(program: Loaded) -> Loaded:
     rules = program.plan.generate
     if rules is None:
         return program
-    model = converted(program.model, program.name, _OPSET)
-    model.opset_imports.update({"": max(_OPSET, model.opset_imports.get("", _OPSET)), "com.microsoft": 1})
+    model = converted(program.model, program.name, OPSET)
+    model.opset_imports.update({"": max(OPSET, model.opset_imports.get("", OPSET)), "com.microsoft": 1})
     append_apart(model, program.name)
     program = replace(program, model=model, paths=node_paths(model))
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
@@ -173,7 +174,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Append:
     """A cache: the input, the node that appends to it, and the dim along which it grows."""
 
     past: ir.Value
@@ -186,6 +187,58 @@ class _Pair:
         return self.append.outputs[0]
 
 
+def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
+    """The caches; CompileError where there are none, or one has another reader."""
+    outputs, problems, found, states = {*graph.outputs}, list[Problem](), list[Append](), states_of(graph)
+    for value in (value for value in graph.inputs if value not in states):
+        readers = [node for node, k in value.uses() if node.op_type == "Concat" and k == 0]
+        appends = [node for node in readers if node.outputs[0] in outputs]
+        if not appends or value.shape is None:
+            continue
+        others = [node for node, _ in value.uses() if node is not appends[0] and node.op_type != "Shape"]
+        if others or len(appends[0].inputs) != 2:
+            reader = others[0] if others else appends[0]
+            fact = f"'{value.name}' is also read by {reader.op_type} '{reader.name}'"
+            law = "a cache is read by the one Concat that appends to it, and by Shape"
+            problems.append(Problem(name, fact, law, "export the model with its cache as past and present"))
+            continue
+        found.append(Append(value, appends[0], appends[0].attributes["axis"].as_int() % len(value.shape)))
+    if problems:
+        raise CompileError(problems)
+    if not found and not states:
+        makers = (value.producer() for value in outputs)
+        merged = next((node for node in makers if node is not None and node.op_type == "If"), None)
+        fact = "the model has no cache"
+        if merged is not None:
+            fact = f"the model has its caches in the If '{merged.name}', which chooses between a first step and a later one"
+        law = "a cache is an input to which a Concat appends what becomes an output: present = Concat(past, new)"
+        help_ = (
+            "export one decoder for both, at opset 23, with position_ids, and with past and present as inputs and outputs; "
+            "or leave out 'generate'"
+        )
+        raise CompileError(Problem(where, fact, law, help_))
+    return found
+
+
+def ids_of(graph: ir.Graph, where: str) -> ir.Value:
+    """The tokens of a step: an input of integers [batch, tokens]."""
+    found = [
+        value
+        for value in graph.inputs
+        if value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
+        and value.name not in (MASK, ROWS)
+        and value.shape is not None
+        and len(value.shape) == 2
+        and not isinstance(value.shape[0], int)
+        and value.shape[1] in (1, *(dim for dim in value.shape if not isinstance(dim, int)))
+    ]
+    if len(found) == 1:
+        return found[0]
+    fact = f"{len(found)} inputs of the model are integers [batch, tokens] of two dynamic dims"
+    help_ = "export the model with a dynamic batch, and dynamic tokens"
+    raise CompileError(Problem(where, fact, "one of them has the tokens of a step", help_))
+
+
 class _Caches:
     """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that are numbers from now on.
     `padded`: whether a step always has as many tokens; `rows`: their positions. `caches`: by cache what takes its place after a step.
@@ -196,8 +249,8 @@ class _Caches:
         self.heads = head_counts(model)
         self.build = NodeBuilder(self.graph, _PATH)
         self.states = states_of(self.graph)
-        self.pairs = self._pairs()
-        self.ids = self._ids()
+        self.pairs = appends_of(self.graph, name, form.rules.where())
+        self.ids = ids_of(self.graph, form.rules.where())
         dims = self.ids.shape
         assert dims is not None
         self.tokens = str(dims[1].value or _TOKENS) if isinstance(dims[1], ir.SymbolicDim) else _TOKENS
@@ -250,38 +303,6 @@ class _Caches:
                 node.meta[COPIES_DIMS] = True
         return chosen
 
-    def _pairs(self) -> list[_Pair]:
-        """The caches; CompileError where there are none, or one has another reader."""
-        outputs, problems, found = {*self.graph.outputs}, list[Problem](), list[_Pair]()
-        for value in (value for value in self.graph.inputs if value not in self.states):
-            readers = [node for node, k in value.uses() if node.op_type == "Concat" and k == 0]
-            appends = [node for node in readers if node.outputs[0] in outputs]
-            if not appends or value.shape is None:
-                continue
-            others = [node for node, _ in value.uses() if node is not appends[0] and node.op_type != "Shape"]
-            if others or len(appends[0].inputs) != 2:
-                reader = others[0] if others else appends[0]
-                fact = f"'{value.name}' is also read by {reader.op_type} '{reader.name}'"
-                law = "a cache is read by the one Concat that appends to it, and by Shape"
-                problems.append(Problem(self.name, fact, law, "export the model with its cache as past and present"))
-                continue
-            found.append(_Pair(value, appends[0], appends[0].attributes["axis"].as_int() % len(value.shape)))
-        if problems:
-            raise CompileError(problems)
-        if not found and not self.states:
-            makers = (value.producer() for value in outputs)
-            merged = next((node for node in makers if node is not None and node.op_type == "If"), None)
-            fact = "the model has no cache"
-            if merged is not None:
-                fact = f"the model has its caches in the If '{merged.name}', which chooses between a first step and a later one"
-            law = "a cache is an input to which a Concat appends what becomes an output: present = Concat(past, new)"
-            help_ = (
-                "export one decoder for both, at opset 23, with position_ids, and with past and present as inputs and outputs; "
-                "or leave out 'generate'"
-            )
-            raise CompileError(Problem(self.form.rules.where(), fact, law, help_))
-        return found
-
     def _refuse_chunks(self) -> None:
         """CompileError where a step would have several tokens of a sequence, and the model takes one, or has states."""
         if self.form.rules.chunk == 1 or not (self.states or isinstance([*(self.ids.shape or ())][1], int)):
@@ -325,24 +346,6 @@ class _Caches:
         if problems:
             raise CompileError(problems)
 
-    def _ids(self) -> ir.Value:
-        """The tokens of a step: an input of integers [batch, tokens]."""
-        found = [
-            value
-            for value in self.graph.inputs
-            if value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
-            and value.name not in (MASK, ROWS)
-            and value.shape is not None
-            and len(value.shape) == 2
-            and not isinstance(value.shape[0], int)
-            and value.shape[1] in (1, *(dim for dim in value.shape if not isinstance(dim, int)))
-        ]
-        if len(found) == 1:
-            return found[0]
-        fact = f"{len(found)} inputs of the model are integers [batch, tokens] of two dynamic dims"
-        help_ = "export the model with a dynamic batch, and dynamic tokens"
-        raise CompileError(Problem(self.form.rules.where(), fact, "one of them has the tokens of a step", help_))
-
     def _fed(self, name: str) -> ir.Value:
         """A number for each sequence, which a step is given."""
         if any(value.name == name for value in self.graph.inputs):
@@ -362,31 +365,37 @@ class _Caches:
             law = f"it has tokens, '{MASK}' and '{ROWS}'; another input is a cache, to which a Concat appends: present = Concat(past, new)"
             raise CompileError(Problem(self.name, fact, law, "export the model without other inputs"))
 
-    def _keep(self, pair: _Pair, positions: Positions) -> None:
+    def _keep(self, pair: Append, positions: Positions) -> None:
         """Makes a cache of an input, and of its Concat what writes the new entries into it."""
         value, node, present = pair.past, pair.append, pair.present
-        shape, kind = self._shape(pair), value.dtype
+        new, shape, kind = node.inputs[1], self._shape(pair), value.dtype
         assert kind is not None
+        if (rounded := rounding_of(new)) is not None:
+            kind = ir.DataType.INT8
         for reader in [reader for reader, _ in value.uses() if reader.op_type == "Shape"]:
             positions.measure(reader, shape, pair.axis)
         zeros = ir.tensor(np.broadcast_to(np.zeros((), kind.numpy()), shape), name=value.name)
         cache = ir.Value(name=value.name, type=ir.TensorType(kind), shape=ir.Shape(shape), const_value=zeros)
         self.graph.inputs.remove(value)
         self.graph.register_initializer(cache)
-        following = self.build.op(
-            "append", "TensorScatter", [cache, node.inputs[1], positions.position], axis=pair.axis
-        )
+        if rounded is not None:
+            new = self.build.op("entries", "Cast", [rounded.whole], to=kind.value)
+        following = self.build.op("append", "TensorScatter", [cache, new, positions.position], axis=pair.axis)
         begin, axis = self.build.constant("begin", [0]), self.build.constant(f"axis_{pair.axis}", [pair.axis])
         read = self.build.op("read", "Slice", [following, begin, positions.length, axis])
+        following.type = read.type = ir.TensorType(kind)
+        if rounded is not None:
+            numbers = self.build.op("numbers", "Cast", [read], to=ir.DataType.FLOAT.value)
+            read = scaled(self.build, numbers, rounded.scale, rounded.type)
+            read.type = value.type
         self.build.put(before=node)
         following.name, present.name = present.name, None
-        following.type = read.type = ir.TensorType(kind)
         self.graph.outputs.remove(present)
         ir.convenience.replace_all_uses_with(present, read)
         self.graph.remove(node, safe=True)
         self.caches[cache] = following
 
-    def _shape(self, pair: _Pair) -> tuple[int, ...]:
+    def _shape(self, pair: Append) -> tuple[int, ...]:
         """The shape of a cache. A step writes a whole chunk, also where fewer tokens are meant: behind the last one is room for that."""
         dims = [*(pair.past.shape or ())]
         dims[0], dims[pair.axis] = self.form.rows, self.form.rules.length + self.form.rules.chunk - 1

@@ -25,6 +25,8 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_SCALES = 12
+"""The first operand of the op that is a scale."""
 
 
 def head_counts(model: ir.Model) -> dict[ir.Node, int]:
@@ -43,10 +45,14 @@ def head_counts(model: ir.Model) -> dict[ir.Node, int]:
 
 @dataclass(frozen=True)
 class _Read:
-    """Keys or values that an Attention reads: what appends them, and the nodes from there to the Attention."""
+    """Keys or values that an Attention reads: what appends them, the nodes from there to the Attention, the new ones, and the scale of a
+    cache in int8.
+    """
 
     append: ir.Node
     between: tuple[ir.Node, ...]
+    new: ir.Value
+    scale: ir.Value | None = None
 
 
 def sights_of(
@@ -88,7 +94,7 @@ def fuse_attention(
     left = list[ir.Node]()
     for node, sight in sights.items():
         keys, values = (_read(node, k) for k in (1, 2))
-        if keys is None or values is None:
+        if keys is None or values is None or (keys.scale is None) != (values.scale is None):
             continue
         if sight is Sight.CAUSAL:
             _fuse(build, node, heads[node], (keys, values), found, positions)
@@ -98,23 +104,40 @@ def fuse_attention(
 
 
 def _read(node: ir.Node, k: int) -> _Read | None:
-    """How an operand comes from a cache, which has no other reader: Slice, and where heads are repeated Unsqueeze, Expand, Reshape."""
+    """How an operand comes from a cache, which has no other reader: Slice, for a cache in int8 Cast and Mul, and where heads are repeated
+    Unsqueeze, Expand, Reshape.
+    """
     between, value = list[ir.Node](), node.inputs[k]
     while value is not None and len(value.uses()) == 1 and (producer := value.producer()) is not None:
         if producer.op_type == "TensorScatter":
-            kinds = [one.op_type for one in between]
-            right = kinds in (["Slice"], ["Reshape", "Expand", "Unsqueeze", "Slice"])
-            right = right and _is_taken(producer.inputs[0]) and producer.attributes.get_int("axis", -2) % 4 == 2
-            repeats_heads = len(between) == 1 or constant_ints(between[2], 1) == (2,)
-            return _Read(producer, tuple(between)) if right and repeats_heads else None
+            return _read_of(producer, between)
         between.append(producer)
         value = producer.inputs[0]
     return None
 
 
-def _is_taken(cache: ir.Value | None) -> bool:
+def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
+    kinds, cache, new = [one.op_type for one in between], append.inputs[0], append.inputs[1]
+    if kinds[:3] == ["Reshape", "Expand", "Unsqueeze"]:
+        if constant_ints(between[2], 1) != (2,):
+            return None
+        kinds = kinds[3:]
+    scale, is_half = None, kinds[:1] == ["Cast"]
+    if kinds[is_half:] == ["Mul", "Cast", "Slice"]:
+        scale = between[-3].inputs[1]
+        for _ in range(4 + is_half):  # Cast, Clip, Round, Div, and of 16 bits the Cast before them
+            made_by = None if new is None else new.producer()
+            new = None if made_by is None else made_by.inputs[0]
+    elif kinds != ["Slice"]:
+        return None
+    right = new is not None and new.dtype in (*_TYPES, None) and append.attributes.get_int("axis", -2) % 4 == 2
+    return _Read(append, tuple(between), new, scale) if right and new is not None and _is_taken(cache, scale) else None
+
+
+def _is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
     """Whether the fused op's kernel takes a cache: of its types, and of heads whose size is whole eights."""
-    if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in _TYPES:
+    types = _TYPES if scale is None else (ir.DataType.INT8,)
+    if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in types:
         return False
     size = cache.shape[3]
     return isinstance(size, int) and size % 8 == 0
@@ -133,12 +156,18 @@ def _fuse(
     assert first is not None
     assert first.shape is not None
     kv = int(str(first.shape[1]))
-    operands = (node.inputs[0], heads), *((read.append.inputs[1], kv) for read in reads)
+    operands = (node.inputs[0], heads), *((read.new, kv) for read in reads)
     rows = [_joined(build, node, value, count) for value, count in operands if value is not None]
     attributes = {"num_heads": heads, "kv_num_heads": kv}
     numbers = {name: node.attributes[name].as_float() for name in ("scale", "softcap") if name in node.attributes}
     numbers = {name: value for name, value in numbers.items() if value}
-    made = build.node("attention", _OP, [*rows, *caches, *positions.ends], 3, _DOMAIN, **attributes, **numbers)
+    inputs: list[ir.Value | None] = [*rows, *caches, *positions.ends]
+    texts = dict[str, str]()
+    if scales := [_flat(build, read.scale) for read in reads if read.scale is not None]:
+        inputs += [*[None] * (_SCALES - len(inputs)), *scales]
+        texts = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+        attributes["kv_cache_bit_width"] = 8
+    made = build.node("attention", _OP, inputs, 3, _DOMAIN, **attributes, **numbers, **texts)
     split = build.op("heads", "Reshape", [made[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
     readers = [reader for reader, _ in node.outputs[0].uses()]
     if all(_swaps_heads(reader) for reader in readers) and not node.outputs[0].is_graph_output():
@@ -159,6 +188,12 @@ def _fuse(
         found[cache] = present
         for one in (*read.between, read.append):
             take_out(build.graph, one)
+
+
+def _flat(build: NodeBuilder, scale: ir.Value) -> ir.Value:
+    """The scales of a cache in a row, as the op wants them."""
+    assert scale.const_value is not None
+    return build.constant(f"{scale.name}.flat", scale.const_value.numpy().reshape(-1))
 
 
 def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:

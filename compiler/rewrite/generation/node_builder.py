@@ -41,7 +41,7 @@ class NodeBuilder:
         inputs: Sequence[ir.Value | None],
         outputs: int,
         domain: str,
-        **attributes: int | float | Sequence[int],
+        **attributes: int | float | str | Sequence[int],
     ) -> Sequence[ir.Value]:
         """The outputs of a node, named after `word`."""
         name = self._free(f"{self.path}.{word}")

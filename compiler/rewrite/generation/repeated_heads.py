@@ -39,6 +39,8 @@ Size = TypeVar("Size")
 Dims = dict[ir.Value, int]
 """Maps each value to the dim that contains the heads of keys, one after the other."""
 _FUSED, _KEYS, _VALUES, _KEY_HEADS = "GroupQueryAttention", (1, 3), (2, 4), "kv_num_heads"
+_SCALES = 11
+"""The distance from new keys, and values, to the scales of their cache among the operands."""
 _REPEATED = "partc.repeated_heads"
 """Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""
 _COUNTS = {"MatMulNBits": "N", "RotaryEmbedding": "num_heads"}
@@ -121,7 +123,8 @@ class _Repeating(Rewriting[Typed]):
                 new, cache = (node.inputs[k] for k in places)
                 assert new is not None
                 assert cache is not None
-                sides.append(self._followed({cache: 1, node.outputs[places[0]]: 1}, (new, 2), node))
+                scales = {one: 0 for one in node.inputs[places[0] + _SCALES :][:1] if one is not None}
+                sides.append(self._followed({cache: 1, node.outputs[places[0]]: 1, **scales}, (new, 2), node))
             queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", _KEY_HEADS))
             yield _Attention(sides, keys, queries, node)
 

@@ -65,7 +65,7 @@ def _(node: ir.Node) -> Rule | None:
 group_query_attention = op(
     "GroupQueryAttention",
     domain=CONTRIB,
-    factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h->b.h,bh..,bh..",
+    factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h,h,h->b.h,bh..,bh..",
     remarks="heads by those of the keys; packed heads are replicated",
     kernel="product",
 )
@@ -78,7 +78,7 @@ group_query_attention.multiply_adds(_products)
 def _(node: ir.Node) -> Rule | None:
     query, key = dims(operand(node, 0)), dims(operand(node, 1))
     queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
-    if query is None or len(node.inputs) > 12:
+    if query is None or len(node.inputs) > 14:
         return None
     shared = one_letter(queries, keys, ()) if key is not None else ""
     heads, key_heads = ("h", shared) if shared else (WHOLE, WHOLE)
@@ -89,8 +89,11 @@ def _(node: ir.Node) -> Rule | None:
     lengths = "b" + WHOLE * (len(dims(operand(node, 5)) or (0,)) - 1)
     total = WHOLE * len(dims(operand(node, 6)) or ())
     operands = [f"b.{heads}", f"b.{key_heads}", f"b.{key_heads}", cache, cache, lengths, total, "..", "..", "b."]
+    scales = [
+        key_heads if node.attributes.get_string(f"{side}_quant_type") == "PER_CHANNEL" else WHOLE for side in "kv"
+    ]
     return Rule(
-        _present(node, [*operands, extra.replace("h", heads), heads]),
+        _present(node, [*operands, extra.replace("h", heads), heads, *scales]),
         (f"b.{heads}", cache, cache)[: len(node.outputs)],
         local=fewer_heads,
         units={"h": keys if keys > 1 else queries} if shared else {},
