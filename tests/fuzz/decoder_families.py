@@ -10,14 +10,17 @@ compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -162,6 +165,12 @@ def build(title: str) -> Any:
     with quiet():
         special = {**FAMILIES.get(family, {}), **special}
         model = kind(config(**settings(config, special))).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+                tensor.add_(
+                    0.15 * torch.randn_like(tensor)
+                )  # biases of 0 hide errors, and experts of equal scores have no order
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
@@ -231,19 +240,20 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, help="a file of JSON lines, one a family; those in it are not run again"
     )
-    parser.add_argument("--seconds", type=int, default=300, help="the most that a family may take")
-    parser.add_argument("--one", action="store_true", help="run the family in this process, and print its line")
+    parser.add_argument("--seconds", type=int, default=600, help="the most that a family may take")
+    parser.add_argument("--jobs", type=int, default=1, help="how many families run at a time")
     options = parser.parse_args()
     titles = options.only.split(";") if options.only else [*families(), *VARIANTS]
-    if options.one:
-        print("\n" + json.dumps(_line(titles[0], options.layouts.split(","))), flush=True)
-        return 0
     known = {}
     if options.results and options.results.exists():
         known = {line["family"]: line for line in map(json.loads, options.results.read_text().splitlines())}
+    lines = itertools.chain(
+        (known[title] for title in titles if title in known),
+        _in_processes([title for title in titles if title not in known], options),
+    )
     counts = Counter[str]()
-    for title in titles:
-        line = known.get(title) or _in_process(title, options.layouts, options.seconds)
+    for line in lines:
+        title = line["family"]
         if options.results and title not in known:
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -254,26 +264,44 @@ def main() -> int:
     return int(bool(counts["DIFFERS"] or counts["FAILS"]))
 
 
-def _line(title: str, layouts: list[str]) -> dict[str, Any]:
-    """A family's results: pairs of a layout and text, the text of all where the model itself does not run."""
+def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The results of families as they end, each of a fork of this process, which has the libraries loaded and may end in any way."""
+    context, waiting = multiprocessing.get_context("fork"), titles[::-1]
+    running: dict[str, tuple[Any, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            title = waiting.pop()
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(title, options.layouts.split(","), sender))
+            process.start()
+            sender.close()
+            running[title] = process, receiver, time.monotonic() + options.seconds
+        wait([receiver for _, receiver, _ in running.values()], timeout=5)
+        for title, (process, receiver, end) in [*running.items()]:
+            if receiver.poll():
+                try:
+                    line = receiver.recv()
+                except EOFError:
+                    process.join()
+                    line = {"family": title, "results": [("", f"FAILS with exit code {process.exitcode}")]}
+            elif time.monotonic() > end:
+                process.kill()
+                line = {"family": title, "results": [("", f"FAILS after {options.seconds} s")]}
+            else:
+                continue
+            process.join()
+            del running[title]
+            yield line
+
+
+def _send(title: str, layouts: list[str], sender: Connection) -> None:
+    """Sends a family's results: pairs of a layout and text, the text of all where the model itself does not run."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return {"family": title, "results": [*rows(title, layouts, Path(folder))]}
+            results = [*rows(title, layouts, Path(folder))]
         except Exception as error:
-            return {"family": title, "results": [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]}
-
-
-def _in_process(title: str, layouts: str, seconds: int) -> dict[str, Any]:
-    """A family's results by a process of its own, which may end in any way."""
-    command = [sys.executable, __file__, "--one", "--only", title, "--layouts", layouts]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        reason = f"FAILS after {seconds} s"
-    except (IndexError, ValueError):
-        reason = f"FAILS with exit code {done.returncode}: {done.stderr[-200:]}"
-    return {"family": title, "results": [("", reason)]}
+            results = [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]
+    sender.send({"family": title, "results": results})
 
 
 if __name__ == "__main__":
