@@ -14,8 +14,10 @@ from partc.cli.main import invoke
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
 from partc.compiler.frontend.huggingface.rotary import longest
+from partc.compiler.ir.declared import WINDOW
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
@@ -218,6 +220,10 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
         inputs, _ = flatten_cache(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **dynamic)), "llama")
     assert "past_0_key" in inputs
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))) is None
+    with torch.device("meta"):  # Moshi's cache has a window, its mask has none; Mistral's mask has it
+        moshi = transformers.MoshiForCausalLM(transformers.MoshiConfig(**SMALL, ffn_dim=48, sliding_window=8))
+        mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=8))
+    assert [(one.longest, one.positions) for one in map(decoding, (moshi, mistral))] == [(8, WINDOW), (0, "")]
     text = "import transformers\ntokens = Symbol(max=20)\ninputs = {'input_ids': Input(['batch', tokens], 'int64')}\n"
     made = f"transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})"
     text = f"from partc.compiler import Input, Symbol\n{text}model = {made}\n"

@@ -90,27 +90,6 @@ def test_a_folder_gives_what_transformers_gives(mixtral: Path, source: Source, t
     np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_buffer_that_a_file_has_is_the_file_s(tmp_path: Path) -> None:
-    """DeepSeek's correction of the scores of experts, and the statistics of each BatchNorm: their numbers as built are others."""
-    sizes = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-    experts = {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 0,
-    }
-    config = transformers.DeepseekV3Config(**{**SIZES, **sizes, **experts, "num_key_value_heads": 2})
-    model = transformers.DeepseekV3ForCausalLM(config)
-    name, numbers = "model.layers.0.mlp.gate.e_score_correction_bias", [0.5, -1.0, 2.0, 0.25]
-    model.get_buffer(name).copy_(torch.tensor(numbers))
-    model.save_pretrained(tmp_path / "model")
-    weight = load(tmp_path / "model").model.graph.initializers[name].const_value
-    assert weight is not None
-    assert weight.numpy().tolist() == numbers
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In two shards."""

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -40,6 +41,8 @@ from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
 
+MEMORY = 6 << 30
+"""The most that a family's process may have; some do not become small by their configuration."""
 PROMPTS = ([7], [5, 9, 77, 3, 21], [(11 * k * k + 5) % 96 for k in range(23)])
 NEW, LENGTH, CHUNK = 24, 64, 16
 LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
@@ -100,6 +103,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 8},
     "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+    "Moshi": {"sliding_window": 128},
     "Mpt": {"expansion_ratio": 2},
     "NemotronH": {"layers_block_type": ["mamba", "attention"]},
     "ProphetNet": {"num_hidden_layers": ABSENT},
@@ -116,6 +120,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Falcon, alibi": ("Falcon", {"multi_query": False, "alibi": True}),
     "Llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "Llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+    "Moshi, cut": ("Moshi", {"sliding_window": 8}),
     "Phi3, longrope": ("Phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
         "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}),
@@ -296,6 +301,7 @@ def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[di
 
 def _send(title: str, layouts: list[str], sender: Connection) -> None:
     """Sends a family's results: pairs of a layout and text, the text of all where the model itself does not run."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as folder:
         try:
             results = [*rows(title, layouts, Path(folder))]

@@ -7,6 +7,7 @@ A dim is added from the steps on, through ops that compute element by element, l
 Reshape that would have added a first dim of 1: there the batch is. It is there, too, where an operand has the batch:
 
     [tokens, size] + [batch, tokens, size]
+    Expand([tokens], [batch, tokens])
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Lifting:
             self.sizes.add(made)
         elif node.op_type == "Expand" and node.inputs[1] in self.sizes and data not in self.sizes:
             self.lifted[made] = self.ranks.get(made, 99)
+        elif node.op_type == "Expand" and data in self.lifted and node.inputs[1] not in self.sizes:
+            repeats = made in self.batched and self.ranks.get(made) == self.lifted[data] + 1
+            return [] if repeats else None  # [tokens] for each of a batch
         elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
             assert node.inputs[1] is not None
             self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
