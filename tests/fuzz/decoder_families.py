@@ -1,10 +1,13 @@
 """Causal models of `transformers`, one of each family, tiny and random: their tokens against `model.generate`.
 
-    python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl]
+    python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl] [--jobs 2]
+    python tests/fuzz/decoder_families.py --kind encoder [--only "BertForMaskedLM;ViTForImageClassification"]
 
 The families are the classes of `AutoModelForCausalLM` of the installed version. Each is saved, exported once with its cache, planned and
-compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. A row says of each layout `equal`,
-`refused` with the text, `no small model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
+compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. Of `--kind encoder` they are the
+classes that fill masks, that classify sequences, images or sounds, and that have an encoder with a decoder: what the export gives is
+compared with the model, and the plan of `--tp 2` is verified. A row says of each layout `equal`, `refused` with the text, `no small
+model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from types import MappingProxyType
 from typing import Any
 
 os.environ["TQDM_DISABLE"] = "1"
+sys.path.append(str(Path(__file__).parent))
 
+import numpy as np
+import onnxruntime
 import torch
 import transformers
 from partc.compiler import compile_model
@@ -40,6 +46,7 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
+from pool import command
 
 MEMORY = 6 << 30
 """The most that a family's process may have; some do not become small by their configuration."""
@@ -51,6 +58,17 @@ LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
     "tp 2": (Degrees(tp=2), 2),
     "2 stages": (Degrees(stages=2), 2),
 }
+TASKS = (
+    "MASKED_LM",
+    "SEQUENCE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+)
+ENDS = ("ForMaskedLM", "Classification", "ForConditionalGeneration", "ForSpeechSeq2Seq")
+"""How the names of classes end that are no families of decoders."""
+SYMBOLS = {"batch": 2, "sequence": 7, "target": 5}
 ABSENT = object()
 """Of a setting that a family has no field for."""
 _WIDTH, _INNER, _LAYERS, _HEADS, _EXPERTS = 64, 96, 2, 4, 4
@@ -128,6 +146,21 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Other configurations of a family."""
 
 
+def encoders() -> dict[str, tuple[type, type]]:
+    """By class its configuration and itself."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found: dict[str, tuple[type, type]] = {}
+    for task in TASKS:
+        for kind, names in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            name = names if isinstance(names, str) else names[0]
+            model = getattr(transformers, name)
+            if name not in found or CONFIG_MAPPING[kind] is model.config_class:
+                found[name] = CONFIG_MAPPING[kind], model
+    return found
+
+
 def families() -> dict[str, tuple[type, type]]:
     """By family its configuration and its model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -165,7 +198,7 @@ def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) ->
 def build(title: str) -> Any:
     """The model of a family with its random weights."""
     family, special = VARIANTS.get(title, (title, {}))
-    config, kind = families()[family]
+    config, kind = encoders()[title] if title.endswith(ENDS) else families()[family]
     torch.manual_seed(0)
     with quiet():
         special = {**FAMILIES.get(family, {}), **special}
@@ -176,7 +209,8 @@ def build(title: str) -> Any:
                 tensor.add_(
                     0.15 * torch.randn_like(tensor)
                 )  # biases of 0 hide errors, and experts of equal scores have no order
-    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    if model.can_generate():
+        model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
 
@@ -225,6 +259,39 @@ def rows(title: str, layouts: list[str], folder: Path) -> Iterator[tuple[str, st
             yield layout, f"FAILS {type(error).__name__}: {error}"
 
 
+def encoder_rows(title: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """The result of one rank, the export against the model, and of two."""
+    try:
+        model = build(title)
+    except Exception as error:
+        yield "", f"no small model: {type(error).__name__}: {' '.join(str(error).split())}"
+        return
+    model.save_pretrained(folder / "model")
+    try:
+        source = load(folder / "model")
+        _write(source, folder / "model" / "encoder.onnx")
+        session, rng = onnxruntime.InferenceSession(folder / "model" / "encoder.onnx"), np.random.default_rng(0)
+        fed = {}
+        for port in session.get_inputs():
+            shape = [SYMBOLS.get(dim, dim) for dim in port.shape]
+            fed[port.name] = np.ones(shape, np.int64) if "mask" in port.name else rng.integers(3, 90, shape)
+            if "float" in port.type:
+                fed[port.name] = rng.normal(0, 1, shape).astype(np.float32)
+        (made,) = session.run(["logits"], fed)
+        with quiet(), torch.no_grad():
+            wanted = model(**{name: torch.from_numpy(array) for name, array in fed.items()}).logits.numpy()
+        apart = float(abs(made - wanted).max())
+        yield "1 rank", "equal" if apart < 1e-3 * abs(wanted).max() else f"DIFFERS by {apart} of {abs(wanted).max()}"
+        file, plan = folder / "model" / "encoder.onnx", folder / "plan.yaml"
+        plan.write_text(propose(load(file), file.name, Degrees(tp=2))[0])
+        said = command("verify", str(file), "--plan", str(plan), "--atol", "1e-3")
+        yield "tp 2", f"refused: {' '.join(said.split())}" if said else "equal"
+    except CompileError as error:
+        yield "", _refusal(error)
+    except Exception as error:
+        yield "", f"FAILS {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _refusal(error: CompileError) -> str:
     kind = "FAILS" if "bug in partc" in str(error) else "refused:"
     return f"{kind} {' '.join(str(error).split())}"
@@ -247,8 +314,10 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=600, help="the most that a family may take")
     parser.add_argument("--jobs", type=int, default=1, help="how many families run at a time")
+    parser.add_argument("--kind", choices=("decoder", "encoder"), default="decoder")
     options = parser.parse_args()
-    titles = options.only.split(";") if options.only else [*families(), *VARIANTS]
+    every = [*encoders()] if options.kind == "encoder" else [*families(), *VARIANTS]
+    titles = options.only.split(";") if options.only else every
     known = {}
     if options.results and options.results.exists():
         known = {line["family"]: line for line in map(json.loads, options.results.read_text().splitlines())}
@@ -304,7 +373,8 @@ def _send(title: str, layouts: list[str], sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            results = [*rows(title, layouts, Path(folder))]
+            made = encoder_rows(title, Path(folder)) if title.endswith(ENDS) else rows(title, layouts, Path(folder))
+            results = [*made]
         except Exception as error:
             results = [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]
     sender.send({"family": title, "results": results})
