@@ -130,6 +130,18 @@ def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
 
 
+def test_a_forward_without_a_cache_and_one_that_decides_by_numbers_are_told_apart() -> None:
+    with torch.device("meta"):
+        gpt = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=16, n_layer=1, n_head=2))
+        xlm = transformers.XLMWithLMHeadModel(transformers.XLMConfig(emb_dim=16, n_layers=1, n_heads=2))
+    with pytest.raises(CompileError, match="OpenAIGPTLMHeadModel keeps no keys and values: its forward takes no cache"):
+        flatten_cache(gpt, "gpt")
+    with pytest.raises(
+        CompileError, match=r"decides by numbers, and an export knows shapes: `.*item\(\).*` \(modeling_xlm"
+    ):
+        flatten_cache(xlm, "xlm")
+
+
 def test_fused_attention_over_an_encoder_has_a_row_of_its_mask_for_each_token() -> None:
     """onnxruntime's Attention takes no row for all of them; and no number of a mask is there where weights have none."""
     config = transformers.BartConfig(

@@ -7,7 +7,8 @@ The families are the classes of `AutoModelForCausalLM` of the installed version.
 compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. Of `--kind encoder` they are the
 classes that fill masks, that classify sequences, images or sounds, and that have an encoder with a decoder: what the export gives is
 compared with the model, and the plan of `--tp 2` is verified. A row says of each layout `equal`, `refused` with the text, `no small
-model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
+model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise. Families that end otherwise than in `families.json`, which
+`--record` writes, are listed: what a version of transformers, or of this compiler, changes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -48,6 +50,8 @@ from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
 from pool import command
 
+RECORD = Path(__file__).with_name("families.json")
+"""How families ended with a version of transformers, and by family the cause of a known gap."""
 MEMORY = 6 << 30
 """The most that a family's process may have; some do not become small by their configuration."""
 PROMPTS = ([7], [5, 9, 77, 3, 21], [(11 * k * k + 5) % 96 for k in range(23)])
@@ -66,8 +70,6 @@ TASKS = (
     "SPEECH_SEQ_2_SEQ",
     "SEQ_TO_SEQ_CAUSAL_LM",
 )
-ENDS = ("ForMaskedLM", "Classification", "ForConditionalGeneration", "ForSpeechSeq2Seq")
-"""How the names of classes end that are no families of decoders."""
 SYMBOLS = {"batch": 2, "sequence": 7, "target": 5}
 ABSENT = object()
 """Of a setting that a family has no field for."""
@@ -82,6 +84,7 @@ SIZES: Mapping[str, Any] = {
         "num_encoder_layers"), _LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads", "encoder_attention_heads",
         "num_decoder_attention_heads", "num_encoder_attention_heads", "num_heads", "linear_num_value_heads"), _HEADS),
+    "num_kv_shared_layers": 0,
     "num_key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "head_dim": 16, "kv_channels": 16, "attention_head_dim": 16,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 8,
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16,
@@ -126,7 +129,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "NemotronH": {"layers_block_type": ["mamba", "attention"]},
     "ProphetNet": {"num_hidden_layers": ABSENT},
     "RecurrentGemma": {"block_types": ["recurrent", "attention"]},
-    "Reformer": {"is_decoder": True},
+    "Reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
     "XLNet": {"max_position_embeddings": ABSENT},
     "xLSTM": {"qk_head_dim": ABSENT, "v_head_dim": ABSENT},
     "Xmod": {"default_language": "en_XX"},
@@ -146,36 +149,23 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Other configurations of a family."""
 
 
-def encoders() -> dict[str, tuple[type, type]]:
-    """By class its configuration and itself."""
+@cache
+def encoders() -> dict[str, type]:
+    """The classes by name."""
     from transformers.models.auto import modeling_auto as auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    found: dict[str, tuple[type, type]] = {}
-    for task in TASKS:
-        for kind, names in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            name = names if isinstance(names, str) else names[0]
-            model = getattr(transformers, name)
-            if name not in found or CONFIG_MAPPING[kind] is model.config_class:
-                found[name] = CONFIG_MAPPING[kind], model
-    return found
+    mappings = (getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)
+    names = (name for mapping in mappings for name in mapping.values())
+    return {name: getattr(transformers, name) for name in (one if isinstance(one, str) else one[0] for one in names)}
 
 
-def families() -> dict[str, tuple[type, type]]:
-    """By family its configuration and its model."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+@cache
+def families() -> dict[str, type]:
+    """By family its class: that of several kinds of configurations is one family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found: dict[str, tuple[type, type]] = {}
-    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        title, model = (
-            re.sub("For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$", "", name),
-            getattr(transformers, name),
-        )
-        config = CONFIG_MAPPING[kind]
-        if title not in found or config is model.config_class:  # Llama's classes are those of other names, too
-            found[title] = config, model
-    return found
+    end = "For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$"
+    return {re.sub(end, "", name): getattr(transformers, name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 
 
 def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -198,11 +188,11 @@ def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) ->
 def build(title: str) -> Any:
     """The model of a family with its random weights."""
     family, special = VARIANTS.get(title, (title, {}))
-    config, kind = encoders()[title] if title.endswith(ENDS) else families()[family]
+    kind: Any = encoders().get(title) or families()[family]
     torch.manual_seed(0)
     with quiet():
         special = {**FAMILIES.get(family, {}), **special}
-        model = kind(config(**settings(config, special))).eval()
+        model = kind(kind.config_class(**settings(kind.config_class, special))).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
@@ -315,6 +305,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=600, help="the most that a family may take")
     parser.add_argument("--jobs", type=int, default=1, help="how many families run at a time")
     parser.add_argument("--kind", choices=("decoder", "encoder"), default="decoder")
+    parser.add_argument("--record", action="store_true", help=f"write how families end into {RECORD.name}")
     options = parser.parse_args()
     every = [*encoders()] if options.kind == "encoder" else [*families(), *VARIANTS]
     titles = options.only.split(";") if options.only else every
@@ -325,9 +316,10 @@ def main() -> int:
         (known[title] for title in titles if title in known),
         _in_processes([title for title in titles if title not in known], options),
     )
-    counts = Counter[str]()
+    counts, ends = Counter[str](), dict[str, str]()
     for line in lines:
         title = line["family"]
+        ends[title] = _end(line["results"])
         if options.results and title not in known:
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -335,7 +327,23 @@ def main() -> int:
             counts[result.split()[0].strip(":")] += 1
             print(f"{title:20} {layout:10} {result[:240]}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    record = json.loads(RECORD.read_text())
+    before = record["results"]
+    for title, end in ends.items():
+        if end.split()[0] != before.get(title, "unknown").split()[0]:
+            print(f"{title}: with transformers {record['transformers']} {before.get(title, 'unknown')}; now {end}")
+        elif title in record["gaps"]:
+            print(f"{title}: known gap: {record['gaps'][title]}")
+    if options.record:
+        record |= {"transformers": transformers.__version__, "results": dict(sorted({**before, **ends}.items()))}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return int(bool(counts["DIFFERS"] or counts["FAILS"]))
+
+
+def _end(results: list[list[str]]) -> str:
+    """How a family ended: equal in all layouts, or the first other result."""
+    others = [f"{text} ({layout})" for layout, text in results if text != "equal" and not text.startswith("warns")]
+    return others[0][:300] if others else "equal"
 
 
 def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -373,7 +381,7 @@ def _send(title: str, layouts: list[str], sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = encoder_rows(title, Path(folder)) if title.endswith(ENDS) else rows(title, layouts, Path(folder))
+            made = encoder_rows(title, Path(folder)) if title in encoders() else rows(title, layouts, Path(folder))
             results = [*made]
         except Exception as error:
             results = [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]

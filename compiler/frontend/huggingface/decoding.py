@@ -67,8 +67,8 @@ def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
 
 
 def _window(module: torch.nn.Module) -> tuple[int, str] | None:
-    """How many entries the cache of `transformers` keeps of a layer whose mask has no window, as of Moshi; None where it keeps all, or
-    masks have windows.
+    """The most entries that the cache of `transformers` keeps of a layer whose mask has no window, as of Moshi; None where it keeps all,
+    or masks have windows.
     """
     models = [*of_transformers(module)]
     names = {name for one in models for name in vars(sys.modules[type(one).__module__])}
@@ -79,7 +79,7 @@ def _window(module: torch.nn.Module) -> tuple[int, str] | None:
     from transformers.cache_utils import DynamicCache
 
     try:
-        layers = DynamicCache(config=models[0].config).layers
+        layers: list[Any] = DynamicCache(config=models[0].config).layers
     except Exception:  # a configuration without layers of attention
         return None
     return min(((one.sliding_window, WINDOW) for one in layers if getattr(one, "sliding_window", 0)), default=None)

@@ -18,8 +18,10 @@ attended keep all entries: their mask leaves out those before it.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.directives.input import Input
@@ -47,6 +49,9 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
         fact = f"{type(module).__name__} is not a model that makes tokens"
         help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
         raise CompileError(Problem(where, fact, _LAW, help_))
+    if _argument(module) not in inspect.signature(module.forward).parameters:
+        fact = f"{type(module).__name__} keeps no keys and values: its forward takes no cache, and computes whole sequences"
+        raise CompileError(Problem(where, fact, _LAW, "leave out 'generate'"))
     step = _with_encoder(module, where) if has_encoder(module) else _alone(module)
     grown, crossing = _shapes(module, step, where)
     names = [f"{layer}_{side}" for layer in range(len(grown)) for side in _SIDES]
@@ -162,7 +167,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
             _, grown, *crossing = step.run(given, [])
         found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
-        fact = f"{kind} runs with no such cache: {' '.join(str(error).split()) or type(error).__name__}"
+        fact = f"{kind} runs with no such cache: {_reason(error)}"
         if getattr(module, "_is_stateful", False):
             fact = f"{kind} keeps states of fixed size, of a state space or of linear attention"
             help_ = "leave out 'generate': the model then computes whole sequences"
@@ -171,9 +176,27 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
             Problem(where, fact, _LAW, "export it in a module of your own, with past and present")
         ) from error
     if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
+        sizes = next(([*shape] for pair in found for shape in pair if len(shape) != 4 or shape[2] != 2), None)
+        fact = (
+            f"the cache of {kind} gets keys or values of {sizes} of two tokens" if sizes else f"{kind} fills no cache"
+        )
         help_ = "export it in a module of your own, with past and present"
-        raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", _LAW, help_))
+        raise CompileError(Problem(where, fact, _LAW, help_))
     return [[(shape[1], shape[3]) for shape in pair] for pair in found], bool(crossing)
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error; the line of the model's code where it asks for numbers, which no weights have while a model is exported, and
+    where the text alone names nothing of the model.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if "modeling_" in one.filename]
+    if not lines:
+        return text
+    line = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})"
+    if "meta tensor" in text or "register_meta" in text:
+        return f"its forward decides by numbers, and an export knows shapes: {line}"
+    return f"{text}, at {line}" if isinstance(error, AttributeError | LookupError | TypeError) else text
 
 
 def start_tokens(module: Any) -> tuple[int, ...]:
