@@ -21,13 +21,15 @@ from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, is_integral, normal
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.computed import is_absent
 
 LARGEST = 256
 FINEST = 1024
 MOST_COMPARED = 16
 """The largest of more symbolic entries is not followed: `normal` compares each with each."""
+NAMED = "partc.named_entry"
+"""Key of a tensor's meta: a name for its one entry, which only a run tells, so that sizes that have it are known to be equal."""
 Entry: TypeAlias = "sympy.Expr | None"
 Entries: TypeAlias = npt.NDArray[Any]
 """An array of entries."""
@@ -84,6 +86,8 @@ def follow(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
     outputs = [found] if isinstance(found, np.ndarray) else found or []
     for k, out in enumerate(node.outputs):
         entries = outputs[k] if k < len(outputs) else None
+        if entries is None and NAMED in out.meta:
+            entries = _array([symbol(out.meta[NAMED])], (1,))
         shape = _numbers(out)
         if entries is None or entries.size > LARGEST or shape is None or math.prod(shape) != entries.size:
             out.metadata_props.pop(SYM_DATA_KEY, None)

@@ -27,9 +27,10 @@ from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
 from partc.compiler.analysis.least_sizes import with_least_sizes
 from partc.compiler.analysis.part_symbols import part_symbols
 from partc.compiler.analysis.records import batch_dims, contradictions, wrong_batch_dims
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import nodes_of
-from partc.compiler.ir.program import Prepared, Typed
+from partc.compiler.ir.program import PAST_ENTRIES, Prepared, Typed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape, SymbolInfo, ValueInfo
 
@@ -121,7 +122,10 @@ def _batch_dims(program: Prepared) -> dict[ir.Value, int]:
 def inferred(program: T) -> T:
     """The program with the `values` that follow from its inputs' shapes and its symbols."""
     graph, symbols = program.model.graph, program.symbols
-    failed = infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
+    facts = {name: info.facts for name, info in symbols.items()}
+    if program.generation is not None:
+        facts[PAST_ENTRIES] = Facts(max=program.generation.record.length)
+    failed = infer_shapes(program.model, facts)
     if program.generation is not None and failed:
         raise CompileError(
             [_inconsistent(program, node, f"takes no such operands: {reason}") for node, reason in failed.items()]

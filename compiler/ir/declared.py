@@ -39,12 +39,15 @@ class TpPlanEntry:
     source: str
 
 
+WINDOW = "window"
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `defaults`: options of requests,
     such as `{"temperature": 0.6}`. `ignored`: settings that change
     tokens, and that no program follows, such as `num_beams: 4`. `longest`: the most tokens of a sequence for which its rotary
-    `positions`, such as `longrope`, have the same frequencies; 0 where they always do.
+    `positions`, such as `longrope`, have the same frequencies, or, of `WINDOW`, before its cache is cut; 0 where all are alike.
     """
 
     stop: tuple[int, ...] = ()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _OF_THE_MODEL = ("parameter", "statistics", "cache")
 Phase = TypeVar("Phase", bound="Loaded")
+PAST_ENTRIES = "_past_entries"
+"""The name of how many entries caches have before a step, in sizes that follow from it: at run time alone it is a number."""
 
 
 @dataclass(frozen=True)

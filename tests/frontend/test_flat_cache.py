@@ -14,8 +14,10 @@ from partc.cli.main import invoke
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
 from partc.compiler.frontend.huggingface.rotary import longest
+from partc.compiler.ir.declared import WINDOW
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
@@ -128,6 +130,18 @@ def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
 
 
+def test_a_forward_without_a_cache_and_one_that_decides_by_numbers_are_told_apart() -> None:
+    with torch.device("meta"):
+        gpt = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=16, n_layer=1, n_head=2))
+        xlm = transformers.XLMWithLMHeadModel(transformers.XLMConfig(emb_dim=16, n_layers=1, n_heads=2))
+    with pytest.raises(CompileError, match="OpenAIGPTLMHeadModel keeps no keys and values: its forward takes no cache"):
+        flatten_cache(gpt, "gpt")
+    with pytest.raises(
+        CompileError, match=r"decides by numbers, and an export knows shapes: `.*item\(\).*` \(modeling_xlm"
+    ):
+        flatten_cache(xlm, "xlm")
+
+
 def test_fused_attention_over_an_encoder_has_a_row_of_its_mask_for_each_token() -> None:
     """onnxruntime's Attention takes no row for all of them; and no number of a mask is there where weights have none."""
     config = transformers.BartConfig(
@@ -218,6 +232,10 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
         inputs, _ = flatten_cache(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **dynamic)), "llama")
     assert "past_0_key" in inputs
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))) is None
+    with torch.device("meta"):  # Moshi's cache has a window, its mask has none; Mistral's mask has it
+        moshi = transformers.MoshiForCausalLM(transformers.MoshiConfig(**SMALL, ffn_dim=48, sliding_window=8))
+        mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=8))
+    assert [(one.longest, one.positions) for one in map(decoding, (moshi, mistral))] == [(8, WINDOW), (0, "")]
     text = "import transformers\ntokens = Symbol(max=20)\ninputs = {'input_ids': Input(['batch', tokens], 'int64')}\n"
     made = f"transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})"
     text = f"from partc.compiler import Input, Symbol\n{text}model = {made}\n"

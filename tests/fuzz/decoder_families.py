@@ -1,29 +1,41 @@
 """Causal models of `transformers`, one of each family, tiny and random: their tokens against `model.generate`.
 
-    python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl]
+    python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl] [--jobs 2]
+    python tests/fuzz/decoder_families.py --kind encoder [--only "BertForMaskedLM;ViTForImageClassification"]
 
 The families are the classes of `AutoModelForCausalLM` of the installed version. Each is saved, exported once with its cache, planned and
-compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. A row says of each layout `equal`,
-`refused` with the text, `no small model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise.
+compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. Of `--kind encoder` they are the
+classes that fill masks, that classify sequences, images or sounds, and that have an encoder with a decoder: what the export gives is
+compared with the model, and the plan of `--tp 2` is verified. A row says of each layout `equal`, `refused` with the text, `no small
+model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise. Families that end otherwise than in `families.json`, which
+`--record` writes, are listed: what a version of transformers, or of this compiler, changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import re
-import subprocess
+import resource
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 os.environ["TQDM_DISABLE"] = "1"
+sys.path.append(str(Path(__file__).parent))
 
+import numpy as np
+import onnxruntime
 import torch
 import transformers
 from partc.compiler import compile_model
@@ -36,7 +48,12 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
+from pool import command
 
+RECORD = Path(__file__).with_name("families.json")
+"""How families ended with a version of transformers, and by family the cause of a known gap."""
+MEMORY = 6 << 30
+"""The most that a family's process may have; some do not become small by their configuration."""
 PROMPTS = ([7], [5, 9, 77, 3, 21], [(11 * k * k + 5) % 96 for k in range(23)])
 NEW, LENGTH, CHUNK = 24, 64, 16
 LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
@@ -45,6 +62,15 @@ LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
     "tp 2": (Degrees(tp=2), 2),
     "2 stages": (Degrees(stages=2), 2),
 }
+TASKS = (
+    "MASKED_LM",
+    "SEQUENCE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+)
+SYMBOLS = {"batch": 2, "sequence": 7, "target": 5}
 ABSENT = object()
 """Of a setting that a family has no field for."""
 _WIDTH, _INNER, _LAYERS, _HEADS, _EXPERTS = 64, 96, 2, 4, 4
@@ -58,6 +84,7 @@ SIZES: Mapping[str, Any] = {
         "num_encoder_layers"), _LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads", "encoder_attention_heads",
         "num_decoder_attention_heads", "num_encoder_attention_heads", "num_heads", "linear_num_value_heads"), _HEADS),
+    "num_kv_shared_layers": 0,
     "num_key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "head_dim": 16, "kv_channels": 16, "attention_head_dim": 16,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 8,
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16,
@@ -98,11 +125,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 8},
     "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+    "Moshi": {"sliding_window": 128},
     "Mpt": {"expansion_ratio": 2},
     "NemotronH": {"layers_block_type": ["mamba", "attention"]},
     "ProphetNet": {"num_hidden_layers": ABSENT},
     "RecurrentGemma": {"block_types": ["recurrent", "attention"]},
-    "Reformer": {"is_decoder": True},
+    "Reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
     "XLNet": {"max_position_embeddings": ABSENT},
     "xLSTM": {"qk_head_dim": ABSENT, "v_head_dim": ABSENT},
     "Xmod": {"default_language": "en_XX"},
@@ -121,6 +149,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Falcon, alibi": ("Falcon", {"multi_query": False, "alibi": True}),
     "Llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "Llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+    "Moshi, cut": ("Moshi", {"sliding_window": 8}),
     "Phi3, longrope": ("Phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
         "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}),
@@ -128,21 +157,23 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Other configurations of a family."""
 
 
-def families() -> dict[str, tuple[type, type]]:
-    """By family its configuration and its model."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+@cache
+def encoders() -> dict[str, type]:
+    """The classes by name."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = (getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)
+    names = (name for mapping in mappings for name in mapping.values())
+    return {name: getattr(transformers, name) for name in (one if isinstance(one, str) else one[0] for one in names)}
+
+
+@cache
+def families() -> dict[str, type]:
+    """By family its class: that of several kinds of configurations is one family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found: dict[str, tuple[type, type]] = {}
-    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        title, model = (
-            re.sub("For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$", "", name),
-            getattr(transformers, name),
-        )
-        config = CONFIG_MAPPING[kind]
-        if title not in found or config is model.config_class:  # Llama's classes are those of other names, too
-            found[title] = config, model
-    return found
+    end = "For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$"
+    return {re.sub(end, "", name): getattr(transformers, name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 
 
 def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -165,12 +196,19 @@ def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) ->
 def build(title: str) -> Any:
     """The model of a family with its random weights."""
     family, special = VARIANTS.get(title, (title, {}))
-    config, kind = families()[family]
+    kind: Any = encoders().get(title) or families()[family]
     torch.manual_seed(0)
     with quiet():
         special = {**FAMILIES.get(family, {}), **special}
-        model = kind(config(**settings(config, special))).eval()
-    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+        model = kind(kind.config_class(**settings(kind.config_class, special))).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+                tensor.add_(
+                    0.15 * torch.randn_like(tensor)
+                )  # biases of 0 hide errors, and experts of equal scores have no order
+    if model.can_generate():
+        model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
 
@@ -219,6 +257,39 @@ def rows(title: str, layouts: list[str], folder: Path) -> Iterator[tuple[str, st
             yield layout, f"FAILS {type(error).__name__}: {error}"
 
 
+def encoder_rows(title: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """The result of one rank, the export against the model, and of two."""
+    try:
+        model = build(title)
+    except Exception as error:
+        yield "", f"no small model: {type(error).__name__}: {' '.join(str(error).split())}"
+        return
+    model.save_pretrained(folder / "model")
+    try:
+        source = load(folder / "model")
+        _write(source, folder / "model" / "encoder.onnx")
+        session, rng = onnxruntime.InferenceSession(folder / "model" / "encoder.onnx"), np.random.default_rng(0)
+        fed = {}
+        for port in session.get_inputs():
+            shape = [SYMBOLS.get(dim, dim) for dim in port.shape]
+            fed[port.name] = np.ones(shape, np.int64) if "mask" in port.name else rng.integers(3, 90, shape)
+            if "float" in port.type:
+                fed[port.name] = rng.normal(0, 1, shape).astype(np.float32)
+        (made,) = session.run(["logits"], fed)
+        with quiet(), torch.no_grad():
+            wanted = model(**{name: torch.from_numpy(array) for name, array in fed.items()}).logits.numpy()
+        apart = float(abs(made - wanted).max())
+        yield "1 rank", "equal" if apart < 1e-3 * abs(wanted).max() else f"DIFFERS by {apart} of {abs(wanted).max()}"
+        file, plan = folder / "model" / "encoder.onnx", folder / "plan.yaml"
+        plan.write_text(propose(load(file), file.name, Degrees(tp=2))[0])
+        said = command("verify", str(file), "--plan", str(plan), "--atol", "1e-3")
+        yield "tp 2", f"refused: {' '.join(said.split())}" if said else "equal"
+    except CompileError as error:
+        yield "", _refusal(error)
+    except Exception as error:
+        yield "", f"FAILS {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _refusal(error: CompileError) -> str:
     kind = "FAILS" if "bug in partc" in str(error) else "refused:"
     return f"{kind} {' '.join(str(error).split())}"
@@ -239,19 +310,24 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, help="a file of JSON lines, one a family; those in it are not run again"
     )
-    parser.add_argument("--seconds", type=int, default=300, help="the most that a family may take")
-    parser.add_argument("--one", action="store_true", help="run the family in this process, and print its line")
+    parser.add_argument("--seconds", type=int, default=600, help="the most that a family may take")
+    parser.add_argument("--jobs", type=int, default=1, help="how many families run at a time")
+    parser.add_argument("--kind", choices=("decoder", "encoder"), default="decoder")
+    parser.add_argument("--record", action="store_true", help=f"write how families end into {RECORD.name}")
     options = parser.parse_args()
-    titles = options.only.split(";") if options.only else [*families(), *VARIANTS]
-    if options.one:
-        print("\n" + json.dumps(_line(titles[0], options.layouts.split(","))), flush=True)
-        return 0
+    every = [*encoders()] if options.kind == "encoder" else [*families(), *VARIANTS]
+    titles = options.only.split(";") if options.only else every
     known = {}
     if options.results and options.results.exists():
         known = {line["family"]: line for line in map(json.loads, options.results.read_text().splitlines())}
-    counts = Counter[str]()
-    for title in titles:
-        line = known.get(title) or _in_process(title, options.layouts, options.seconds)
+    lines = itertools.chain(
+        (known[title] for title in titles if title in known),
+        _in_processes([title for title in titles if title not in known], options),
+    )
+    counts, ends = Counter[str](), dict[str, str]()
+    for line in lines:
+        title = line["family"]
+        ends[title] = _end(line["results"])
         if options.results and title not in known:
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -259,29 +335,65 @@ def main() -> int:
             counts[result.split()[0].strip(":")] += 1
             print(f"{title:20} {layout:10} {result[:240]}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    record = json.loads(RECORD.read_text())
+    before = record["results"]
+    for title, end in ends.items():
+        if end.split()[0] != before.get(title, "unknown").split()[0]:
+            print(f"{title}: with transformers {record['transformers']} {before.get(title, 'unknown')}; now {end}")
+        elif title in record["gaps"]:
+            print(f"{title}: known gap: {record['gaps'][title]}")
+    if options.record:
+        record |= {"transformers": transformers.__version__, "results": dict(sorted({**before, **ends}.items()))}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return int(bool(counts["DIFFERS"] or counts["FAILS"]))
 
 
-def _line(title: str, layouts: list[str]) -> dict[str, Any]:
-    """A family's results: pairs of a layout and text, the text of all where the model itself does not run."""
+def _end(results: list[list[str]]) -> str:
+    """How a family ended: equal in all layouts, or the first other result."""
+    others = [f"{text} ({layout})" for layout, text in results if text != "equal" and not text.startswith("warns")]
+    return others[0][:300] if others else "equal"
+
+
+def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The results of families as they end, each of a fork of this process, which has the libraries loaded and may end in any way."""
+    context, waiting = multiprocessing.get_context("fork"), titles[::-1]
+    running: dict[str, tuple[Any, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            title = waiting.pop()
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(title, options.layouts.split(","), sender))
+            process.start()
+            sender.close()
+            running[title] = process, receiver, time.monotonic() + options.seconds
+        wait([receiver for _, receiver, _ in running.values()], timeout=5)
+        for title, (process, receiver, end) in [*running.items()]:
+            if receiver.poll():
+                try:
+                    line = receiver.recv()
+                except EOFError:
+                    process.join()
+                    line = {"family": title, "results": [("", f"FAILS with exit code {process.exitcode}")]}
+            elif time.monotonic() > end:
+                process.kill()
+                line = {"family": title, "results": [("", f"FAILS after {options.seconds} s")]}
+            else:
+                continue
+            process.join()
+            del running[title]
+            yield line
+
+
+def _send(title: str, layouts: list[str], sender: Connection) -> None:
+    """Sends a family's results: pairs of a layout and text, the text of all where the model itself does not run."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return {"family": title, "results": [*rows(title, layouts, Path(folder))]}
+            made = encoder_rows(title, Path(folder)) if title in encoders() else rows(title, layouts, Path(folder))
+            results = [*made]
         except Exception as error:
-            return {"family": title, "results": [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]}
-
-
-def _in_process(title: str, layouts: str, seconds: int) -> dict[str, Any]:
-    """A family's results by a process of its own, which may end in any way."""
-    command = [sys.executable, __file__, "--one", "--only", title, "--layouts", layouts]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        reason = f"FAILS after {seconds} s"
-    except (IndexError, ValueError):
-        reason = f"FAILS with exit code {done.returncode}: {done.stderr[-200:]}"
-    return {"family": title, "results": [("", reason)]}
+            results = [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]
+    sender.send({"family": title, "results": results})
 
 
 if __name__ == "__main__":

@@ -202,7 +202,9 @@ INTERLEAVED = (
   of_batch = Unsqueeze (numbers, axes_02)
   of_tokens = Cast <to = 1> (of_batch)
   angles = Mul (of_tokens, frequencies)
-  waves = Cos (angles)
+  angles_twice = Concat <axis = -1> (angles, angles)
+  waves_twice = Cos (angles_twice)
+  waves, spare = Split <axis = -1, num_outputs = 2> (waves_twice)
   of_heads = Unsqueeze (waves, one_axis)
   pairs = Unsqueeze (of_heads, axes_4)
   twice = Expand (pairs, two_of_each)
@@ -228,6 +230,14 @@ ALIBI = (
 )
 """Biases of distances in bfloat16, as Falcon has them: onnxruntime has no kernel for their product."""
 FORMS = {
+    "positions repeated for a batch": decoder(
+        ROTATED.replace(
+            "rows = Unsqueeze (numbers, begin)",
+            """batch_1 = Shape <start = 0, end = 1> (ids)
+  repeated_to = Concat <axis = 0> (batch_1, one_axis)
+  rows = Expand (numbers, repeated_to)""",
+        )
+    ),
     "interleaved positions": decoder(INTERLEAVED.format(shape="interleaved_to")),
     "appended by Concat": decoder(ATTENTION),
     "positions by Reshape": decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", "Reshape (numbers, as_column)")),
@@ -257,6 +267,21 @@ def test_tokens_are_those_of_the_file(form: str, slots: int, tmp_path: Path) -> 
     expected = reference(FORMS[form])
     assert len({*map(tuple, expected)}) > 1
     assert generated(FORMS[form], tmp_path, of_slots(slots)) == expected
+
+
+def test_a_mask_reads_the_size_of_what_a_table_gives(tmp_path: Path) -> None:
+    """As Git's; the table is in a file next to the model."""
+    proto = decoder(ATTENTION.replace("(zero, new, one)", "(zero, of_table, one)", 1))
+    for text in ("of_table = Squeeze (size_of_table)", "size_of_table = Shape <start = 1, end = 2> (h)"):
+        place = [node.output[0] for node in proto.graph.node].index("h") + 1
+        proto.graph.node.insert(place, onnx.parser.parse_node(text))
+    expected = reference(proto)
+    onnx.save(proto, tmp_path / "decoder.onnx", save_as_external_data=True, size_threshold=0)
+    (tmp_path / "plan.yaml").write_text(of_slots(2))
+    compile_model(tmp_path / "decoder.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    with load_local_generator(tmp_path / "build", threads=1) as generator:
+        made = generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])
+    assert [one.tokens for one in made] == expected
 
 
 def test_a_symbol_is_the_last_dim_of_a_past(tmp_path: Path) -> None:

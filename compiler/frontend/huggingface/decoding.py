@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.configuration import attribute
 from partc.compiler.frontend.huggingface.rotary import longest
 from partc.compiler.frontend.huggingface.safetensors_files import read_object
-from partc.compiler.ir.declared import Decoding
+from partc.compiler.frontend.huggingface.settings import of_transformers
+from partc.compiler.ir.declared import WINDOW, Decoding
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +51,7 @@ _OPTIONS: dict[str, tuple[str, object, bool]] = {
 
 def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
     """What a module's configuration of generation says, or the file of its folder; of any other module what its positions say."""
-    most, kind = longest(module) or (0, "")
+    most, kind = min([one for one in (longest(module), _window(module)) if one is not None], default=(0, ""))
     settings: Any = getattr(module, "generation_config", None)
     if folder is not None and settings is not None and (folder / _FILE).exists():
         settings = _read(folder)
@@ -62,6 +64,25 @@ def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
     ignored = [f"{name}: {value}" for name, value in given.items() if value and value != _NEUTRAL[name]]
     ends = tuple(token for token in stop if 0 <= token < vocabulary)
     return Decoding(ends, tuple(ignored), most, kind, dict(_defaults(settings, vocabulary)))
+
+
+def _window(module: torch.nn.Module) -> tuple[int, str] | None:
+    """The most entries that the cache of `transformers` keeps of a layer whose mask has no window, as of Moshi; None where it keeps all,
+    or masks have windows.
+    """
+    models = [*of_transformers(module)]
+    names = {name for one in models for name in vars(sys.modules[type(one).__module__])}
+    if not models or any(
+        "sliding" in name or "chunked" in name or name == "create_masks_for_generate" for name in names
+    ):
+        return None
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        layers: list[Any] = DynamicCache(config=models[0].config).layers
+    except Exception:  # a configuration without layers of attention
+        return None
+    return min(((one.sliding_window, WINDOW) for one in layers if getattr(one, "sliding_window", 0)), default=None)
 
 
 def _defaults(settings: Any, vocabulary: int) -> Iterator[tuple[str, int | float | list[int]]]:

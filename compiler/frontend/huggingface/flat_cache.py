@@ -24,8 +24,10 @@ attended keep all entries: their mask leaves out those before it.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.directives.input import Input
@@ -61,6 +63,9 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
         fact = f"{type(module).__name__} is not a model that makes tokens"
         help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
         raise CompileError(Problem(where, fact, _LAW, help_))
+    if _argument(module) not in inspect.signature(module.forward).parameters:
+        fact = f"{type(module).__name__} keeps no keys and values: its forward takes no cache, and computes whole sequences"
+        raise CompileError(Problem(where, fact, _LAW, "leave out 'generate'"))
     step = _with_encoder(module, where) if has_encoder(module) else _alone(module)
     layers, crossing = _shapes(module, step, where)
     names = [f"{layer}_{name}" for layer, kept in enumerate(layers) for name in kept]
@@ -213,8 +218,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
             _, grown, *crossing = step.run(given, [])
         found = [_tensors(layer) for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise _refusal(module, where, f"{kind} runs with no such cache: {text}") from error
+        raise _refusal(module, where, f"{kind} runs with no such cache: {_reason(error)}") from error
     if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
         raise _refusal(module, where)
     setting = _BEGUN_OTHERWISE.get(attribute(module.config, "model_type", str, ""), "")
@@ -226,8 +230,10 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
         raise _refusal(module, where, f"the cache of {kind} has layers of other kinds: {', '.join(odd)}")
     shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in found]
     grow = [shape for layer in shapes for name, shape in layer.items() if name in _SIDES]
-    if not any(shapes) or any(len(shape) != 4 or shape[2] != 2 for shape in grow):
-        raise _refusal(module, where, f"the cache of {kind} has the shapes {grow[:2]}")
+    if not any(shapes):
+        raise _refusal(module, where, f"{kind} fills no cache")
+    if odd_sizes := [[*shape] for shape in grow if len(shape) != 4 or shape[2] != 2]:
+        raise _refusal(module, where, f"the cache of {kind} gets keys or values of {odd_sizes[0]} of two tokens")
     return [
         {
             name: (
@@ -247,6 +253,20 @@ def _refusal(module: Any, where: str, fact: str = "") -> CompileError:
         fact = f"{type(module).__name__} keeps states of a kind of its own"
         help_ = "leave out 'generate': the model then computes whole sequences"
     return CompileError(Problem(where, fact, _LAW, help_))
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error; the line of the model's code where it asks for numbers, which no weights have while a model is exported, and
+    where the text alone names nothing of the model.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if "modeling_" in one.filename]
+    if not lines:
+        return text
+    line = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})"
+    if "meta tensor" in text or "register_meta" in text:
+        return f"its forward decides by numbers, and an export knows shapes: {line}"
+    return f"{text}, at {line}" if isinstance(error, AttributeError | LookupError | TypeError) else text
 
 
 def start_tokens(module: Any) -> tuple[int, ...]:

@@ -158,10 +158,10 @@ class _Built:
 
     @property
     def stored(self) -> dict[str, ir.TensorProtocol]:
-        """Maps names to the tensors that the module itself does not have."""
+        """Maps names to the tensors that the module itself does not have; a buffer that a file has is the file's."""
         return {
-            **self.weights.tensors,
             **{name: ir.Tensor(one.numpy(), name=name) for name, one in self.buffers.items()},
+            **self.weights.tensors,
         }
 
 

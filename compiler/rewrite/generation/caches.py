@@ -29,7 +29,7 @@ from partc.compiler.dims.reading import read
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.declared import Declared, Decoding
+from partc.compiler.ir.declared import WINDOW, Declared, Decoding
 from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
 from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.ir.training import ProgramKind
@@ -439,7 +439,11 @@ def refuse_beyond_positions(
     limits += [(size, f"the table of positions '{name}' has {size}", law) for name, size in _tables(graph, rows)]
     if most:
         changing = f"beyond {most} tokens the frequencies of the model's {declared.decoding.positions} positions change"
-        limits = [(most, changing, "the keys in a cache stay as they were rotated"), *limits]
+        law = "the keys in a cache stay as they were rotated"
+        if declared.decoding.positions == WINDOW:
+            changing = f"the cache of transformers keeps {most} entries of this model, whose mask has no window"
+            law = "beyond these `generate` of transformers makes other tokens than the model's forward"
+        limits = [(most, changing, law), *limits]
     size, fact, law = min(limits, default=(rules.length, "", ""), key=lambda one: one[0])
     if size < rules.length:
         fact = f"{fact}, and 'length' is {rules.length}"

@@ -7,6 +7,7 @@ A dim is added from the steps on, through ops that compute element by element, l
 Reshape that would have added a first dim of 1: there the batch is. It is there, too, where an operand has the batch:
 
     [tokens, size] + [batch, tokens, size]
+    Expand([tokens], [batch, tokens])
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Lifting:
             self.sizes.add(made)
         elif node.op_type == "Expand" and node.inputs[1] in self.sizes and data not in self.sizes:
             self.lifted[made] = self.ranks.get(made, 99)
+        elif node.op_type == "Expand" and data in self.lifted and node.inputs[1] not in self.sizes:
+            repeats = made in self.batched and self.ranks.get(made) == self.lifted[data] + 1
+            return [] if repeats else None  # [tokens] for each of a batch
         elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
             assert node.inputs[1] is not None
             self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
@@ -94,24 +98,11 @@ class Lifting:
             self.lifted[made] = rank
             self.edits.append(lambda: self._axes(node, [axis + 1 for axis in axes]))
         elif node.op_type == "Reshape" and data in self.lifted and _first_is_one(node.inputs[1]):
-            self.edits.append(lambda: self._reshape(node))
+            self.edits.append(lambda: _copy_first(node, self.build))
             return []
         else:
             return None
         return [made]
-
-    def _reshape(self, node: ir.Node) -> None:
-        """Lets a Reshape copy the batch, which its operand has as the first dim, where it made a dim of 1: a 0 copies."""
-        if (sizes := constant_of(node.inputs[1])) is not None:
-            shape = self.build.constant(f"shape_{'_'.join(map(str, [0, *sizes[1:]]))}", [0, *sizes[1:]])
-        else:
-            maker = node.inputs[1].producer()  # type: ignore[union-attr]
-            rest = maker.inputs[1:]  # type: ignore[union-attr]
-            shape = self.build.op("shape_of_each", "Concat", [self.build.constant("same", [0]), *rest], axis=0)
-        self.build.put(before=node)
-        node.replace_input_with(1, shape)
-        node.attributes.pop("allowzero", None)
-        once(node.outputs[0], self.build)
 
     def _axes(self, node: ir.Node, axes: list[int]) -> None:
         word = f"lifted_{'_'.join(map(str, axes))}"
@@ -126,6 +117,20 @@ class Lifting:
         else:
             ir.convenience.replace_all_uses_with(node.outputs[0], data)
         once(data if not left else node.outputs[0], self.build)
+
+
+def _copy_first(node: ir.Node, build: NodeBuilder) -> None:
+    """Lets a Reshape copy the batch, which its operand has as the first dim, where it made a dim of 1: a 0 copies."""
+    if (sizes := constant_of(node.inputs[1])) is not None:
+        shape = build.constant(f"shape_{'_'.join(map(str, [0, *sizes[1:]]))}", [0, *sizes[1:]])
+    else:
+        maker = node.inputs[1].producer()  # type: ignore[union-attr]
+        rest = maker.inputs[1:]  # type: ignore[union-attr]
+        shape = build.op("shape_of_each", "Concat", [build.constant("same", [0]), *rest], axis=0)
+    build.put(before=node)
+    node.replace_input_with(1, shape)
+    node.attributes.pop("allowzero", None)
+    once(node.outputs[0], build)
 
 
 def _first_is_one(shape: ir.Value | None) -> bool:
@@ -144,12 +149,11 @@ def once(value: ir.Value, build: NodeBuilder) -> None:
             if k == 0 and node.op_type == "Tile" and _repeats_first(node):
                 ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
             elif node.outputs[0] not in followed and _keeps_first(node, k, followed):
+                followed.update(node.outputs)
                 if node.op_type == "Reshape":
-                    shape = [0, *(constant_of(node.inputs[1]) or ())[1:]]
-                    node.replace_input_with(1, build.constant(f"shape_{'_'.join(map(str, shape))}", shape))
-                    node.attributes.pop("allowzero", None)
-                followed.add(node.outputs[0])
-                waiting.append(node.outputs[0])
+                    _copy_first(node, build)  # and goes on there
+                else:
+                    waiting += node.outputs
 
 
 def _keeps_first(node: ir.Node, k: int, followed: set[ir.Value]) -> bool:
@@ -159,8 +163,9 @@ def _keeps_first(node: ir.Node, k: int, followed: set[ir.Value]) -> bool:
         case "Concat":
             return node.attributes["axis"].as_int() != 0 and not [*others]
         case "Reshape":
-            shape = constant_of(node.inputs[1])
-            return k == 0 and shape is not None and shape[:1] == [1] and 0 not in shape
+            return k == 0 and _first_is_one(node.inputs[1])
+        case "Split":
+            return k == 0 and node.attributes.get_int("axis", 0) != 0
         case "Slice":
             axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
             return k == 0 and axes is not None and 0 not in axes

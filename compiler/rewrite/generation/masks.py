@@ -14,17 +14,20 @@ Where something else stands there, or a mask is made of anything else, nothing i
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from partc.compiler.ir.computed import is_absent
 from partc.compiler.rewrite.generation.positions import COUNT, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
+_LARGEST = 1 << 28
+"""The most bytes of a constant; a mask may read the shape of what is looked up in a table of tokens."""
 _AWAY, _NEAR = -1e4, -100.0
 """What is added to scores that do not count is at most the first, and to those that do more than the second."""
 _SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -82,16 +85,21 @@ def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
         yield some + some[-1:] * (size - len(some))
 
 
-def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> list[ir.Node] | None:
-    """The nodes that make a value of the given ones and constants, in order; None where it is made of anything else, or of the numbers of
-    tokens and not of their count.
+def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> dict[ir.Node, bool] | None:
+    """The nodes that make a value of the given ones and constants, in order, each with whether its numbers count, or its shape alone.
+
+    None where the value is made of anything else, or of the numbers of tokens and not of their count.
     """
     needed, waiting = dict[ir.Node, bool](), [(value, True)]
     while waiting:
         one, by_numbers = waiting.pop()
         producer = one.producer()
         if producer is None:
-            if (one not in given and one.const_value is None) or (by_numbers and one in given[2:]):
+            constant = one.const_value
+            if one in given:
+                if by_numbers and one in given[2:]:
+                    return None
+            elif constant is None or constant.nbytes > _LARGEST or (by_numbers and is_absent(constant)):
                 return None
         elif producer not in needed or (by_numbers and not needed[producer]):
             if producer.domain not in ("", "ai.onnx") or any(
@@ -101,11 +109,11 @@ def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> li
             needed[producer] = by_numbers
             below = by_numbers and producer.op_type != "Shape"
             waiting += [(operand, below) for operand in producer.inputs if operand is not None]
-    return [node for node in graph if node in needed]
+    return {node: needed[node] for node in graph if node in needed}
 
 
 def _evaluator(
-    graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions
+    graph: ir.Graph, nodes: Mapping[ir.Node, bool], value: ir.Value, positions: Positions
 ) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
     """What makes the value for positions and a number of tokens."""
     import onnx
@@ -113,13 +121,16 @@ def _evaluator(
     from onnx import TensorProto, helper
 
     given = _given(positions)
-    read = {operand for node in nodes for operand in node.inputs if operand is not None}
+    read = dict[ir.Value, bool]()
+    for node, by_numbers in nodes.items():
+        read |= {one: by_numbers or read.get(one, False) for one in node.inputs if one is not None}
     inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
     constants = []
-    for one in read:
-        if one.producer() is None and one not in given and one.const_value is not None:
-            constants.append(ir.serde.serialize_tensor(one.const_value))
-            constants[-1].name = str(one.name)
+    for one, by_numbers in read.items():
+        constant = one.const_value
+        if one.producer() is None and one not in given and constant is not None:
+            array = constant.numpy() if by_numbers else np.zeros(constant.shape.numpy(), constant.dtype.numpy())
+            constants.append(ir.serde.serialize_tensor(ir.Tensor(array, dtype=constant.dtype, name=one.name)))
     output = onnx.ValueInfoProto(name=str(value.name))
     body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", inputs, [output], constants)
     opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]

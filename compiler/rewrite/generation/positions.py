@@ -18,8 +18,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
+from partc.compiler.analysis.shape_data import NAMED
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.program import PAST_ENTRIES
 from partc.compiler.rewrite.generation.lifted_rows import Lifting, constant_of, once
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
@@ -54,6 +56,7 @@ class Positions:
         """The positions of tokens."""
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
+        self.past.meta[NAMED] = PAST_ENTRIES
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
         self.length = build.op("length", "Add", [self.past, self.tokens])
         self._feed({value.name: value for value in build.graph.inputs})
