@@ -126,6 +126,9 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
     weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3]), "axes_13": np.array([1, 3])}
     slopes = (0.5 ** np.arange(1, HEADS + 1)).astype(ml_dtypes.bfloat16).reshape(1, HEADS, 1, 1)
     weights |= {"slopes": slopes} if "slopes" in attention else {}
+    weights |= {"half_size": np.array([SIZE // 2]), "far_end": np.array([1 << 40]), "last_axis": np.array([-1])}
+    weights |= {"power": np.array(2, np.float32), "epsilon": np.array(0.5, np.float32)}
+    weights |= {"norm_scale": rng.normal(1, 0.3, SIZE).astype(np.float32)}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
 
@@ -177,6 +180,45 @@ ROTATED = (
   mixed = Attention (q_turned, present_k, present_v, mask)
 """
 )
+PLAIN = (
+    MASK
+    + """
+  squares = Pow (q, power)
+  mean = ReduceMean (squares, {axes})
+  shifted = Add (mean, epsilon)
+  root = Sqrt (shifted)
+  inverse = Reciprocal (root)
+  unscaled = Mul (q, inverse)
+  normal = Mul (norm_scale, unscaled)
+  of_batch = Unsqueeze (position_ids, axes_2)
+  of_tokens = Cast <to = 1> (of_batch)
+  turns = Mul (of_tokens, frequencies)
+  others = Mul (turns, power)
+  angles = Concat <axis = -1> (turns, {turns})
+  cosines_of_tokens = Cos (angles)
+  sines_of_tokens = Sin (angles)
+  cosines = Unsqueeze (cosines_of_tokens, one_axis)
+  sines = Unsqueeze (sines_of_tokens, one_axis)
+"""
+    + "".join(
+        f"""
+  {word}_first = Slice ({source}, begin, half_size, axes_3)
+  {word}_second = Slice ({source}, half_size, far_end, axes_3)
+  {word}_negative = Neg ({word}_second)
+  {word}_swapped = Concat <axis = -1> ({{swapped_{word}}})
+  {word}_plain = Mul ({source}, cosines)
+  {word}_across = Mul ({word}_swapped, sines)
+  {word}_turned = Add ({word}_plain, {word}_across)
+"""
+        for word, source in (("q", "normal"), ("k", "k"))
+    )
+    + """
+  present_k = Concat <axis = 2> (past_k, k_turned)
+  present_v = Concat <axis = 2> (past_v, v)
+  mixed = Attention (q_turned, present_k, present_v, mask)
+"""
+)
+"""A norm and a rotation as torch writes them."""
 PAST = "  mixed, present_k, present_v = Attention {attributes} (q, k, v, {mask}, past_k, past_v)"
 FLAT_PAST = """
   flat, present_k, present_v = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q_flat, k_flat, v_flat, , past_k, past_v)
@@ -493,3 +535,23 @@ def test_heads_are_rotated_and_attended_as_the_products_make_them(tmp_path: Path
         assert kinds.count("GroupQueryAttention") == 1
         assert "Transpose" not in kinds
         assert "Reshape" not in kinds
+
+
+@pytest.mark.parametrize(
+    ("axes", "turns", "swapped", "counts"),
+    [
+        ("last_axis", "turns", ("negative", "first"), (1, 2)),
+        ("axes_13", "turns", ("negative", "first"), (0, 2)),  # of heads, too
+        ("last_axis", "others", ("negative", "first"), (1, 0)),
+        ("last_axis", "turns", ("first", "negative"), (1, 0)),
+    ],
+)
+def test_plain_ops_become_the_standards_where_they_are_the_same(
+    axes: str, turns: str, swapped: tuple[str, str], counts: tuple[int, int], tmp_path: Path
+) -> None:
+    halves = {f"swapped_{word}": ", ".join(f"{word}_{half}" for half in swapped) for word in "qk"}
+    proto = decoder(PLAIN.format(axes=axes, turns=turns, **halves), "int64[batch, tokens] position_ids,")
+    assert generated(proto, tmp_path, of_slots(3)) == reference(proto)
+    kinds = [node.op_type for node in open_artifact(tmp_path / "build").model(0).graph.node]
+    assert (kinds.count("RMSNormalization"), kinds.count("RotaryEmbedding")) == counts
+    assert ("Neg" in kinds, "ReduceMean" in kinds) == (counts[1] == 0, counts[0] == 0)

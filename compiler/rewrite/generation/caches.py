@@ -45,6 +45,7 @@ from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions, copies_of
 from partc.compiler.rewrite.generation.rounding import rounding_of, scaled
+from partc.compiler.rewrite.generation.standard_ops import use_standard_ops
 from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
@@ -67,6 +68,7 @@ def caches_as_state(program: Loaded) -> Loaded:
     model = converted(program.model, program.name, OPSET)
     model.opset_imports.update({"": max(OPSET, model.opset_imports.get("", OPSET)), "com.microsoft": 1})
     append_apart(model, program.name)
+    use_standard_ops(model)
     program = replace(program, model=model, paths=node_paths(model))
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
