@@ -41,6 +41,7 @@ LARGER = {
     "compiler/cost/play.py:_Player": 18,
     "compiler/pipelines/microbatches.py:_Rows": 18,
     "compiler/rewrite/generation/caches.py:_Caches": 17,
+    "runtime/artifact/generation.py:GenerationRecord": 17,
     "runtime/checker/training/value_numbering.py:ValueNumbering": 17,
     "runtime/communication/mpi.py:MpiTransport": 29,
     "runtime/execution/program.py:Program": 17,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.huggingface.adapter_folder import LowRank
-from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
+from partc.compiler.ir.computed import Box, ComputedTensor, full_box, shard_of
 from partc.compiler.ir.graph import ADAPTER
 from partc.compiler.ir.value_info import Array
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
@@ -137,9 +137,9 @@ def stacked(
 
 def factor(added: LowRank, key: str) -> Array:
     """The factor A [inputs, rank], or B [rank, outputs] with the scale within."""
-    if key == "A":
-        return added.a.numpy().astype(np.float32).T
-    return np.asarray(added.b.numpy().astype(np.float32).T * np.float32(added.scale))
+    tensor = added.a if key == "A" else added.b
+    turned = shard_of(tensor, full_box(tensor.shape.numpy())).astype(np.float32).T
+    return turned if key == "A" else np.asarray(turned * np.float32(added.scale))
 
 
 def _merging(value: ir.Value) -> ir.Node | None:

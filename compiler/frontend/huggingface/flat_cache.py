@@ -64,6 +64,8 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
         help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
         raise CompileError(Problem(where, fact, _LAW, help_))
     if _argument(module) not in inspect.signature(module.forward).parameters:
+        if getattr(module, "_is_stateful", False):
+            raise _refusal(module, where)
         fact = f"{type(module).__name__} keeps no keys and values: its forward takes no cache, and computes whole sequences"
         raise CompileError(Problem(where, fact, _LAW, "leave out 'generate'"))
     step = _with_encoder(module, where) if has_encoder(module) else _alone(module)
