@@ -49,14 +49,14 @@ class Generation:
         """As many groups as stages, where they divide the slots, of which there is one for each group and replica unless they are given."""
         slots = slots or degrees.dp * degrees.stages
         groups = degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1
-        return cls(length, slots, groups, cache=cache)
+        return cls(length, slots, groups, chunk=min(DEFAULT_CHUNK, length), cache=cache)
 
     def of_model(self, graph: ir.Graph, decoding: Decoding) -> Self:
         """With as many entries of an encoder as tokens, where the model's takes any number, chunks of one token of a model with states, and
         what its configuration says.
         """
         most, chunk = self.length if takes_any_length(graph) else None, 1 if states_of(graph) else self.chunk
-        return replace(self, encoder_length=most, chunk=min(chunk, self.length), decoding=decoding)
+        return replace(self, encoder_length=most, chunk=chunk, decoding=decoding)
 
     @property
     def line(self) -> str:

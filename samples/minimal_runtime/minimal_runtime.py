@@ -167,8 +167,7 @@ class Runtime:
         if lookups := {"Pull", "Push"} & {record["op"] for record in self.program["collectives"]}:
             raise Refused(f"not done here: {' and '.join(sorted(lookups))}, lookups of rows that other ranks have")
         lists = {**manifest["groups"], **self.program["groups"]}.items()
-        groups = [(name, ranks_of(ranks)) for name, of_group in lists for ranks in of_group]
-        self.groups = {name: ranks for name, ranks in groups if self.rank in ranks}
+        self.groups = {name: ranks_of(one) for name, ranks in lists for one in ranks if self.rank in ranks_of(one)}
         self.model = self.read(Path(folder))
         self.weights = {tensor.name: tensor for tensor in self.model.graph.initializer}
         self.fed = {value.name: value.type.tensor_type for value in self.model.graph.input}
@@ -176,9 +175,8 @@ class Runtime:
             raise Refused(f"not done here: {drawn[0]}, a parameter that is drawn from a seed")
         self.state, self.kept = {}, []
         for tensor, names in self.program["kept"].items():
-            records = [record for record in manifest["state"] if record["tensor"] == tensor]
-            names = names if isinstance(names, list) else [names] * len(records)
-            for record, name in zip(records, names, strict=True):
+            held = [record for record in manifest["state"] if record["tensor"] == tensor]
+            for record, name in zip(held, names if isinstance(names, list) else [names] * len(held), strict=True):
                 if self.rank in ranks_of(record["ranks"]):
                     self.kept.append((record, name))
                     self.state[record["value"]] = self.initial(record)

@@ -39,6 +39,7 @@ SEE = {
     "quantize": "serving",
     "pipeline": "pipelines",
     "generate": "generation",
+    "adapters": "adapters",
 }
 """By key the page that teaches it."""
 PARTS = {
@@ -47,6 +48,7 @@ PARTS = {
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
     "GenerateRules": "generate",
+    "AdapterEntry": "adapters",
     "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",

@@ -21,6 +21,7 @@ from partc.cli.job.job import Job
 from partc.cli.launch import serve as launch_serve
 from partc.cli.launch.launcher import Hosts, find_launcher
 from partc.cli.launch.serve import _ServerJob
+from partc.cli.launch.supervise import Outcome
 from partc.cli.main import invoke
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
@@ -130,7 +131,7 @@ def test_what_is_wrong_is_reported_before_a_rank_begins(
 def test_no_command_of_a_rank_has_the_key_of_the_server(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All users of a machine see the commands of its processes."""
     commands = list[list[str]]()
-    monkeypatch.setattr(launch_serve, "supervise", lambda command, *rest: commands.append(command) or 0)
+    monkeypatch.setattr(launch_serve, "supervise", lambda command, *rest: commands.append(command) or Outcome(0))
     front: Any = SimpleNamespace(listen=lambda path: None)
     job = Job(folder="", serving=ServerSettings(api_key="a-secret", name="a-name"))
     nothing: Any = None
