@@ -8,7 +8,7 @@ transposed, SAME      Min(s*n, s*(n - 1) + k + output padding): padding is never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,15 @@ Known = Mapping[str, Facts]
 
 
 def pool(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """The number of windows along each dim."""
+    """The number of windows along each dim; a pool whose attributes have two readings gets other attributes (`round_down`)."""
     rule(ctx, node)
     data = node.inputs[0]
     if data is None or data.shape is None or node.outputs[0].shape is None:
         return
     windows = _Windows(node, node.attributes["kernel_shape"].as_ints())
     dims = list(data.shape.dims)
+    if ctx.opset < 22 and node.attributes.get_int("ceil_mode", 0):
+        windows.round_down(dims[2:])
     for k in range(len(dims) - 2):
         size = windows.pooled(k, dims[k + 2], node, ctx.opset)
         dims[k + 2] = ctx.new_symbolic_dim() if size is None else as_dim(normal(size, known))
@@ -121,6 +123,44 @@ class _Windows:
         """How many places a kernel covers."""
         return (kernel - 1) * self.ints("dilations", k, 1) + 1
 
+    def pads(self, k: int) -> tuple[int, int]:
+        """The padding of a pool before and after dim `k`."""
+        if self.automatic == "VALID" or self.kernel is None:
+            return 0, 0
+        return self.ints("pads", k, 0), self.ints("pads", k + len(self.kernel), 0)
+
+    def round_down(self, sizes: Sequence[int | ir.SymbolicDim]) -> None:
+        """Removes `ceil_mode` from a pool below opset 22 if the last window along some dim would begin in the padding.
+
+        Shape inference below opset 22 counts such a window and no kernel computes it: the kernel's result is that of rounding down.
+        A dim that is rounded up is padded as far as its last window reaches, but not for an average that counts the padding.
+
+            MaxPool {kernel_shape: [2], strides: [3], ceil_mode: 1} of 18    ->    {kernel_shape: [2], strides: [3]}: 6 windows, not 7
+        """
+        assert self.kernel is not None
+        ends, is_outside = list[int](), False
+        for k, size in enumerate(sizes):
+            if not isinstance(size, int) or self.same:
+                return
+            (before, after), stride, reach = self.pads(k), self.strides(k), self.reach(k, self.kernel[k])
+            if size + before + after < reach:
+                return
+            most, inside = -((reach - size - before - after) // stride) + 1, -(-(size + before) // stride)
+            is_outside |= inside < most
+            ends.append(max(after, (min(most, inside) - 1) * stride + reach - size - before))
+        begins, padding = zip(*map(self.pads, range(len(ends))), strict=True)
+        attributes, is_padded = self.node.attributes, tuple(ends) != padding
+        counted = attributes.get_int("count_include_pad", 0) or any(
+            e >= k for e, k in zip(ends, self.kernel, strict=True)
+        )
+        if not is_outside or (is_padded and counted):
+            return
+        if is_padded:
+            attributes["pads"] = ir.AttrInt64s("pads", [*begins, *ends])
+            attributes.pop("auto_pad", None)
+            self.automatic = "NOTSET"
+        del attributes["ceil_mode"]
+
     def pooled(self, k: int, dim: int | ir.SymbolicDim, node: ir.Node, opset: int) -> Any:
         """The number of windows along dim `k`; None where onnxruntime's own inference and its kernels disagree."""
         size, stride = _read(dim), self.strides(k)
@@ -129,11 +169,7 @@ class _Windows:
         if self.same:
             return sympy.ceiling(size / sympy.Integer(stride))
         assert self.kernel is not None
-        before, behind = (
-            (0, 0)
-            if self.automatic == "VALID"
-            else (self.ints("pads", k, 0), self.ints("pads", k + len(self.kernel), 0))
-        )
+        before, behind = self.pads(k)
         steps = (size + before + behind - self.reach(k, self.kernel[k])) / sympy.Integer(stride)
         if not node.attributes.get_int("ceil_mode", 0):
             return (sympy.Integer(int(steps)) if steps.is_Rational else sympy.floor(steps)) + 1

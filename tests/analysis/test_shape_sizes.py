@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+from partc.compiler.analysis.infer_shapes import infer_shapes
 from shape_promises_case import broken, outputs_of, promised, session_of
 
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
@@ -66,3 +68,25 @@ def test_what_is_promised_holds(name: str) -> None:
             tried += 1
             assert broken(said, inputs, outputs) == []
     assert tried, "onnxruntime refuses all sizes"
+
+
+ROUNDED_UP = (
+    "MaxPool<kernel_shape=[1, 2], strides=[2, 3], ceil_mode=1>",
+    "MaxPool<kernel_shape=[2, 2], strides=[3, 2], pads=[1, 0, 1, 0], ceil_mode=1>",
+    "AveragePool<kernel_shape=[2, 3], strides=[4, 2], ceil_mode=1>",
+    'LpPool<kernel_shape=[2, 3], strides=[4, 2], auto_pad="VALID", ceil_mode=1>',
+)
+
+
+@pytest.mark.parametrize("op", ROUNDED_UP)
+def test_a_pool_rounded_up_below_opset_22_has_the_windows_that_are_computed(op: str) -> None:
+    for size in range(5, 11):
+        model = text_model(f"(float[1, 2, {size}, {size + 1}] x) => (float[p] y) {{ y = {op}(x) }}", 21)
+        written = ir.from_proto(model)
+        infer_shapes(written, {})
+        x = {"x": np.random.default_rng(size).standard_normal((1, 2, size, size + 1)).astype(np.float32) - 3}
+        want, got = (outputs_of(session_of(one), x) for one in (model, ir.to_proto(written)))
+        assert want is not None
+        assert got is not None
+        assert np.array_equal(want["y"], got["y"])
+        assert written.graph.outputs[0].shape == want["y"].shape

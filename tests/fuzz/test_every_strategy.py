@@ -14,6 +14,10 @@ CASES = [
     case(
         "GroupNormalization", [(2, 4, 3), (2,), (2,)], {"num_groups": 2}, opset=18
     ),  # which the standard has deprecated
+    case(
+        "MaxPool", [(2, 2, 6)], {"kernel_shape": [1], "strides": [2], "ceil_mode": 1}
+    ),  # shape inference counts 4 windows
+    case("ScatterElements", [(4, 2), np.array([[1, -1], [1, 0]]), (2, 2)], {"reduction": "add"}),  # both rows are cut
     case("Clip", [(4, 6), None, np.array(1.5, np.float32)]),  # an entry for an operand that is absent
 ]
 

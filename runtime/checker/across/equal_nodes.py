@@ -391,9 +391,12 @@ def _same(left: Origin, right: Origin, first: NamedNode, node: NamedNode) -> boo
     if left[0] is right[0] is _INPUT:  # else it is an input that is not fed to this rank
         same = left[1] == right[1] and (first.program != node.program or len(left) != len(right))
         return same or left[1] not in node.types
-    if left[0] is right[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
+    if (
+        left[0] is right[0] is CONSTANT
+    ):  # places, sizes and choices, which are a rank's own where the node is not the model's
         by_rank = _name(node.node) != source_path(node.node)
-        return left[1] == right[1] and left[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(node))
+        kinds = (*_INTEGERS, TensorProto.BOOL) if by_rank else _INTEGERS if _sizes(first) != _sizes(node) else ()
+        return left[1] == right[1] and left[1] in kinds
     if len(left) < 3 or len(right) < 3:
         return False
     if not left[2] or not right[2]:
