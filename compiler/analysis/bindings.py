@@ -19,6 +19,7 @@ from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
 
 _FREE = Facts(divisor=1, remainder=0, min=0, max=None)
+_LEFT_OUT = "; inputs that neither the loss nor a metric reads are left out"
 
 
 def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
@@ -63,6 +64,15 @@ def promised(program: Loaded) -> dict[str, Facts]:
     return found
 
 
+def unknown_input(name: str, where: str, graph: ir.Graph, plan: Plan) -> Problem:
+    """The problem of an entry of the plan for an input that the program does not have."""
+    have = [name_of(value) for value in graph.inputs]
+    close = nearest(name, have)
+    fact = f"the {'model' if plan.train is None else 'training'} has no input '{name}'"
+    law = f"its inputs are {', '.join(map(repr, have)) or 'none'}{_LEFT_OUT if plan.train is not None else ''}"
+    return Problem(where, fact, law, f"say '{close[0]}', or remove the entry" if close else "remove the entry")
+
+
 def unnamed(value: ir.Value, axis: int) -> str:
     """The name of a dim to which the model gives none."""
     return f"{value.name}_dim_{axis}"
@@ -91,7 +101,7 @@ def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]
         if plan.train is not None and not graph.inputs:
             law = "neither the loss nor a metric reads an input: they depend on parameters alone"
         elif plan.train is not None:
-            law += "; inputs that neither the loss nor a metric reads are left out"
+            law += _LEFT_OUT
         problems.append(Problem(rule.where, f"no input has a dim '{name}'", law, remedy))
     return problems
 
@@ -152,15 +162,7 @@ def _input_problems(graph: ir.Graph, plan: Plan) -> list[Problem]:
     for name, rule in plan.dims.inputs.items():
         value = by_name.get(name)
         if value is None:
-            close = nearest(name, list(by_name))
-            problems.append(
-                Problem(
-                    rule.where,
-                    f"the model has no input '{name}'",
-                    f"its inputs are {', '.join(by_name) or 'none'}",
-                    f"say '{close[0]}'" if close else "",
-                )
-            )
+            problems.append(unknown_input(name, rule.where, graph, plan))
             continue
         if value.shape is None:
             continue

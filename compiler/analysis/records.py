@@ -20,9 +20,10 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import onnx_ir as ir
+from partc.compiler.analysis.bindings import unknown_input
 from partc.compiler.errors import Problem
 from partc.compiler.ir.graph import name_of
-from partc.compiler.plan.rules import BatchDim
+from partc.compiler.plan.rules import BatchDim, Plan
 
 OF_PIECES = "partc.of_pieces"
 """Key of `ir.Node.meta`: marks the Reshape that gives each microbatch a row with its records."""
@@ -67,17 +68,12 @@ def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> 
         )
 
 
-def wrong_batch_dims(graph: ir.Graph, said: Mapping[str, BatchDim]) -> Iterator[Problem]:
+def wrong_batch_dims(graph: ir.Graph, plan: Plan) -> Iterator[Problem]:
     """Problems of the plan's `batch_dims`: inputs that do not exist, and dims that an input does not have."""
     inputs = {name_of(value): value for value in graph.inputs}
-    for name, one in said.items():
+    for name, one in plan.dims.batch_dims.items():
         if name not in inputs:
-            yield Problem(
-                one.where,
-                f"the model has no input '{name}'",
-                f"its inputs are {', '.join(map(repr, inputs))}",
-                "name one of them",
-            )
+            yield unknown_input(name, one.where, graph, plan)
             continue
         shape = inputs[name].shape
         if one.dim is not None and shape is not None and one.dim >= len(shape):

@@ -108,7 +108,7 @@ def _too_small(name: str, said: SymbolInfo, needed: SymbolInfo) -> str:
 def _batch_dims(program: Prepared) -> dict[ir.Value, int]:
     """The inputs that hold records of a batch, where the program learns of records or runs them by microbatches."""
     graph, train, pipeline = program.model.graph, program.plan.train, program.plan.pipeline
-    if problems := [*wrong_batch_dims(graph, program.plan.dims.batch_dims)]:
+    if problems := [*wrong_batch_dims(graph, program.plan)]:
         raise CompileError(problems)
     count = pipeline.microbatches if pipeline is not None and program.kind is not ProgramKind.EVALUATION else 1
     if train is None and count == 1:

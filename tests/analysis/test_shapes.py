@@ -142,6 +142,18 @@ def test_plans_that_contradict_the_inputs(plan: str, words: list[str], tmp_path:
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["inputs: {m: [8, 3]}", "batch_dims: {m: 0}", "dataset: {m: [2, 1]}"])
+def test_an_input_that_a_training_does_not_read_is_left_out(key: str, tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[8, 3] x, float[8, 3] m) => (float[8, 2] y, float[8, 3] z)
+        <float[3, 2] a = {1,2,3,4,5,6}> { y = MatMul(x, a)  z = Neg(m) }"""
+    compiled(model(text), f"ranks: 2\n{key}\n", tmp_path / "infer")
+    train = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n"
+    with pytest.raises(CompileError) as error:
+        compiled(model(text), f"ranks: 2\n{key}\n{train}", tmp_path / "train")
+    assert "plan.yaml:2: the training has no input 'm'" in str(error.value)
+    assert "inputs that neither the loss nor a metric reads are left out" in str(error.value)
+
+
 def test_a_loss_of_parameters_alone_is_told_to_read_no_input(tmp_path: Path) -> None:
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[n, 3] x) => (float[n, 2] y, float loss) <float[3, 2] a = {1,2,3,4,5,6}>
         { y = MatMul(x, a)  s = Mul(a, a)  loss = ReduceSum<keepdims = 0>(s) }"""

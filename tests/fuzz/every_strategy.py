@@ -35,7 +35,7 @@ from rule_case import Array, Case, feeds_of, node_of, run
 from rule_prover import divides
 
 TRAIN = "train:\n  loss: {type: mean_squared, prediction: out, target: labels}\n  optimizer: {type: sgd, lr: 0.1}\n"
-NO_GRADIENT = ("gradient", "no trainable parameter")
+NO_GRADIENT = ("gradient", "no trainable parameter", "neither the loss nor a metric reads")
 """What is in the refusal of a training that no strategy would make possible."""
 
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping
 
 import onnx_ir as ir
+from partc.compiler.analysis.bindings import unknown_input
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
@@ -215,11 +216,8 @@ class _Seeds:
             if not fits:  # else a group that cannot have it so is sent what it needs
                 self.problems += wrong
         for name, entry in plan.dataset.specs.items():
-            names = [name_of(value) for value in self.program.model.graph.inputs]
-            if name not in names:
-                self.problems.append(
-                    Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
-                )
+            if name not in map(name_of, self.program.model.graph.inputs):
+                self.problems.append(unknown_input(name, entry.where, self.program.model.graph, plan))
 
     def _batch_sharding(self, value: ir.Value, group: Group) -> ShardSpec:
         assert value.shape is not None
