@@ -164,7 +164,7 @@ class _Windows:
     def pooled(self, k: int, dim: int | ir.SymbolicDim, node: ir.Node, opset: int) -> Any:
         """The number of windows along dim `k`; None where onnxruntime's own inference and its kernels disagree."""
         size, stride = _read(dim), self.strides(k)
-        if size is None:
+        if size is None or (self.same and self.ints("dilations", k, 1) > 1):
             return None
         if self.same:
             return sympy.ceiling(size / sympy.Integer(stride))

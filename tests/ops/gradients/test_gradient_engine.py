@@ -124,6 +124,19 @@ def test_an_op_without_a_rule_is_refused() -> None:
         differentiate_nodes([node("Det", [value("x", 3, 3)], "y")], {"y": "dy"}, ["x"])
 
 
+@pytest.mark.parametrize(
+    ("attributes", "why"),
+    [
+        ({"kernel_shape": [3], "strides": [2], "dilations": [2]}, "SAME_UPPER with dilation 2"),
+        ({"kernel_shape": [1], "strides": [3]}, "SAME_UPPER with kernel 1 and stride 3 over 12"),
+    ],
+)
+def test_automatic_padding_that_onnxruntime_has_otherwise_is_refused(attributes: dict[str, object], why: str) -> None:
+    pool = node("AveragePool", [value("x", 2, 3, 12)], "y", auto_pad="SAME_UPPER", **attributes)
+    with pytest.raises(NoGradient, match=why):
+        differentiate_nodes([pool], {"y": "dy"}, ["x"])
+
+
 FORMS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, object], str]] = [
     ((2, 9, 8, 8), (4, 9, 1, 1), {}, "MatMul"),
     ((2, 6, 14, 14), (16, 6, 5, 5), {}, "Conv"),

@@ -51,8 +51,14 @@ def windows_of(g: GradientBuilder, x: str, dy: str, kernel: tuple[int, ...]) -> 
         reach = dilations[k] * (kernel[k] - 1) + 1
         size, count = (image[k + 2], made[k + 2]) if image and made else (None, None)
         if automatic.startswith("SAME"):
+            if reach > kernel[k]:
+                raise NoGradient(f"{automatic} with dilation {dilations[k]}, for which onnxruntime pads as without it")
             if isinstance(size, int):
-                total = max((-(-size // strides[k]) - 1) * strides[k] + reach - size, 0)
+                total = (-(-size // strides[k]) - 1) * strides[k] + reach - size
+                if total < -1:
+                    law = "onnxruntime begins behind the first element"
+                    raise NoGradient(f"{automatic} with kernel {reach} and stride {strides[k]} over {size}: {law}")
+                total = max(total, 0)
             elif strides[k] == 1:
                 total = reach - 1
             else:
