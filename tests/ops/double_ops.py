@@ -40,6 +40,12 @@ def fused_matmul(attributes: Attributes, a: Array, b: Array) -> Array:
     return np.asarray(attributes.get("alpha", 1.0) * (sides[0] @ sides[1]))
 
 
+def matmul_n_bits(attributes: Attributes, a: Array, blocks: Array, scales: Array) -> Array:
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1) if attributes["bits"] == 4 else blocks
+    numbers = numbers.reshape(*scales.shape, -1) - 2.0 ** (attributes["bits"] - 1)
+    return np.asarray(a @ (numbers * scales[..., None]).reshape(len(blocks), -1)[:, : attributes["K"]].T)
+
+
 def conv(attributes: Attributes, x: Array, w: Array, bias: Array | None = None) -> Array:
     """Windows as a view of the padded image, contracted with the kernel group by group."""
     rank, group = w.ndim - 2, attributes.get("group", 1)
@@ -97,6 +103,7 @@ STAND_INS: dict[str, Callable[..., Array]] = {
     "FusedMatMul": fused_matmul,
     "Gelu": lambda attributes, x: gelu_tanh(x) if attributes.get("approximate") == b"tanh" else gelu(x),
     "GroupNormalization": group_normalization,
+    "MatMulNBits": matmul_n_bits,
     "QuickGelu": lambda attributes, x: x / (1 + np.exp(-attributes.get("alpha", 1.702) * x)),
     "Shrink": lambda attributes, x: np.where(np.abs(x) > attributes.get("lambd", 0.5), x, 0.0),
 }

@@ -26,6 +26,17 @@ CASES = [
             ((6, 12), (2, 12, 18)),
         ]
     ],
+    *[
+        proof(
+            "MatMulNBits",
+            [(6, size), RNG.integers(0, 256, (18, blocks, 2 * bits), np.uint8), (18, blocks)],
+            {"K": size, "N": 18, "bits": bits, "block_size": 16},
+            wanted=(0,),
+            static=True,
+            **CONTRIB,
+        )
+        for size, blocks, bits in ((96, 6, 4), (96, 6, 8), (40, 3, 4))
+    ],
     proof("FusedMatMul", [(6, 12), (12, 18)], {"alpha": 0.5}, **CONTRIB),
     proof("FusedMatMul", [(2, 12, 6), (2, 18, 12)], {"transA": 1, "transB": 1}, **CONTRIB),
     proof("FusedMatMul", [(6, 2, 12), (2, 12, 18)], {"transBatchA": 1}, **CONTRIB),

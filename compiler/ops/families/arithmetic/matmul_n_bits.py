@@ -94,7 +94,11 @@ def _(g: GradientBuilder, dy: str, a: str, blocks: str, scales: str, *rest: str 
         )
     numbers = g.Sub(g.Cast(blocks, to=g.dtype(scales).value), g.constant(1 << (bits - 1), scales))
     weight = g.Mul(numbers, g.Reshape(scales, g.constant([columns, count, 1])))
-    dx = g.MatMul(dy, g.Reshape(weight, g.constant([columns, count * size * 8 // bits])))
+    width, rows = count * size * 8 // bits, g.attribute("K")
+    weight = g.Reshape(weight, g.constant([columns, width]))
+    if width > rows:  # the last block is filled up
+        weight = g.Slice(weight, g.constant([0]), g.constant([rows]), g.constant([1]))
+    dx = g.MatMul(dy, weight)
     return [dx, *(None for _ in g.node.inputs[1:])]
 
 
