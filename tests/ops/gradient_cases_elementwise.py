@@ -51,6 +51,5 @@ CASES = [
 
 UNPROVEN = {
     "Swish": "onnxruntime has no kernel of it; its slope is that of QuickGelu",
-    "com.microsoft.MatMulNBits": "frontend/test_adapters.py holds it against central differences, with weights of 4 and 8 bits",
     "partc.nn.Extreme": "test_training_extremes.py trains with it, on one rank and on several",
 }
