@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
-from partc.runtime.artifact.graph.factors import Factors, partial_of, read_factors
+from partc.runtime.artifact.format import FACTORS
+from partc.runtime.artifact.graph.factors import Factors, factors_of, partial_of, read_factors
 
 PRODUCT = Factors(("mk", "kn", None), ("mn",), {"k": "sum"}, (0, 1))
 ADDED = Factors(("ab", "ab"), ("ab",), {}, (0, 1), joint=True, rises=True)
@@ -38,3 +40,17 @@ def test_partial_values_pass_what_is_linear_or_rises() -> None:
         "",
     ]
     assert [partial_of(LARGEST, {0: kind}) for kind in ("sum", "max", "min")] == ["", "max", ""]
+
+
+def test_a_replicated_operand_may_have_any_rank() -> None:
+    """Axes are a list, or one number without a dim."""
+    metadata = onnx.StringStringEntryProto(key=FACTORS, value="ab,.->a.b; linear 0; moves")
+    node = onnx.helper.make_node("Unsqueeze", ["x", "axes"], ["y"])
+    node.metadata_props.append(metadata)
+    sizes = {"x": [2, 3], "y": [2, 1, 3]}
+    for axes, letters in (([1], "."), ([], "")):
+        factors = factors_of(node, {**sizes, "axes": axes})
+        assert factors is not None
+        assert factors.inputs == ("ab", letters)
+    with pytest.raises(ValueError, match="moves"):
+        factors_of(node, {**sizes, "x": [2, 3, 4], "axes": [1]})

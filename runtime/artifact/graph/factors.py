@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onnx import NodeProto
 from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
@@ -79,6 +79,13 @@ def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Fa
     factors = read_factors(text)
     if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
         raise ValueError(text)
+    given = [
+        WHOLE * len(sizes[name])
+        if name in sizes and one and not one.strip(WHOLE)
+        else one  # axes may be one number, without a dim
+        for name, one in zip(node.input, factors.inputs, strict=False)
+    ]
+    factors = replace(factors, inputs=(*given, *factors.inputs[len(given) :]))
     sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
     if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):
         raise ValueError(text)
