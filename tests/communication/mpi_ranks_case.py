@@ -49,6 +49,7 @@ bad = {"x": x, "index": np.array([1, 77])}
 
 
 REPORTS = """
+import re
 said, write = sys.argv[1] + "/said", sys.stderr.write
 def keep(text):
     with open(said, "a") as file:
@@ -56,8 +57,8 @@ def keep(text):
     return write(text)
 sys.stderr.write = keep
 
-def reported(*words):  # waits until ranks have told of their waits
-    while not os.path.exists(said) or not all(word in open(said).read() for word in words):
+def reported(*words):  # waits until ranks have told of their waits, by patterns
+    while not os.path.exists(said) or not all(re.search(word, open(said).read()) for word in words):
         time.sleep(0.01)
 """
 """What a rank of a job runs first that other ranks wait for until their reports of it have come."""

@@ -98,7 +98,7 @@ if rank == 1:
 with runtime.load(folder, transport, threads=1) as program:
     program(good)
     if rank == 0:
-        reported("the agreement on the sizes of a step")
+        reported("rank 2 has waited [0-9]+ s: the agreement on the sizes of a step")
     program(good)
 
 program = runtime.load(folder, threads=1)

@@ -63,7 +63,7 @@ class WithLoss(torch.nn.Module):
         return self.net(input_ids=tokens, labels=labels, use_cache=False).loss
 
 
-def build(case):
+def with_loss(case):
     torch.manual_seed(0)
     net = AutoModelForCausalLM.from_config(SHAPES[case.split("-")[0]]()).train()
     if case.endswith("lora"):
@@ -73,7 +73,7 @@ def build(case):
     return WithLoss(net)
 
 
-model = build("CASE")
+model = with_loss("CASE")
 inputs = {"tokens": torch.zeros(RECORDS, TOKENS, dtype=torch.int64), "labels": torch.zeros(RECORDS, TOKENS, dtype=torch.int64)}
 outputs = ["loss"]
 """
