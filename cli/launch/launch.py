@@ -47,7 +47,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
 def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> int:
     """Trains, and again from the newest checkpoint if a rank, its host or the launcher is lost; the exit code.
 
-    A new checkpoint since the last loss makes the number of restarts whole again.
+    A new checkpoint since the last loss makes the number of restarts whole again. One that was there before, of another run, is resumed
+    only if the command says so.
     """
     from partc.cli.job.training_inputs import TrainingInputs
     from partc.runtime.checkpoint.newest import latest
@@ -59,7 +60,8 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
             "--restarts: the training has no folder for checkpoints\n  help: give --checkpoint DIRECTORY, too"
         )
     folder, most = Path(settings.folder), job.training.restarts
-    left, known, current = most, latest(folder), job
+    before = known = latest(folder)
+    left, current = most, job
     while True:
         outcome = _launched(current, manifest, hosts, extra, launcher)
         if not outcome.is_lost:
@@ -70,10 +72,10 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
             console.echo(f"{count(most, 'restart')} without a new checkpoint: the training is given up", err=True)
             return outcome.code
         left, known = left - 1, newest
-        if newest is not None:
+        if newest != before:
             training = dataclasses.replace(job.training, resume="auto", init=None, only=())
             current = dataclasses.replace(job, training=training)
-        begin = "from its beginning" if newest is None else f"from {newest}"
+        begin = "as the command says" if newest == before else f"from {newest}"
         console.echo(f"starts the ranks again {begin}; {left} more times without a new checkpoint", err=True)
         time.sleep(job.training.backoff)
 

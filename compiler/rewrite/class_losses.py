@@ -17,7 +17,7 @@ import onnx_ir as ir
 from partc.compiler.ir.graph import WRITTEN, operands_of
 from partc.compiler.rewrite.batch_norm import EXACT
 
-LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 CLASS_LABELS = "partc.class_labels"
 """Marks the node that looks up a label's score: the name of the labels if they are an input of the graph, and the label that is ignored."""
 IS_LOSS = "partc.class_loss"
@@ -28,7 +28,7 @@ _CLASSES = 1
 
 def write_out_class_loss(node: ir.Node) -> None:
     """Replaces the node by those that make it, if it is such a loss; the values that it makes keep their names."""
-    if node.domain in ("", "ai.onnx") and node.op_type in LOSSES and node.graph is not None:
+    if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES and node.graph is not None:
         _Parts(node).replace()
 
 

@@ -63,9 +63,14 @@ def test_lost_ranks_are_started_again_from_the_newest_checkpoint(folder: Path) -
     code, said = run(build, "--checkpoint", str(kept), "--save", "5", "--restarts", "2")
     assert code == 0, said
     assert said.count("was killed by signal 9 (SIGKILL)") == 3
-    assert "starts the ranks again from its beginning; 1 more times" in said
+    assert "starts the ranks again as the command says; 1 more times" in said
     assert f"starts the ranks again from {kept}/step_" in said
     assert tensors(kept) == tensors(whole)
+
+    (folder / "die_3").touch()  # beside the checkpoints of the run before, none of which is this one's
+    code, said = run(build, "--checkpoint", str(kept), "--save", "5", "--restarts", "2", "--steps", "10")
+    assert code == 0, said
+    assert "starts the ranks again as the command says" in said
 
 
 def test_without_a_new_checkpoint_it_is_given_up(folder: Path) -> None:
