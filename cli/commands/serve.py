@@ -125,8 +125,8 @@ def _origins(values: Sequence[str]) -> Sequence[str]:
 def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     """Serve completions with the artifact in FOLDER (by default build), which was compiled by a plan with `generate`.
 
-    Its API is OpenAI's: /v1/completions, /v1/chat/completions and /v1/responses, also as streams, and /v1/models; /health,
-    /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
+    Its API is OpenAI's: /v1/completions, /v1/chat/completions and /v1/responses, also as streams, /v1/embeddings and /v1/models;
+    /health, /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
 
     A connection has 10 s and 16 KiB for the head of a request, 30 s and 1 MB for its body; there are as many as slots
     and queue, and 128 more, and each takes 1.4 MB at most.

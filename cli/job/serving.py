@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -189,6 +190,7 @@ class _News:
         self._cached: dict[int, int] = {}
         self._scores: dict[int, tuple[list[_Score], list[_Score]]] = {}
         """By request with `logprobs` the scores of its tokens, and those of its prompt."""
+        self._embeddings: list[tuple[int, str]] = []
         self._seconds: list[float] = []
         self._begun: set[int] = set()
         """The requests with a slot that have had a token."""
@@ -207,6 +209,8 @@ class _News:
                 self._cached[one.request] = one.cached
             if one.score is not None:
                 self._scores.setdefault(one.request, ([], []))[one.of_prompt].append((one.score.logprob, one.score.top))
+            if one.embedding is not None:
+                self._embeddings.append((one.request, b64encode(one.embedding.astype("<f4").tobytes()).decode()))
             if one.of_prompt:
                 held.setdefault(one.request, [])
             elif one.request in held:
@@ -228,8 +232,8 @@ class _News:
             ]
             cached = [*self._cached.items()]
             counts = {"used": used, "waiting": slots.waiting, "seconds": self._seconds, "cached": cached}
-            self._link.send({"made": made, **counts})
-            self._seconds, self._cached, self._used = [], {}, used
+            self._link.send({"made": made, **counts, "embedded": self._embeddings})
+            self._seconds, self._cached, self._embeddings, self._used = [], {}, [], used
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:

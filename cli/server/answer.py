@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from partc.cli.server.bodies import Completion
 from partc.cli.server.engine import Engine, Failed, News, RequestEnd, Score, Ticket, Tokens
 from partc.cli.server.logprobs import TokenTexts
@@ -196,6 +198,30 @@ class Answer:
             "model": self.model,
             "choices": choices,
         }
+
+
+async def embedding_of(ticket: Ticket) -> str:
+    """The embedding of a prompt, float32 as base64; RefusedError where there is none."""
+    while True:
+        for one in await ticket.news():
+            match one:
+                case Failed(why):
+                    raise RefusedError(500, why, code="ranks_failed")
+                case RequestEnd(finish):
+                    raise RefusedError(408 if finish == "timeout" else 503, f"the request ended: {finish}", code=finish)
+                case Tokens(_, "error"):
+                    raise RefusedError(500, _NOT_FINITE, code="not_finite")
+                case Tokens() if ticket.embedding:
+                    return ticket.embedding
+
+
+def shortened(embedding: str, dimensions: int, as_base64: bool) -> str | list[float]:
+    """The first numbers of an embedding, again of length 1, as base64 or as numbers."""
+    numbers = np.frombuffer(b64decode(embedding), "<f4")
+    if dimensions < numbers.size:
+        part = numbers[:dimensions].astype(np.float64)
+        numbers = (part / (np.linalg.norm(part) or 1)).astype("<f4")
+    return b64encode(numbers.tobytes()).decode() if as_base64 else [*map(float, numbers)]
 
 
 def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from partc.cli.server.answer import Answer, Delta, Letters, likeliest, usage_of
+from partc.cli.server.answer import Answer, Delta, Letters, embedding_of, likeliest, shortened, usage_of
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
-from partc.cli.server.engine import Engine, State
+from partc.cli.server.engine import Engine, State, Ticket
 from partc.cli.server.logprobs import TokenTexts
 from partc.cli.server.refusals import RefusedError, error_body
 from partc.cli.server.responses import ResponseStream, document
@@ -38,7 +38,7 @@ _WAITING_BYTES = 4 * MOST_BYTES
 """How many bytes may wait in bodies of one kind."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 _PATHS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
     *("/tokenize", "/detokenize", "/health", "/metrics"),
 )
 _OPEN_PATHS = {"/", "/health"}
@@ -119,6 +119,7 @@ class Server:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/", self.page, methods=["GET"]),
@@ -224,6 +225,27 @@ class Server:
             return ResponseStream(answer, self.engine)
         with ended_when_left(request.receive, self.engine, [answer.ticket]):
             return Document(document(answer, await self._deltas(answer)))
+
+    async def embeddings(self, request: Request) -> Response:
+        """The embeddings of texts, of which as many are read at once as there are slots."""
+        self._refuse_other_origin(request)
+        body, tickets, found = await _body(request), list[Ticket](), list[str]()
+        with self.engine.place():
+            asked = await self._texts.run(self.reader.embeddings, body, _SHORT_BYTES)
+            timeout = self.timeout if asked.timeout is None else asked.timeout
+            with ended_when_left(request.receive, self.engine, tickets):
+                for one in asked.requests:
+                    if len(tickets) - len(found) == self.reader.record.slots:
+                        found.append(await embedding_of(tickets[len(found)]))
+                    tickets.append(self.engine.submit(one, timeout))
+                found += [await embedding_of(ticket) for ticket in tickets[len(found) :]]
+        data = [
+            {"object": "embedding", "index": index, "embedding": shortened(one, asked.dimensions, asked.base64)}
+            for index, one in enumerate(found)
+        ]
+        read = sum(one.read for one in asked.requests)
+        usage = {"prompt_tokens": read, "total_tokens": read}
+        return Document({"object": "list", "data": data, "model": asked.model, "usage": usage})
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a conversation."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, Self
 
+from partc.cli.server.body_fields import MOST_LABELS, SAMPLING, Labels, Sampling, Strict
 from partc.cli.server.refusals import RefusedError
 from partc.cli.server.response_body import ResponseBody
 from partc.cli.text.chat_template import ChatTemplate
@@ -21,16 +22,15 @@ from partc.cli.text.message_text import MARK_LETTERS, MessageText
 from partc.cli.text.tokenizer import ids_of
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
-from partc.runtime.generation.request import MOST_BIASES, MOST_LOGPROBS, Request, faults_of
+from partc.runtime.generation.request import MOST_LOGPROBS, Request, faults_of
 from partc.runtime.generation.schema import SchemaBound
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 MOST_BYTES = 1_000_000
 """The longest body."""
-MOST_STOPS, MOST_STOP_LETTERS = 16, 256
 _MOST_MESSAGES = _MOST_PARTS = 1024
-_MOST_FIELDS, _MOST_LABELS, _MOST_STOP_TOKENS = 64, 64, 64
+_MOST_FIELDS, _MOST_STOP_TOKENS = 64, 64
 _MOST_SCHEMA_LETTERS = 1 << 15
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _MOST_TOOLS, _MOST_CALLS, _MOST_LEVELS = 128, 128, 64
@@ -47,7 +47,7 @@ _SET_NAMES = {
 }
 """Names of chat templates that are not the client's."""
 _DEFAULT_TOKENS = 16
-_MOST_CHOICES = 128
+_MOST_CHOICES, _MOST_INPUTS = 128, 2048
 _SEEDS = 1 << 64
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
@@ -68,42 +68,17 @@ def _is_neutral(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _stops(given: object) -> object:
-    """The texts of `stop` as a list; ValueError where they are not texts, too many or too long."""
-    found = [given] if isinstance(given, str) else given
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ValueError("is a text, or a list of texts")
-    if len(found) > MOST_STOPS:
-        raise ValueError(f"has {len(found):,} texts; at most {MOST_STOPS}")
-    if sizes := [len(one) for one in found if not 1 <= len(one) <= MOST_STOP_LETTERS]:
-        raise ValueError(f"has a text of {sizes[0]:,} letters; each has 1 to {MOST_STOP_LETTERS}")
-    return found
-
-
-def _biases(given: object) -> object:
-    """Biases by number of their token; ValueError where they are too many, or one is not a number by a token."""
-    if not isinstance(given, dict):
-        raise ValueError("is not a mapping from tokens to numbers")
-    if len(given) > MOST_BIASES:
-        raise ValueError(f"has {len(given):,} tokens; at most {MOST_BIASES:,}")
-    if wrong := [name for name in given if not (isinstance(name, str) and name.isdecimal() and len(name) < 12)]:
-        raise ValueError(f"has {json.dumps(wrong[0])[:80]}, which is not the number of a token")
-    return {int(name): bias for name, bias in given.items()}
-
-
 def _count_of_logprobs(given: object) -> object:
     """How many of the likeliest tokens come with each; None where `logprobs` is false."""
     return None if given is False else given
 
 
-def _prompts(given: object) -> object:
-    """The prompts, each a text or a list of token ids; ValueError where one is something else, or there are too many."""
+def _prompts(given: object, most: int = _MOST_CHOICES) -> object:
+    """The prompts, each a text or a list of token ids; ValueError where one is something else, or there are more than `most`."""
     several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
     found = given if isinstance(given, list) and several else [given]
-    if len(found) > _MOST_CHOICES:
-        raise ValueError(f"has {len(found):,} prompts; at most {_MOST_CHOICES}")
+    if len(found) > most:
+        raise ValueError(f"has {len(found):,} prompts; at most {most:,}")
     for one in found:
         if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
             raise ValueError("is a text, or a list of token ids")
@@ -127,9 +102,6 @@ def _content(given: object) -> object:
         if unknown := [*(part.keys() - {"type", "text"})]:
             raise ValueError(f"has the field {json.dumps(min(unknown))[:80]} in its part {at}; leave it out")
     return "".join(part["text"] for part in given)
-
-
-Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
 
 
 def _schema(given: object) -> object:
@@ -165,19 +137,12 @@ def _call_arguments(given: object) -> object:
     return _schema(found)
 
 
-def _labels(given: object) -> object:
-    """Labels that are few enough for a message about each that is wrong; ValueError."""
-    if isinstance(given, dict) and len(given) > _MOST_LABELS:
-        raise ValueError(f"has {len(given):,} labels; at most {_MOST_LABELS:,}")
-    return given
-
-
 def _values(given: object) -> object:
     """The values of names of the template; ValueError where one is not a scalar, or is a name that the server sets."""
     if not isinstance(given, dict):
         raise ValueError("is not a mapping from names of the template to values")
-    if len(given) > _MOST_LABELS:
-        raise ValueError(f"has {len(given):,} names; at most {_MOST_LABELS:,}")
+    if len(given) > MOST_LABELS:
+        raise ValueError(f"has {len(given):,} names; at most {MOST_LABELS:,}")
     if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
         raise ValueError(f"has no true, false, number or text as {json.dumps(wrong[0])[:80]}")
     if taken := given.keys() & _SET_NAMES:
@@ -185,53 +150,20 @@ def _values(given: object) -> object:
     return given
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class _Labels(BaseModel):
-    """Fields that change no answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
-
-
-class _Sampling(BaseModel):
-    """How tokens are drawn."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
-
-
-_SAMPLING = (*(name for name in _Sampling.model_fields if name != "seed"),)
-"""Options of a request that have the names of fields."""
-
-
-class _Body(_Labels, _Sampling):
-    model: str | None = None
+class _Body(Labels, Sampling):
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: Stops = None
     stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
 
 
 class _CompletionBody(_Body):
@@ -269,22 +201,19 @@ def _format(given: object) -> object:
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class _CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _CalledFunction(Strict):
     name: Name
     arguments: Annotated[dict[str, Any], BeforeValidator(_call_arguments)]
 
 
-class _ToolCall(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _ToolCall(Strict):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: _CalledFunction
     index: int | None = Field(None, exclude=True)
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Message(Strict):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
     content: Annotated[str, BeforeValidator(_content)] = ""
     name: str | None = None
@@ -302,27 +231,24 @@ class _Message(BaseModel):
         return self
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Function(Strict):
     name: Name
     description: str | None = None
     parameters: Annotated[dict[str, Any], BeforeValidator(_parameters)] = _NO_PARAMETERS
     strict: bool | None = None
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Tool(Strict):
     type: Literal["function"]
     function: _Function
 
 
-class _Conversation(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Conversation(Strict):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_values)] | None = None
-    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS)] = []
+    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS)] = Field(default_factory=list)
 
 
 class _ChatBody(_Body, _Conversation):
@@ -337,14 +263,24 @@ class _ChatBody(_Body, _Conversation):
     response_format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
 
 
+class _EmbeddingBody(Labels):
+    input: Annotated[
+        list[str | list[int]],
+        BeforeValidator(lambda given: _prompts(given, _MOST_INPUTS)),
+        Field(min_length=1),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool = True
+
+
 class _TextBody(_Conversation):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
 
 
-class _TokensBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _TokensBody(Strict):
     model: str | None = None
     tokens: list[int]
 
@@ -384,6 +320,17 @@ class Completion:
     tools: Tools | None = None
     response: Mapping[str, Any] | None = None
     """The fields that the answer repeats of a request to `/v1/responses`."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Prompts of which embeddings are asked, of so many numbers each, as base64 or as numbers."""
+
+    requests: list[Request]
+    dimensions: int
+    base64: bool
+    timeout: float | None
+    model: str
 
 
 @dataclass(frozen=True)
@@ -457,6 +404,29 @@ class Reader:
         """The one choice of a request to `/v1/responses`; RefusedError."""
         body = self._body(data, ResponseBody.model_validate)
         return [replace(one, response=body.repeated()) for one in self.chat(json.dumps(body.chat()).encode())]
+
+    def embeddings(self, data: bytes | bytearray) -> Embeddings:
+        """What a request to `/v1/embeddings` asks for; RefusedError."""
+        body = self._body(data, _EmbeddingBody.model_validate)
+        if (record := self.record.embedding) is None:
+            fact = "the artifact gives no embeddings; compile it with `generate: {embeddings: mean}` in the plan"
+            raise RefusedError(400, fact, "input", "unsupported")
+        if body.dimensions is not None and body.dimensions > record.width:
+            raise RefusedError(400, f"'dimensions' is {body.dimensions}; the model has {record.width}", "dimensions")
+        adapter = "" if body.model in (None, self.model) else body.model
+        requests = []
+        for number, one in enumerate(body.input):
+            ids = self._ids(one, body.add_special_tokens) if isinstance(one, str) else one
+            requests.append(Request(ids, embeds=True, adapter=adapter))
+            if faults := [*faults_of(requests[-1], self.record)]:
+                raise RefusedError(400, f"input {number}: {faults[0].partition(chr(10))[0]}", "input")
+        return Embeddings(
+            requests,
+            body.dimensions or record.width,
+            body.encoding_format == "base64",
+            body.timeout,
+            adapter or self.model,
+        )
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
         """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
@@ -656,7 +626,7 @@ class Reader:
             raise RefusedError(
                 400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
             )
-        asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        asked = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         request = Request(
             prompt,
             **{**self.record.defaults.options, **asked},

@@ -73,7 +73,8 @@ News: TypeAlias = Tokens | RequestEnd | Failed
 class Ticket:
     """An open request: its number, and what has happened to it that its answer has not taken yet.
 
-    `cached`: how many tokens of its prompt lay in the ranks' caches, and were not read.
+    `cached`: how many tokens of its prompt lay in the ranks' caches, and were not read. `embedding`: that of its prompt, float32 as base64,
+    once it has ended.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Ticket:
     deadline: asyncio.TimerHandle | None = None
     has_token: bool = False
     cached: int = 0
+    embedding: str = ""
     _news: list[News] = field(default_factory=list)
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -199,6 +201,9 @@ class Engine:
                 self.metrics.cached_tokens += count
                 if (ticket := self._open.get(number)) is not None:
                     ticket.cached = count
+            for number, embedding in message["embedded"]:
+                if (ticket := self._open.get(number)) is not None:
+                    ticket.embedding = embedding
             self._tokens(message["made"])
             self.metrics.used, self.metrics.waiting = message["used"], message["waiting"]
             for seconds in message["seconds"]:

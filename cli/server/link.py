@@ -9,7 +9,7 @@
 | loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
 
 Of a request with `logprobs` an entry of `made` goes on with the scores of its tokens, and those of tokens of its prompt, each as
-`[-0.7, [[306, -0.7], [12, -1.2]]]`.
+`[-0.7, [[306, -0.7], [12, -1.2]]]`. `embedded` has, of requests that ask for an embedding, its float32 as base64: `[[7, "..."]]`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from partc.cli.server.body_fields import Labels, Sampling, Strict
+from pydantic import BeforeValidator, Field, model_validator
 
 _MOST_ITEMS = _MOST_PARTS = 1024
 _TEXTS = ("input_text", "output_text", "text")
@@ -42,8 +43,7 @@ def _items(items: object) -> object:
     return [{"type": "message", **item} for item in items]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Part(Strict):
     id: str | None = None
     status: str | None = None
 
@@ -67,8 +67,7 @@ class _OutputItem(_Part):
     output: Annotated[str, BeforeValidator(_text)]
 
 
-class _ResponseTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _ResponseTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -76,8 +75,7 @@ class _ResponseTool(BaseModel):
     strict: bool | None = None
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Format(Strict):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -91,47 +89,32 @@ class _Format(BaseModel):
         return self
 
 
-class _Text(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Text(Strict):
     format: _Format = _Format()
     verbosity: Literal["medium"] = "medium"
 
 
 Item = Annotated[_MessageItem | _CallItem | _OutputItem, Field(discriminator="type")]
-_SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "stream", "timeout", "stop")
+_SAME = {*Labels.model_fields, *Sampling.model_fields, "stream"}
 """Fields that a conversation's body has, too."""
 
 
-class _Drawing(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    timeout: float | None = None
-
-
-class ResponseBody(_Drawing):
+class ResponseBody(Labels, Sampling):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[list[Item], BeforeValidator(_items)]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    tools: list[_ResponseTool] = []
+    tools: list[_ResponseTool] = Field(default_factory=list)
     tool_choice: str | dict[str, str] = "auto"
     parallel_tool_calls: bool = True
     text: _Text = _Text()
-    user: str | None = None
-    metadata: dict[str, str] | None = None
     truncation: Literal["disabled"] = "disabled"
 
     def chat(self) -> dict[str, Any]:
         """The body of `/v1/chat/completions` that asks for the same."""
-        found = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        found = self.model_dump(include=_SAME, exclude_none=True)
         found |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
             tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]

@@ -44,6 +44,10 @@ class GenerateRules(PlacedOptions):
         True,
         description="Whether tokens can be drawn from their logits.",
     )
+    embeddings: Literal["mean", "last"] | None = Field(
+        None,
+        description="What an embedding is of the inputs of the head: their mean over a prompt, or the last; null: none are made.",
+    )
     memory: ByteCount = Field(
         None,
         description="The most memory of a rank, as `partc inspect` states it; null: no limit.",

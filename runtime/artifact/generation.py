@@ -23,7 +23,7 @@ A state (`states`) has no entries by token: it is zeros where a step's position 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from partc.runtime.options import Options
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,14 +49,25 @@ def binds_rows(name: str) -> bool:
     return kind in (PREFILL, ENCODE) or (kind == DECODE and size > 0)
 
 
+class EmbeddingRecord(BaseModel):
+    """The output [slots, width] of each program with the input of the head: of a slot's last token, or the sum over its tokens."""
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
+
+    output: str
+    width: int = Field(ge=1)
+    pooling: Literal["mean", "last"]
+
+
 class StepPorts(BaseModel):
     """Names of the programs' inputs and outputs.
 
     A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], in shards where it is made. A step of prefill has
-    [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group. Where `adapter` is not
-    empty a step is given there the number of each slot's adapter, 0 for none and 1 for the first.
+    [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group. Where `adapter` is not empty
+    a step is given there the number of each slot's adapter, 0 for none and 1 for the first. `embedding`: what a step gives of the prompts
+    that it reads; None where it gives tokens alone.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -67,6 +78,7 @@ class StepPorts(BaseModel):
     next: str
     logits: str = ""
     adapter: str = ""
+    embedding: EmbeddingRecord | None = None
 
 
 class RequestDefaults(Options):
@@ -123,12 +135,12 @@ class GenerationRecord(StepPorts):
 
     `groups`: in how many equal groups slots take turns, one a step.
 
-    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`:
-    the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one
-    ends. `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a
-    decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising
-    order. `adapters`: the names of adapters. `products`: the kinds of products with quantized weights. `states`: the caches that each
-    token replaces: prompts are then read by decodes, a token a step.
+    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
+    most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
+    `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a decoder
+    alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising order.
+    `adapters`: the names of adapters. `products`: the kinds of products with quantized weights. `states`: the caches that each token
+    replaces: prompts are then read by decodes, a token a step.
     """
 
     vocabulary: int = Field(ge=1)

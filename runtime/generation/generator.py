@@ -20,6 +20,7 @@ import numpy as np
 
 from ..artifact.format import CACHE
 from ..artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
+from ..artifact.tensors.boxes import full_region, region
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
@@ -28,11 +29,11 @@ from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
 from .prefixes import Copy
-from .request import Answer, NewToken, Request, TokenScore, refuse_unfit
+from .request import Answer, NewToken, Request, refuse_unfit
 from .row_bits import least_rows
 from .sampling import Draws, LogitShards
 from .scores import scores_of
-from .slots import NO_SCORES, Slots, Step
+from .slots import Slots, Step
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ class Generator:
             if port.name == self.record.logits
         }
         """Maps each program to the location of its logits."""
+        self._embeddings = {
+            name: port
+            for name, one in self._programs.items()
+            for port in one.manifest.outputs
+            if self.record.embedding is not None and port.name == self.record.embedding.output
+        }
+        """Maps each program to the output that has its embeddings."""
         self._several = isinstance(program, Program) and program.size > 1
         self._huge_pages = huge_pages()
         self._tokens: list[Agreements] = []
@@ -126,8 +134,9 @@ class Generator:
         made: object = None
         for one in outputs.values():
             made = one.get(self.record.next, made)
-        drawing, scores = step.drawing(), step.has_scores
-        if isinstance(made, np.ndarray) and not (drawing or scores or self._tokens):
+        drawing, scores, embedding = step.drawing(), step.has_scores, step.embedding_rows
+        pooled = self._pooled(step, outputs, embedding) if embedding else None
+        if isinstance(made, np.ndarray) and not (drawing or scores or embedding or self._tokens):
             found = made.tolist()
             return lambda: self._taken(slots, step, found)
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
@@ -150,22 +159,41 @@ class Generator:
             elif draws is not None and self._several and numbers is None:
                 np.copyto(chosen, self._agree(step.group)(chosen))
             found = chosen.tolist()
-            scored = step.scored(found, self.record.vocabulary) if scores else {}
-            if not scored:
-                return self._taken(slots, step, found)
             agree = self._agree(step.group) if self._several else None
-            shards = self._shards[step.program]
-            return self._taken(slots, step, found, scores_of(shards, scored, logits, self._scratch, agree))
+            given: dict[str, Any] = {}
+            if pooled is not None:
+                numbers = (agree(pooled.reshape(-1)) if agree else pooled).reshape(pooled.shape).astype(np.uint32)
+                given["pooled"] = dict(zip(embedding, numbers.view(np.float32).astype(np.float64), strict=False))
+            if scored := step.scored(found, self.record.vocabulary) if scores else {}:
+                given["scores"] = scores_of(self._shards[step.program], scored, logits, self._scratch, agree)
+            return self._taken(slots, step, found, **given)
 
         return taken
 
-    def _taken(
-        self, slots: Slots, step: Step, chosen: Sequence[int], scores: Mapping[int, TokenScore] = NO_SCORES
-    ) -> list[NewToken]:
-        """The tokens of a step, by row the number that is chosen, and its score."""
+    def _taken(self, slots: Slots, step: Step, chosen: Sequence[int], **given: Any) -> list[NewToken]:
+        """The tokens of a step, by row the number that is chosen; `given`: those of `Slots.take`."""
         if broken := step.slots_of(chosen, self.record.vocabulary):
             self._clear(broken)
-        return slots.take(step, chosen, scores)
+        return slots.take(step, chosen, **given)
+
+    def _pooled(self, step: Step, outputs: Mapping[int, Outputs], rows: Sequence[int]) -> Vector:
+        """What this process has of the embeddings of rows: the bits of float32 as whole numbers, -1 where another rank has them.
+
+        Its size is one of few: a power of two of rows.
+        """
+        port = self._embeddings[step.program]
+        shape = [int(dim) for dim in port.shape or ()]
+        found = np.full((1 << (len(rows) - 1).bit_length(), shape[1]), -1, np.int64)
+        for rank, one in outputs.items():
+            if port.name in one:
+                box = port.box(rank)
+                here = full_region(shape) if box is None else region(box, shape)
+                (begin, first), (end, last) = here.begin, here.end
+                bits = np.ascontiguousarray(one[port.name], np.float32).view(np.uint32)
+                for place, row in enumerate(rows):
+                    if begin <= row < end:
+                        found[place, first:last] = bits[row - begin]
+        return found
 
     def _agree(self, group: int) -> Callable[[Vector], Vector]:
         """The maxima of all ranks' numbers, in the order of the steps of a group."""

@@ -79,6 +79,8 @@ class Request(LogitOptions):
     `adapter`: the name of the adapter that is added to the model for it; empty: none.
 
     `schema` leaves the tokens that its answer may have (`schema.py`).
+
+    `embeds`: it has no answer but the embedding of its prompt, which is read whole.
     """
 
     prompt: Sequence[int] = ()
@@ -92,6 +94,7 @@ class Request(LogitOptions):
     min_p: float = 0.0
     schema: SchemaBound | None = None
     adapter: str = ""
+    embeds: bool = False
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
@@ -101,7 +104,9 @@ class Request(LogitOptions):
         return replace(one, max_tokens=one.most(record))
 
     def most(self, record: GenerationRecord) -> int:
-        """The most tokens of the answer after its prompt: the requested number, else the number that fits; at least 1."""
+        """The most tokens of the answer after its prompt: the requested number, else the number that fits; 0 of an embedding."""
+        if self.embeds and self.max_tokens is None:
+            return 0
         return max(1, min(_MOST, record.length - len(self.prompt))) if self.max_tokens is None else self.max_tokens
 
     @property
@@ -159,7 +164,8 @@ class NewToken:
 
     Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
     `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
-    `score`: where the request has `logprobs`. `of_prompt`: it is a token of the prompt, which comes for its score.
+    `score`: where the request has `logprobs`. `of_prompt`: it is a token of the prompt, which comes for its score, or for the `embedding`
+    of all of it.
     """
 
     request: int
@@ -168,6 +174,7 @@ class NewToken:
     cached: int = 0
     score: TokenScore | None = None
     of_prompt: bool = False
+    embedding: Array | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -175,16 +182,20 @@ class Answer:
     """The tokens behind a prompt, those that end it included, and why there are no more.
 
     `scores`: of each token, where the request has `logprobs`. `prompt_scores`: of each token of the prompt but the first, where it asks.
+    `embedding`: of the prompt, float32 of length 1, where it asks.
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish = ""
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
+    embedding: Array | None = field(default=None, compare=False)
 
     def add(self, made: NewToken) -> None:
         """Takes the next token of the request."""
         self.finish = made.finish
+        if made.embedding is not None:
+            self.embedding = made.embedding
         if not made.of_prompt:
             self.tokens.append(made.token)
         if made.score is not None:
@@ -214,7 +225,9 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*request.prompt, *request.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
-    if most < (least := 0 if request.scores_prompt else 1):
+    if request.embeds:
+        yield from _faults_of_embedding(request, record)
+    if most < (least := 0 if request.scores_prompt or request.embeds else 1):
         yield f"it asks for {most} tokens; at least {least}"
     elif size + most > record.length:
         fact = f"a prompt of {size} tokens and {most} more are {size + most}; a sequence has at most {record.length}"
@@ -243,6 +256,16 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
         yield f"its min_p is {request.min_p}; it is 0 to 1"
     if not 0 <= request.seed < _SEED:
         yield f"its seed is {request.seed}; it is 0 to 2**64 - 1"
+
+
+def _faults_of_embedding(one: Request, record: GenerationRecord) -> Iterator[str]:
+    """What is wrong with a request that asks for the embedding of its prompt."""
+    if record.embedding is None:
+        fact = "it asks for an embedding, and the artifact makes tokens alone"
+        yield f"{fact}\n  help: compile with `generate: {{embeddings: mean}}` in the plan"
+    for name in ("max_tokens", "temperature", *_CHANGES):
+        if getattr(one, name) not in (_DEFAULTS[name], 0):
+            yield f"it asks for an embedding and has {name}, and an embedding has no tokens\n  help: leave it out"
 
 
 def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:

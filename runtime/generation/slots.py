@@ -35,8 +35,10 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
@@ -45,6 +47,8 @@ from .prefixes import Copy, Prefixes
 from .request import Finish, NewToken, Request, TokenScore
 
 NO_SCORES: Mapping[int, TokenScore] = {}
+Pooled: TypeAlias = npt.NDArray[np.float64]
+NOTHING_POOLED: Mapping[int, Pooled] = {}
 
 
 @dataclass(eq=False)
@@ -60,6 +64,8 @@ class _Sequence:
     cached: int = 0
     encoded: bool = False
     adapter: int = 0
+    pooled: Pooled | None = None
+    """What the head reads of the tokens read so far, where it asks for an embedding."""
 
     @property
     def unread(self) -> int:
@@ -68,8 +74,8 @@ class _Sequence:
 
     @property
     def shared(self) -> Sequence[int]:
-        """The tokens that it shares with other prompts: none where they are read in steps of a decode."""
-        if not self.in_chunks:
+        """The tokens that it shares with other prompts: none where they are read in steps of a decode, or for an embedding."""
+        if not self.in_chunks or self.request.embeds:
             return ()
         if not self.adapter:
             return self.request.prompt
@@ -79,6 +85,17 @@ class _Sequence:
     def is_read(self) -> bool:
         """Whether its next step has a chunk of its prompt, or encodes it."""
         return bool(self.unread) and (self.in_chunks or not self.encoded)
+
+    def pool(self, more: Pooled, pooling: str) -> None:
+        """Adds what the head reads of its next tokens."""
+        self.pooled = more if pooling == "last" or self.pooled is None else self.pooled + more
+
+    @property
+    def embedding(self) -> Array:
+        """What is pooled of its prompt, of length 1, float32."""
+        assert self.pooled is not None
+        whole: Pooled = self.pooled / (float(np.linalg.norm(self.pooled)) or 1.0)
+        return whole.astype(np.float32)
 
     @property
     def last(self) -> int:
@@ -124,6 +141,11 @@ class Step:
     def has_scores(self) -> bool:
         """Whether any of its sequences has scores."""
         return any(one.request.logprobs is not None for _, _, one in self.taking.values())
+
+    @property
+    def embedding_rows(self) -> list[int]:
+        """The rows whose sequences ask for an embedding."""
+        return [row for row, (_, _, one) in self.taking.items() if one.request.embeds and self.encoded is None]
 
     def scored(self, chosen: Sequence[int], vocabulary: int) -> dict[int, tuple[int, int]]:
         """By row whose token is scored that token, chosen or of its prompt, and how many of the likeliest come with it."""
@@ -252,8 +274,17 @@ class Slots:
         self._running[slot] = None
         self._ends[slot] = max(self._ends) + 1
 
-    def take(self, step: Step, chosen: Sequence[int], scores: Mapping[int, TokenScore] = NO_SCORES) -> list[NewToken]:
-        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing, `scores` those of some."""
+    def take(
+        self,
+        step: Step,
+        chosen: Sequence[int],
+        scores: Mapping[int, TokenScore] = NO_SCORES,
+        pooled: Mapping[int, Pooled] = NOTHING_POOLED,
+    ) -> list[NewToken]:
+        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing, `scores` those of some.
+
+        `pooled`: by row that asks for an embedding what the head reads of its tokens, float64.
+        """
         made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
             broken = step.encoded is None and int(chosen[row]) >= self.record.vocabulary
@@ -271,6 +302,13 @@ class Slots:
                 self._prefixes.read(slot, one.position)
             token = min(int(chosen[row]), self.record.vocabulary)
             finish: Finish = ""
+            if row in pooled and self.record.embedding is not None and token < self.record.vocabulary:
+                one.pool(pooled[row], self.record.embedding.pooling)
+                if not one.unread:
+                    self._end(slot)
+                    last = one.request.prompt[-1]
+                    made.append(NewToken(one.number, last, "stop", of_prompt=True, embedding=one.embedding))
+                continue
             if token < self.record.vocabulary and (one.unread or not one.request.max_tokens):
                 if one.request.scores_prompt:
                     finish = "" if one.request.max_tokens or one.unread > 1 else "length"

@@ -98,10 +98,10 @@ def answers() -> list[list[int]]:
     return found
 
 
-def compiled(folder: Path, layout: str) -> Manifest:
+def compiled(folder: Path, layout: str, more: str = "") -> Manifest:
     plan, slots = LAYOUTS[layout]
     onnx.save(model(), folder / "model.onnx")
-    (folder / "plan.yaml").write_text(f"{plan}generate: {{{slots}, length: 64, chunk: 1}}\n")
+    (folder / "plan.yaml").write_text(f"{plan}generate: {{{slots}, length: 64, chunk: 1{more}}}\n")
     return compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build").manifest
 
 
@@ -172,3 +172,23 @@ def test_states_that_the_manifest_does_not_name_are_found(tmp_path: Path) -> Non
     assert not texts(build)
     rewrite_raw(build, lambda index: index["generation"].update(states=index["generation"]["states"][1:]))
     assert "each token replaces 'past_conv.0', and the generation does not name it" in texts(build)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "stages"])
+def test_an_embedding_of_a_prompt_that_is_read_a_token_a_step(layout: str, tmp_path: Path) -> None:
+    whole = model()
+    head = next(node for node in whole.graph.node if node.name == "head.MatMul")
+    whole.graph.output.append(helper.make_tensor_value_info(head.input[0], TensorProto.FLOAT, None))
+    session = onnxruntime.InferenceSession(whole.SerializeToString())
+    names = [f"{kind}.{layer}" for layer in range(LAYERS) for kind in STATES]
+    compiled(tmp_path, layout, ", embeddings: mean")
+    with load_local_generator(tmp_path / "build", threads=1) as generator:
+        found = generator.run([Request(prompt, embeds=True) for prompt in PROMPTS])
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        states, total = [np.zeros((1, *STATES[name.partition(".")[0]]), np.float32) for name in names], np.zeros(WIDTH)
+        for token in prompt:
+            feeds = {f"past_{name}": state for name, state in zip(names, states, strict=True)}
+            _, *states, hidden = session.run(None, {"ids": np.array([[token]]), **feeds})
+            total += hidden[0, 0]
+        assert one.embedding is not None
+        np.testing.assert_allclose(one.embedding, total / np.linalg.norm(total), atol=2e-6)

@@ -41,7 +41,16 @@ from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts, sights_of
-from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, head_of, scores_of, shards_of
+from partc.compiler.rewrite.generation.next_token import (
+    EMBEDDING,
+    NEXT,
+    NextToken,
+    choose,
+    head_of,
+    scores_of,
+    shards_of,
+    width_of,
+)
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions, copies_of
 from partc.compiler.rewrite.generation.rounding import rounding_of, scaled
@@ -50,7 +59,7 @@ from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
-from partc.runtime.artifact.generation import Blocks, GenerationRecord, RequestDefaults
+from partc.runtime.artifact.generation import Blocks, EmbeddingRecord, GenerationRecord, RequestDefaults
 from partc.runtime.units import count
 
 OPSET = 24
@@ -81,6 +90,12 @@ def caches_as_state(program: Loaded) -> Loaded:
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
     chosen = work.rewrite(shards_of(program, work.scores, name_of(work.ids)))
+    embedding = None
+    if rules.embeddings is not None:
+        if encoder is not None:
+            law = "an embedding is of a prompt that a decoder alone reads"
+            raise CompileError(Problem(rules.where("embeddings"), "the model has an encoder", law, "leave it out"))
+        embedding = EmbeddingRecord(output=EMBEDDING, width=chosen.width, pooling=rules.embeddings)
     adapter = add_slot_adapters(model.graph, node_paths(model), program.declared.adapters, form.rows)
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
@@ -97,6 +112,8 @@ def caches_as_state(program: Loaded) -> Loaded:
     given = [OutputRule(literal_pattern(NEXT), to, rules.where())]
     if rules.sampling:  # draws look at a few candidates of each shard
         given.append(OutputRule(literal_pattern(name_of(chosen.logits)), None, rules.where(), sharded=True))
+    if rules.embeddings is not None:
+        given.append(OutputRule(literal_pattern(EMBEDDING), None, rules.where(), sharded=True))
     plan = replace(program.plan, dims=replace(dims, symbols=symbols), outputs=(*program.plan.outputs, *given))
     record = GenerationRecord(
         tokens=name_of(work.ids),
@@ -118,6 +135,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
         defaults=_defaults(program.declared.decoding, rules),
+        embedding=embedding,
         adapter=adapter,
         adapters=[rule.name for rule in program.plan.adapters],
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
@@ -273,7 +291,7 @@ class _Caches:
     def rewrite(self, shards: int) -> NextToken:
         """Edits the model, whose vocabulary has so many shards at most; what it gives then."""
         assert self.ids.shape is not None
-        batch = self.ids.shape[0]
+        batch, width = self.ids.shape[0], width_of(self.scores, self.form.rules)
         named = isinstance(batch, ir.SymbolicDim) and batch.value is not None
         batched = {value for value in self.ranks if named and value.shape and value.shape[0] == batch}
         for value in (value for node in self.graph for value in node.outputs if value is not self.scores):
@@ -285,7 +303,7 @@ class _Caches:
         for state, present in self.states.items():
             cache, self.caches[cache] = renew(self.build, state, present, self.form.rows, positions)
         positions.give_rows()
-        chosen = choose(self.build, self.scores, count, self.form, shards)
+        chosen = choose(self.build, self.scores, count, self.form, shards, width)
         drop_unread(self.graph, self.caches.values())
         self._refuse_unfed((position, count))
         self.padded, self.rows = not positions.one_length, positions.rows

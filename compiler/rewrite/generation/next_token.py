@@ -8,6 +8,10 @@ Where the vocabulary is cut, two reductions are partial on each rank: two AllRed
 the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary. Tokens are float32 up to the
 Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64. The least of each shard
 is cast, of as many shards as ranks can share the vocabulary (`shards_of`): behind the AllReduce a Cast would be a session of its own.
+
+With `embeddings` in the plan a step also gives what the head reads of each sequence: of its last token, or the sum over its tokens.
+
+    embedding = ReduceSum(Where(Range(0, tokens) < count, h, 0), 1)                 [slots, width]
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Loaded
 from partc.compiler.matching import placement_rules
+from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.compiler.rewrite.opset import cuts
 
-NEXT = "next_token"
+NEXT, EMBEDDING = "next_token", "embedding"
 _WHOLE = 1 << 24
 """The largest whole number up to which float32 has all."""
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
@@ -36,11 +41,12 @@ _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
 
 @dataclass(frozen=True)
 class NextToken:
-    """The outputs [slots] and [slots, vocabulary], and the size of the vocabulary."""
+    """The outputs [slots], [slots, vocabulary] and, with `embeddings`, [slots, width]; and the sizes of the last dims."""
 
     chosen: ir.Value
     logits: ir.Value
     vocabulary: int
+    width: int
 
 
 def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
@@ -81,9 +87,23 @@ def shards_of(program: Loaded, scores: ir.Value, ids: str) -> int:
     return math.lcm(*sizes)
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, most: int) -> NextToken:
+def width_of(scores: ir.Value, rules: GenerateRules) -> int:
+    """The last dim of what the head reads, 0 where the plan has no embeddings; CompileError where it is not a number."""
+    if rules.embeddings is None:
+        return 0
+    head = head_of(scores)
+    hidden = None if head is None else head.inputs[0]
+    width = None if hidden is None or hidden.shape is None or len(hidden.shape) != 3 else hidden.shape[2]
+    if not isinstance(width, int):
+        fact = "the model has no product with weights, of [batch, tokens, width], that makes the logits"
+        law = "an embedding is its input"
+        raise CompileError(Problem(rules.where("embeddings"), fact, law, "leave out 'embeddings'"))
+    return width
+
+
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, most: int, width: int) -> NextToken:
     """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it; `most`: the shards of
-    the vocabulary (`shards_of`), as far as its size is divisible by them.
+    the vocabulary (`shards_of`), as far as its size is divisible by them; `width`: that of embeddings (`width_of`).
     """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
@@ -95,6 +115,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
     scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
     last = build.op("last", "GatherND", [scored, rows], batch_dims=1)
+    embedding = _embedding(build, head, last, count, form)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)
@@ -122,7 +143,38 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     graph.outputs[graph.outputs.index(scores)] = chosen
     if form.rules.sampling:
         graph.outputs.append(logits)
-    return NextToken(chosen, logits, vocabulary)
+    if embedding is not None:
+        embedding.shape = ir.Shape([form.rows, width])
+        graph.outputs.append(embedding)
+    return NextToken(chosen, logits, vocabulary, width)
+
+
+def _embedding(
+    build: NodeBuilder, head: ir.Node | None, last: ir.Value, count: ir.Value, form: StepForm
+) -> ir.Value | None:
+    """What the head reads of each sequence, pooled as the plan says, in float32; None where it says nothing."""
+    if (pooling := form.rules.embeddings) is None:
+        return None
+    if any(value.name == EMBEDDING for value in (*build.graph.inputs, *build.graph.outputs)):
+        fact = f"the model has an input or output '{EMBEDDING}'"
+        raise CompileError(Problem(form.rules.where("embeddings"), fact, "", "rename it where the model is exported"))
+    assert head is not None  # the caches have asked for its width
+    hidden = head.inputs[0]
+    assert hidden is not None
+    kind = ir.DataType.FLOAT.value
+    if pooling == "mean":
+        zero, one, axis = (build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("axis", [1])))
+        tokens = build.op("hidden_tokens", "Squeeze", [build.op("hidden_dim", "Shape", [hidden], start=1, end=2)])
+        steps = build.op("hidden_steps", "Range", [zero, tokens, one])
+        meant = build.op("is_meant", "Less", [steps, build.op("meant", "Unsqueeze", [count, axis])])
+        column = build.op("meant_column", "Unsqueeze", [meant, build.constant("axis_2", [2])])
+        floats = build.op("hidden", "Cast", [hidden], to=kind)
+        kept = build.op("hidden_meant", "Where", [column, floats, build.constant("nothing", np.float32(0))])
+        pooled = build.op("pooled", "ReduceSum", [kept, axis], keepdims=0)
+    else:
+        pooled = build.op("pooled", "Cast", [last], to=kind)
+    pooled.name, pooled.type = EMBEDDING, ir.TensorType(ir.DataType.FLOAT)
+    return pooled
 
 
 def head_of(scores: ir.Value) -> ir.Node | None:

@@ -134,12 +134,15 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
     yield from _port("count", "input", record.count, given, [rows])
     if record.adapter:
         yield from _port("adapter", "input", record.adapter, given, [rows])
+    if (embedding := record.embedding) is not None:
+        yield from _port("embedding", "output", embedding.output, made, [rows, embedding.width])
+        yield from _shards("embedding", embedding.output, made, [rows, embedding.width])
     yield from _port("next", "output", record.next, made, [rows])
     if record.groups == 1 and record.next in made and len(made[record.next].ranks) != manifest.ranks:
         yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"
     if record.logits:
         yield from _port("logits", "output", record.logits, made, [rows, record.vocabulary])
-        yield from _shards(record.logits, made, [rows, record.vocabulary])
+        yield from _shards("logits", record.logits, made, [rows, record.vocabulary])
 
 
 def _port(
@@ -154,16 +157,16 @@ def _port(
         yield f"{what}: the {side} '{name}' has the shape {port.shape}; it must be [{', '.join(map(str, dims))}]"
 
 
-def _shards(name: str, ports: dict[str, Port], shape: list[int]) -> Iterator[str]:
-    """What is wrong with the shards of logits, of which each rank tells candidates of its own tokens."""
+def _shards(what: str, name: str, ports: dict[str, Port], shape: list[int]) -> Iterator[str]:
+    """What is wrong with the shards of an output of which each rank tells what it has."""
     port = ports.get(name)
     if port is None or port.boxes is None or port.shape != shape:
         return
     regions = [region(box, shape) for _, box in distinct(port)]
     if missing := remaining([full_region(shape)], regions):
-        yield f"logits: no rank has the part {missing[0]} of the output '{name}'"
+        yield f"{what}: no rank has the part {missing[0]} of the output '{name}'"
     if (twice := overlap(regions)) is not None:
-        yield f"logits: shards of the output '{name}' have {twice} in common; they are equal or disjoint"
+        yield f"{what}: shards of the output '{name}' have {twice} in common; they are equal or disjoint"
 
 
 def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:

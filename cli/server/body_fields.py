@@ -1,0 +1,80 @@
+"""Fields that the bodies of several requests have."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from partc.runtime.generation.request import MOST_BIASES
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MOST_LABELS = 64
+_MOST_STOPS, _MOST_STOP_LETTERS = 16, 256
+
+
+class Strict(BaseModel):
+    """A document whose fields have the types that they have in JSON, and that has no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _stops(given: object) -> object:
+    """The texts of `stop` as a list; ValueError where they are not texts, too many or too long."""
+    found = [given] if isinstance(given, str) else given
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError("is a text, or a list of texts")
+    if len(found) > _MOST_STOPS:
+        raise ValueError(f"has {len(found):,} texts; at most {_MOST_STOPS}")
+    if sizes := [len(one) for one in found if not 1 <= len(one) <= _MOST_STOP_LETTERS]:
+        raise ValueError(f"has a text of {sizes[0]:,} letters; each has 1 to {_MOST_STOP_LETTERS}")
+    return found
+
+
+def _biases(given: object) -> object:
+    """Biases by number of their token; ValueError where they are too many, or one is not a number by a token."""
+    if not isinstance(given, dict):
+        raise ValueError("is not a mapping from tokens to numbers")
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"has {len(given):,} tokens; at most {MOST_BIASES:,}")
+    if wrong := [name for name in given if not (isinstance(name, str) and name.isdecimal() and len(name) < 12)]:
+        raise ValueError(f"has {json.dumps(wrong[0])[:80]}, which is not the number of a token")
+    return {int(name): bias for name, bias in given.items()}
+
+
+def _labels(given: object) -> object:
+    """Labels that are few enough for a message about each that is wrong; ValueError."""
+    if isinstance(given, dict) and len(given) > MOST_LABELS:
+        raise ValueError(f"has {len(given):,} labels; at most {MOST_LABELS:,}")
+    return given
+
+
+class Labels(Strict):
+    """The model that is asked, how long it may take, and fields that change no answer."""
+
+    model: str | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
+
+
+class Sampling(Strict):
+    """How tokens are drawn, and texts that end them."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stops)] = None
+
+
+SAMPLING = (*(name for name in Sampling.model_fields if name not in ("seed", "stop")),)
+"""Options of a request that have the names of fields."""
