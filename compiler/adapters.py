@@ -19,9 +19,11 @@ from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.program import Loaded
 from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.plan.adapters import AdapterRule
+from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
 from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter, stacked
+from partc.compiler.rewrite.generation.next_token import head_of, scores_of
 from partc.compiler.start import start
 from partc.runtime.artifact.format import Law
 from partc.runtime.units import first_of
@@ -32,12 +34,14 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
 
     Raises CompileError with all that is wrong with their folders, and each module that the model does not have, or has in other sizes.
     """
-    if plan is None or not plan.adapters or source.adapted:
+    room = 0 if plan is None or plan.generate is None else plan.generate.adapters
+    if plan is None or not (plan.adapters or room) or source.adapted:
         return source
     program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
     known = adapted_products(program.paths)
     if plan.generate is not None:
-        return replace(source, declared=replace(source.declared, adapters=_stacks(program, known)), adapted=True)
+        stacks = _stacks(program, plan.generate, known)
+        return replace(source, declared=replace(source.declared, adapters=stacks), adapted=True)
     (rule,) = plan.adapters
     weights = set[ir.Value]()
     for module, (products, added) in _places(program, rule, known).items():
@@ -53,18 +57,38 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
     return replace(source, model=program.model, adapted=True)
 
 
-def _stacks(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, dict[str, ir.TensorProtocol]]:
-    """Maps each module that any adapter adds to to the stacks of all adapters."""
-    rules = program.plan.adapters
+def _stacks(
+    program: Loaded, generate: GenerateRules, known: Sequence[AdaptedProduct]
+) -> dict[str, dict[str, ir.TensorProtocol]]:
+    """Maps each module that any adapter adds to, or for which there is room, to the stacks of all adapters."""
+    rules, room = program.plan.adapters, generate.adapters
+    if room and len(rules) > room:
+        fact = f"'adapters' has room for {room}, and the plan has {len(rules)}"
+        raise CompileError(Problem(generate.where("adapters"), fact, "", f"write adapters: {len(rules)} or more"))
     stacks = dict[str, list[LowRank | None]]()
-    sizes = dict[str, AdaptedProduct]()
+    products = _with_room(program, known) if room else {}
+    for module in products:
+        stacks[module] = [None] * room
     for place, rule in enumerate(rules):
-        for module, (products, added) in _places(program, rule, known).items():
-            stacks.setdefault(module, [None] * len(rules))[place] = added
-            sizes[module] = products[0]
+        for module, (own, added) in _places(program, rule, known).items():
+            name = own[0].module if room else module
+            stacks.setdefault(name, [None] * (room or len(rules)))[place] = added
+            products[name] = own[0]
+    least = generate.adapter_rank if room else 1
     return {
-        module: stacked(added, sizes[module].sizes, sizes[module].dtype, module) for module, added in stacks.items()
+        module: stacked(added, products[module].sizes, products[module].dtype, module, least)
+        for module, added in stacks.items()
     }
+
+
+def _with_room(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, AdaptedProduct]:
+    """Maps each module to which adapters may add to its product: those with one weight, without the head."""
+    head = head_of(scores_of(program.model.graph.outputs, program.name))
+    by_module = dict[str, list[AdaptedProduct]]()
+    for product in known:
+        if product.node is not head:
+            by_module.setdefault(product.module, []).append(product)
+    return {module: same[0] for module, same in by_module.items() if len({one.weight for one in same}) == 1}
 
 
 def _places(

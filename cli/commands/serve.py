@@ -90,6 +90,11 @@ def _origins(values: Sequence[str]) -> Sequence[str]:
     help="The form in which the model writes calls of tools.  [default: as its chat template and tokenizer tell]",
 )
 @click.option(
+    "--adapters",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder with folders of adapters, which clients may load while it serves.",
+)
+@click.option(
     "--queue",
     type=click.IntRange(min=0),
     default=64,
@@ -148,6 +153,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         api_key=given["api_key"],
         shares=not given["no_shared_prefixes"],
         tool_calls=given["tool_calls"],
+        adapters=None if given["adapters"] is None else str(given["adapters"].absolute()),
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

@@ -45,6 +45,7 @@ _BEAT = 5.0
 def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     """Who reads requests for this artifact; PartcError where it makes no tokens, or the tokenizer is another model's."""
     from partc.cli.server.bodies import Reader
+    from partc.runtime.generation.adapters import stacks_of
 
     record = manifest.generation
     if record is None:
@@ -57,12 +58,13 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     if name in record.adapters:
         raise UsageError(f"the model and an adapter have the name '{name}'\n  help: give another --served-model-name")
     path, tokenizer = settings.tokenizer, open_tokenizer(settings.tokenizer)
+    stacks = stacks_of(manifest)
     if path is None:
-        return Reader(name, record, None, None)
+        return Reader(name, record, None, None, stacks=stacks)
     refuse_other_vocabulary(path, tokenizer, record.vocabulary)
     template = find_chat_template(path)
     calls = settings.tool_calls or (form_of(template.text, tokenizer) if template is not None else "")
-    return Reader(name, record, tokenizer, template, tuple(end_of_text(path, tokenizer)), calls, path)
+    return Reader(name, record, tokenizer, template, tuple(end_of_text(path, tokenizer)), calls, path, stacks)
 
 
 def open_front(settings: ServerSettings, manifest: Manifest) -> Front:
@@ -163,7 +165,7 @@ def _ending(front: Front) -> Iterator[None]:
 
 def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], None] = lambda: None) -> None:
     """Runs the steps of the requests that come over the link, until it ends; while there are none, an empty one every `beat` seconds."""
-    link.send({"ready": True})
+    link.send({"ready": True, "adapters": batch.slots.record.adapters})
     began()
     news = _News(link)
     while True:
@@ -175,6 +177,9 @@ def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], No
             return
         seconds = time.perf_counter() - begin if made or before else None
         news.add(made, batch.slots, seconds)
+        if batch.changed:
+            link.send({"changed": batch.changed, "adapters": batch.slots.record.adapters})
+            batch.changed.clear()
 
 
 class _News:
@@ -232,19 +237,23 @@ class _News:
             ]
             cached = [*self._cached.items()]
             counts = {"used": used, "waiting": slots.waiting, "seconds": self._seconds, "cached": cached}
-            self._link.send({"made": made, **counts, "embedded": self._embeddings})
+            more = {"embedded": self._embeddings} if self._embeddings else {}
+            self._link.send({"made": made, **counts, **more})
             self._seconds, self._cached, self._embeddings, self._used = [], {}, [], used
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:
     """Does what the server says."""
     from partc.runtime import Request
+    from partc.runtime.generation.adapters import AdapterChange
 
     match message:
         case {"admit": number, "request": fields}:
             batch.admit(number, Request.unpacked(fields))
         case {"cancel": number}:
             batch.cancel(number)
+        case {"change": fields}:
+            batch.change(AdapterChange(*fields))
         case {"end": True}:
             batch.end()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import (
+    ADAPTER,
     ALL_REDUCE,
     BYTES,
     CACHE,
@@ -50,7 +51,7 @@ class TrainingStats:
 
 def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, CACHE: 0}
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, CACHE: 0, ADAPTER: 0}
     for record in manifest.state:
         if rank in record.ranks:
             found[record.kind] += manifest.state_bytes_of(record, rank)

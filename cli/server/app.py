@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 from hmac import compare_digest
 from pathlib import Path
@@ -39,7 +40,7 @@ _WAITING_BYTES = 4 * MOST_BYTES
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 _PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
-    *("/tokenize", "/detokenize", "/health", "/metrics"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/health", "/metrics"),
 )
 _OPEN_PATHS = {"/", "/health"}
 """Paths that are answered without a key."""
@@ -105,13 +106,22 @@ class Server:
     """What the routes share: who reads bodies, who has the open requests, and by which names of hosts it is served."""
 
     def __init__(self, reader: Reader, engine: Engine, settings: ServerSettings) -> None:
-        self.reader, self.engine, self.timeout = reader, engine, settings.timeout
+        self._reader, self.engine, self.timeout = reader, engine, settings.timeout
+        self._adapters, self._changes = settings.adapters, Turns(_MOST_CHATS)
         self.hosts = {_host_of(name) for name in (settings.host, *settings.hosts)} | _LOCAL
         self.origins, self._key = settings.origins, settings.api_key
         self.created = int(time.time())
         self._texts, self._chats = Turns(), Turns(_MOST_CHATS)
         self._token_texts = TokenTexts(reader.tokenizer)
         self._page = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
+
+    @property
+    def reader(self) -> Reader:
+        """Who reads bodies, by the adapters that there are now."""
+        record, names = self._reader.record, self.engine.adapters
+        if names and record.adapters != names:
+            self._reader = replace(self._reader, record=record.model_copy(update={"adapters": names}))
+        return self._reader
 
     def app(self) -> ASGIApp:
         """The application."""
@@ -120,6 +130,8 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/", self.page, methods=["GET"]),
@@ -246,6 +258,21 @@ class Server:
         read = sum(one.read for one in asked.requests)
         usage = {"prompt_tokens": read, "total_tokens": read}
         return Document({"object": "list", "data": data, "model": asked.model, "usage": usage})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Loads an adapter, which requests name as their model from then on."""
+        self._refuse_other_origin(request)
+        reader = self.reader
+        change = await self._changes.run(lambda body: reader.change(body, self._adapters), await _body(request))
+        await self.engine.change(change)
+        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Unloads an adapter; requests that it has continue."""
+        self._refuse_other_origin(request)
+        change = self.reader.leaving(await _body(request))
+        await self.engine.change(change)
+        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a conversation."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, Self
 
+from partc.cli.server.adapters import LoadBody, UnloadBody, loaded
 from partc.cli.server.body_fields import MOST_LABELS, SAMPLING, Labels, Sampling, Strict
 from partc.cli.server.refusals import RefusedError
 from partc.cli.server.response_body import ResponseBody
@@ -22,6 +23,7 @@ from partc.cli.text.message_text import MARK_LETTERS, MessageText
 from partc.cli.text.tokenizer import ids_of
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
+from partc.runtime.generation.adapters import AdapterChange
 from partc.runtime.generation.request import MOST_LOGPROBS, Request, faults_of
 from partc.runtime.generation.schema import SchemaBound
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -337,7 +339,8 @@ class Embeddings:
 class Reader:
     """Reads bodies for one model. `ending`: tokens behind which it has nothing more to say, beside those of the artifact.
 
-    `calls`: the form in which it writes calls of tools; empty where that is not known. `path`: the tokenizer's file.
+    `calls`: the form in which it writes calls of tools; empty where that is not known. `path`: the tokenizer's file. `stacks`: by module
+    with room for adapters the inputs, outputs and rank.
     """
 
     model: str
@@ -347,6 +350,7 @@ class Reader:
     ending: tuple[int, ...] = ()
     calls: str = ""
     path: str = ""
+    stacks: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def completion(self, data: bytes | bytearray) -> list[Completion]:
         """The choices of a request to `/v1/completions`; RefusedError."""
@@ -515,13 +519,37 @@ class Reader:
         """RefusedError where a client asks for another model than this one, alone or with one of its adapters."""
         if model not in self.models:
             fact = f"the model '{model}' is not here; this is '{self.model}'"
-            more = f", with the adapters {', '.join(map(repr, self.record.adapters))}" if self.record.adapters else ""
+            more = f", with the adapters {', '.join(map(repr, self.models[1:]))}" if self.models[1:] else ""
             raise RefusedError(404, fact + more, "model", "model_not_found")
 
     @property
     def models(self) -> list[str]:
         """The names that a request may have as its model: the model's, and those of its adapters."""
-        return [self.model, *self.record.adapters]
+        return [self.model, *filter(None, self.record.adapters)]
+
+    def change(self, data: bytes | bytearray, folder: str | None) -> AdapterChange:
+        """The adapter that a request to `/v1/load_lora_adapter` loads from inside of a folder; RefusedError."""
+        body = self._body(data, LoadBody.model_validate)
+        if body.lora_name in self.models:
+            raise RefusedError(
+                400, f"there is a model '{body.lora_name}'; unload it, or give another name", "lora_name"
+            )
+        change = loaded(body, folder, self.stacks)
+        if "" not in self.record.adapters:
+            fact = f"the {len(self.record.adapters)} places of adapters are taken; unload one"
+            raise RefusedError(400, fact, "lora_name", "no_place")
+        return change
+
+    def leaving(self, data: bytes | bytearray) -> AdapterChange:
+        """The adapter that a request to `/v1/unload_lora_adapter` unloads; RefusedError."""
+        name = self._body(data, UnloadBody.model_validate).lora_name
+        if name not in self.models[1:]:
+            raise RefusedError(404, f"there is no adapter '{name}'", "lora_name", "model_not_found")
+        if not self.stacks:
+            raise RefusedError(
+                400, "adapters of this artifact stay: it has no room for others", "lora_name", "unsupported"
+            )
+        return AdapterChange(name)
 
     def _body(self, data: bytes | bytearray, validate: Callable[[object], Any]) -> Any:
         try:
@@ -560,8 +588,8 @@ class Reader:
             faults = error.errors(include_url=False, include_input=False)
             texts = [f"'{'.'.join(map(str, one['loc']))}' {_fact_of(one)}" for one in faults[:8]]
             raise RefusedError(400, "; ".join(texts), str(faults[0]["loc"][0]) if faults[0]["loc"] else None) from None
-        if body.model is not None:
-            self.refuse_other(body.model)
+        if (model := getattr(body, "model", None)) is not None:
+            self.refuse_other(model)
         return body
 
     def _ids(self, text: str, special: bool = True) -> list[int]:

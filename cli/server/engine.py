@@ -10,6 +10,7 @@ import asyncio
 import enum
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 from partc.cli.server.link import MOST_BYTES
 from partc.cli.server.metrics import Metrics
 from partc.cli.server.refusals import RefusedError, without_traceback
+from partc.runtime.generation.adapters import AdapterChange
 from partc.runtime.generation.request import Request
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -112,6 +114,9 @@ class Engine:
         self._next = 0
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
+        self.adapters: list[str] = []
+        """The names of the places of adapters, empty of free ones."""
+        self._changes: deque[tuple[AdapterChange, asyncio.Future[str]]] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -160,6 +165,8 @@ class Engine:
     def submit(self, request: Request, timeout: float) -> Ticket:
         """Sends a request to the ranks; RefusedError where they take none now."""
         self._refuse_where_none_is_taken()
+        if request.adapter and request.adapter not in self.adapters:
+            raise RefusedError(404, f"the adapter '{request.adapter}' has left", "model", "model_not_found")
         ticket = Ticket(self._next, time.monotonic())
         self._next += 1
         self._open[ticket.number] = ticket
@@ -168,6 +175,17 @@ class Engine:
         ticket.deadline = asyncio.get_running_loop().call_later(timeout, self.end, ticket, "timeout")
         self._send({"admit": ticket.number, "request": request.packed()})
         return ticket
+
+    async def change(self, change: AdapterChange) -> None:
+        """Lets an adapter join or leave, for requests that come after; RefusedError where it does not."""
+        self._refuse_where_none_is_taken()
+        if not change.file:
+            self.adapters = ["" if name == change.name else name for name in self.adapters]
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._changes.append((change, done))
+        self._send({"change": change.packed()})
+        if problem := await done:
+            raise RefusedError(400 if self.state is State.READY else 500, problem, "lora_name")
 
     def end(self, ticket: Ticket, finish: str) -> None:
         """Ends a request that is still open: its slot is free two steps later."""
@@ -179,6 +197,9 @@ class Engine:
         """The ranks have failed: every open request ends with this text."""
         if self.state is not State.DRAINING:
             self.state = State.FAILED
+        while self._changes:
+            if not (done := self._changes.popleft()[1]).done():
+                done.set_result(without_traceback(text))
         for ticket in [*self._open.values()]:
             self._forget(ticket, "error")
             ticket.add(Failed(without_traceback(text)))
@@ -194,6 +215,12 @@ class Engine:
         self._send({"end": True})
 
     def _take(self, message: dict[str, Any]) -> None:
+        for problem in message.get("changed", ()):
+            if self._changes and not (found := self._changes.popleft()[1]).done():
+                found.set_result(problem)
+        if "adapters" in message:  # those that leave are not among them, though ranks have them still
+            leaving = {one.name for one, _ in self._changes if not one.file}
+            self.adapters = ["" if name in leaving else name for name in message["adapters"]]
         if "ready" in message and self.state is not State.DRAINING:
             self.state = State.READY
         if "made" in message:
@@ -201,7 +228,7 @@ class Engine:
                 self.metrics.cached_tokens += count
                 if (ticket := self._open.get(number)) is not None:
                     ticket.cached = count
-            for number, embedding in message["embedded"]:
+            for number, embedding in message.get("embedded", ()):
                 if (ticket := self._open.get(number)) is not None:
                     ticket.embedding = embedding
             self._tokens(message["made"])

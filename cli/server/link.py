@@ -4,8 +4,10 @@
 |---|---|---|
 | server | `{"admit": 7, "request": {...}}` | a request joins |
 | server | `{"cancel": 7}` | it leaves |
+| server | `{"change": ["letters", "letters/adapter_model.safetensors", {"q_proj": 2.0}]}` | an adapter joins; without a file it leaves |
 | server | `{"end": true}` | no request follows, and none is open |
-| loop | `{"ready": true}` | the ranks have loaded |
+| loop | `{"ready": true, "adapters": [..]}` | the ranks have loaded; the names of places of adapters |
+| loop | `{"changed": [""], "adapters": [..]}` | for each adapter in its order why it did not join or leave, empty where it did |
 | loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
 
 Of a request with `logprobs` an entry of `made` goes on with the scores of its tokens, and those of tokens of its prompt, each as

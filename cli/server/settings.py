@@ -13,8 +13,9 @@ class ServerSettings:
     `hosts`: further names by which clients may call it. `origins`: whose pages may use it. `name`: of the model, in place of the
     artifact's. `api_key`: what clients name. `shares`: whether prompts share the begins that slots have. `tool_calls`: the form of the
     model's calls of tools, in place of what its template tells. `drain`: how long open requests may go on when the server ends. `queue`:
-    how many may wait for a slot. `timeout`: of a request that does not say its own. `restart`: how often a job that fails is started
-    again. `link`: the socket by which rank 0 reaches the launching process, empty where the server runs in rank 0 itself.
+    how many may wait for a slot. `timeout`: of a request that does not say its own. `restart`: how often a job that fails is started again.
+    `adapters`: inside of which folder clients may load adapters; None: they may not. `link`: the socket by which rank 0 reaches the
+    launching process, empty where the server runs in rank 0 itself.
     """
 
     host: str = "127.0.0.1"
@@ -31,3 +32,4 @@ class ServerSettings:
     api_key: str | None = None
     shares: bool = True
     tool_calls: str | None = None
+    adapters: str | None = None

@@ -31,6 +31,7 @@ from partc.compiler.cost.sizes import FileSizes, Operand
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.artifact.byte_count import of_tensor
 from partc.runtime.artifact.format import (
+    ADAPTER,
     ALL_REDUCE,
     CACHE,
     CPU,
@@ -254,7 +255,7 @@ def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: M
     trained = {record.tensor for record in main.file.state if record.next}
     for record in main.file.state:
         bytes, one = manifest.state_bytes_of(record, rank), memories[main.targets.get(record.value, CPU)]
-        if record.kind in ("parameter", "statistics"):
+        if record.kind in ("parameter", "statistics", ADAPTER):
             one.parameters += bytes
         elif record.kind == CACHE:
             one.caches += bytes

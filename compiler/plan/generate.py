@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from partc.compiler.plan.adapters import MOST_RANK
 from partc.compiler.plan.placed_options import PlacedOptions
 from partc.runtime.artifact.generation import RequestDefaults
 from partc.runtime.options import ByteCount, Refused
@@ -47,6 +48,18 @@ class GenerateRules(PlacedOptions):
     embeddings: Literal["mean", "last"] | None = Field(
         None,
         description="What an embedding is of the inputs of the head: their mean over a prompt, or the last; null: none are made.",
+    )
+    adapters: int = Field(
+        0,
+        ge=0,
+        le=MOST_SLOTS,
+        description="Adapters for which there is room, those of the plan included: others are loaded while it serves.",
+    )
+    adapter_rank: int = Field(
+        16,
+        ge=1,
+        le=MOST_RANK,
+        description="The largest rank of an adapter for which there is room.",
     )
     memory: ByteCount = Field(
         None,

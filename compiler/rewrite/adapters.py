@@ -9,6 +9,7 @@ weights are A^T and B^T, as peft and torch's Linear have them, under the names t
 
 In a step of a decoder each slot has its own adapter, whose place the input `adapter` [slots] names; place 0 is zeros, of slots without an
 adapter. Ranks are padded with zeros up to the largest, and scales are within Bs. A Gather by a slot's own number reads no other slot.
+Where the plan has room for adapters that are loaded while it serves, stacks are state.
 
 A cut of W cuts A and B: columns of W those of B, rows of W those of A. Both partial sums are added before they are reduced.
 """
@@ -40,6 +41,12 @@ class AdaptedProduct:
     weight: str
     sizes: tuple[int, int]
     dtype: ir.DataType
+
+    @property
+    def module(self) -> str:
+        """The module of its weight, as peft names it; of a weight with another name that of its node."""
+        own = self.weight.removesuffix(".weight")
+        return own if own != self.weight else self.path.rpartition(".")[0] or self.path
 
     def is_of(self, module: str) -> bool:
         """Whether it computes in a module, or with that module's weight."""
@@ -83,10 +90,12 @@ def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: Lo
 
 def add_slot_adapters(
     graph: ir.Graph, paths: Mapping[ir.Node, str], stacks: Mapping[str, Mapping[str, ir.TensorProtocol]], rows: int
-) -> str:
-    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters."""
+) -> tuple[str, list[ir.Value]]:
+    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters, and the
+    stacks that are read.
+    """
     if not stacks:
-        return ""
+        return "", []
     known = adapted_products(paths)
     places = ir.Value(name=SLOT_ADAPTER, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([rows]))
     for module, tensors in stacks.items():
@@ -94,7 +103,8 @@ def add_slot_adapters(
             _add_of_slots(graph, product, module, tensors, places)
     if places.uses():  # of an encoder alone there may be no product
         graph.inputs.append(places)
-    return SLOT_ADAPTER
+    names = (f"{module}.lora_{key}.stack" for module in stacks for key in "AB")
+    return SLOT_ADAPTER, [graph.initializers[name] for name in names if name in graph.initializers]
 
 
 def _add_of_slots(
@@ -114,10 +124,12 @@ def _add_of_slots(
 
 
 def stacked(
-    adapters: Sequence[LowRank | None], sizes: tuple[int, int], dtype: ir.DataType, module: str
+    adapters: Sequence[LowRank | None], sizes: tuple[int, int], dtype: ir.DataType, module: str, least: int
 ) -> dict[str, ir.TensorProtocol]:
-    """The stacks A [places + 1, inputs, rank] and B [places + 1, rank, outputs] of a module, computed when they are read."""
-    rank = max(one.rank for one in adapters if one is not None)
+    """The stacks A [places + 1, inputs, rank] and B [places + 1, rank, outputs] of a module, computed when they are read; `least`: of the
+    rank.
+    """
+    rank = max([least, *(one.rank for one in adapters if one is not None)])
     shapes = {"A": (len(adapters) + 1, sizes[0], rank), "B": (len(adapters) + 1, rank, sizes[1])}
 
     def tensor(key: str) -> ir.TensorProtocol:

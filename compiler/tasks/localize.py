@@ -26,6 +26,7 @@ from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
@@ -61,6 +62,12 @@ def localize(program: Targeted) -> Localized:
             comm.declare(home, comm.values.at[home])
             if value in program.caches:  # ranks keep it (`_keep_caches`)
                 continue
+            if program.generation is not None and value in program.generation.stacks:
+                comm.job.state.add(
+                    home.group, comm.values.at[home], State(comm.values.at[home], home, None, name_of(value), "adapter")
+                )
+                if program.kind is not ProgramKind.STEP or not program.plan.adapters:  # else they have first values
+                    continue
             for place, ranks in home.holders:  # ranks with the same shard share one record
                 job.weights.add(ranks, comm.values.at[home], RankTensor(comm.values.at[home], home, place))
     done = {home for defs in versions.defs.values() for home in defs}

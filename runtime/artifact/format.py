@@ -247,9 +247,9 @@ class Collective(Record):
     made: LayoutRecord | None = None
 
 
-GRADIENT_NORM, SCALE, CACHE = "gradient_norm", "scale", "cache"
+GRADIENT_NORM, SCALE, CACHE, ADAPTER = "gradient_norm", "scale", "cache", "adapter"
 """The output of a step that is the norm of its gradients, where the plan reports it. Kinds of state: the loss scale and its count of steps,
-replaced also where a step changes nothing else; a decoder's keys and values."""
+replaced also where a step changes nothing else; a decoder's keys and values; a stack of weights of adapters, which no step replaces."""
 
 
 class TensorRecord(Record):
@@ -263,7 +263,7 @@ class TensorRecord(Record):
 
     value: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "scale", "cache"]
+    kind: Literal["parameter", "optimizer", "statistics", "scale", "cache", "adapter"]
     type: str
     shape: list[int]
     ranks: Ranks

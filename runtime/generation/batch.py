@@ -28,6 +28,7 @@ import numpy as np
 from ..artifact.tensors.dtypes import dense
 from ..communication.transport import Agreements
 from ..execution.program import Program
+from .adapters import AdapterChange
 from .generator import Generator
 from .request import NewToken, Request, refuse_unfit
 from .turns import Turns
@@ -41,26 +42,31 @@ _NO_NEWS = np.zeros(WORDS, np.int64)
 
 @dataclass(frozen=True)
 class Command:
-    """Requests that join, by number; numbers of those that are cancelled; and whether no step follows."""
+    """Requests that join, by number; numbers of those that are cancelled; adapters that join or leave after these; and whether no step
+    follows.
+    """
 
     admitted: Mapping[int, Request] = field(default_factory=dict)
     cancelled: Sequence[int] = ()
     ends: bool = False
+    adapters: Sequence[AdapterChange] = ()
 
     def dumps(self) -> str:
         """The command as JSON; empty where it changes nothing."""
-        if not (self.admitted or self.cancelled or self.ends):
+        if not (self.admitted or self.cancelled or self.ends or self.adapters):
             return ""
         admitted = [[number, request.packed()] for number, request in self.admitted.items()]
-        return json.dumps([admitted, [*self.cancelled], self.ends], separators=(",", ":"))
+        adapters = [one.packed() for one in self.adapters]
+        return json.dumps([admitted, [*self.cancelled], self.ends, adapters], separators=(",", ":"))
 
     @staticmethod
     def loads(text: str) -> Command:
         """The command that `dumps` wrote."""
         if not text:
             return Command()
-        admitted, cancelled, ends = json.loads(text)
-        return Command({number: Request.unpacked(fields) for number, fields in admitted}, cancelled, ends)
+        admitted, cancelled, ends, adapters = json.loads(text)
+        changes = [AdapterChange(*one) for one in adapters]
+        return Command({number: Request.unpacked(fields) for number, fields in admitted}, cancelled, ends, changes)
 
 
 def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:
@@ -102,6 +108,9 @@ class ContinuousBatch:
         self._leads = not isinstance(program, Program) or program.rank == 0
         self._admitted: dict[int, Request] = {}
         self._cancelled: list[int] = []
+        self._changes: list[AdapterChange] = []
+        self.changed: list[str] = []
+        """For each adapter that joined or left since they were looked at why it did not; empty where it did."""
         self._ends = False
         self._begun: Callable[[], Command] | None = None
         """The function that waits for the command that was sent before the step that ran last."""
@@ -122,13 +131,17 @@ class ContinuousBatch:
 
     def admit(self, number: int, request: Request) -> None:
         """Rank 0's: a request joins, under a number that no other one has; InputError where it cannot be met."""
-        refuse_unfit([request], self.generator.record)
+        refuse_unfit([request], self.slots.record)
         self._admitted[number] = request
 
     def cancel(self, number: int) -> None:
         """Rank 0's: a request leaves, whether it runs or waits; nothing where it has ended."""
         if self._admitted.pop(number, None) is None:
             self._cancelled.append(number)
+
+    def change(self, change: AdapterChange) -> None:
+        """Rank 0's: an adapter joins or leaves after the requests that have joined; `changed` says what became of it, in this order."""
+        self._changes.append(change)
 
     def end(self) -> None:
         """Rank 0's: after the command under way there is no step."""
@@ -137,7 +150,9 @@ class ContinuousBatch:
     @property
     def idle(self) -> bool:
         """Whether a step has nothing to do before rank 0 admits a request or ends."""
-        return not (self.slots.used or self.slots.waiting or self._admitted or self._cancelled or self._ends)
+        return not (
+            self.slots.used or self.slots.waiting or self._admitted or self._cancelled or self._ends or self._changes
+        )
 
     def step(self) -> list[NewToken] | None:
         """The tokens of the next step, none where there is nothing to do; None after the end. Collective."""
@@ -147,10 +162,27 @@ class ContinuousBatch:
             self.slots.admit(number, request)
         for number in command.cancelled:
             self.slots.cancel(number)
+        self.changed += map(self._adapted, command.adapters)
         if command.ends:
             self._turns.end()
             return None
         return self._turns.next(self._begin_ahead) or []
+
+    def _adapted(self, change: AdapterChange) -> str:
+        """Lets an adapter join or leave; why it does not, empty where it does."""
+        names = self.slots.record.adapters
+        if change.name in names:
+            if change.file:
+                return f"there is an adapter '{change.name}'"
+            self.slots.rename(names.index(change.name) + 1, "")
+            return ""
+        if not change.file:
+            return f"there is no adapter '{change.name}'"
+        if not (place := self.slots.free_place()):
+            return f"no place of {len(names)} is free"
+        if not (problem := self.generator.load_adapter(place, change)):
+            self.slots.rename(place, change.name)
+        return problem
 
     def _begin_ahead(self) -> None:
         """Begins the command that follows a step, before the step runs."""
@@ -161,8 +193,8 @@ class ContinuousBatch:
         """Begins the next command; in one process it is sent to no other."""
         command: Command | None = None
         if self._leads:
-            command = Command(self._admitted, self._cancelled, self._ends)
-            self._admitted, self._cancelled = {}, []
+            command = Command(self._admitted, self._cancelled, self._ends, self._changes)
+            self._admitted, self._cancelled, self._changes = {}, [], []
         if self._agreements is not None:
             return begin(self._agreements, command)
         return lambda: command or Command()

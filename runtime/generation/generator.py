@@ -27,6 +27,7 @@ from ..execution.inputs import SameArrays, Whole
 from ..execution.memory.huge_pages import huge_pages
 from ..execution.program import Outputs, Program, load
 from ..units import count
+from .adapters import AdapterChange, write_adapter
 from .draw import Scratch
 from .prefixes import Copy
 from .request import Answer, NewToken, Request, refuse_unfit
@@ -226,6 +227,19 @@ class Generator:
                     target[entries] = source[entries]
 
         self._write(write)
+
+    def load_adapter(self, place: int, change: AdapterChange) -> str:
+        """Writes an adapter into a place of the stacks; why no rank uses it, empty where all have written it. Collective."""
+        problem = ""
+        try:
+            write_adapter(self._ranks, place, change)
+        except (OSError, ValueError) as error:
+            problem = f"{change.file}: {error}"
+            if self._several and isinstance(self.program, Program):
+                problem = f"rank {self.program.rank}: {problem}"
+        if self._several and isinstance(self.program, Program):
+            problem = next(filter(None, self.program.all_gather_text(problem)), "")
+        return problem
 
     def _write(self, write: Callable[[Mapping[int, Array]], None]) -> None:
         """Lets `write` change the rows of each cache of this process's ranks, by slot."""

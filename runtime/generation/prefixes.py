@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+ADAPTER_BITS = 32
+"""From this bit on a token that prompts share has the place of their adapter: under another one a token has other entries."""
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -56,6 +59,12 @@ class Prefixes:
     def read(self, slot: int, position: int) -> None:
         """A slot has as many tokens of its sequence."""
         self.counts[slot] = min(position, len(self._prompts[slot])) // self._chunk * self._chunk
+
+    def forget_adapter(self, place: int) -> None:
+        """The entries that an adapter's weights have made are no longer those that its place makes."""
+        for slot, prompt in enumerate(self._prompts):
+            if prompt and prompt[0] >> ADAPTER_BITS == place:
+                self.forget(slot)
 
     def forget(self, slot: int) -> None:
         """A slot's entries are no longer there."""

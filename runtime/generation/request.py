@@ -213,7 +213,7 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
     """The faults of a request, a text for each."""
     yield from _faults_of_encoder(request, record.encoder)
     if request.adapter and request.adapter not in record.adapters:
-        known = ", ".join(record.adapters)
+        known = ", ".join(filter(None, record.adapters))
         help_ = f"those of the artifact are {known}" if known else "compile with `adapters` in the plan"
         yield f"there is no adapter '{request.adapter}'\n  help: {help_}"
     request = request.begun(record)

@@ -43,7 +43,7 @@ from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
 from .changes import Drawing, LogitChange, changes_of
-from .prefixes import Copy, Prefixes
+from .prefixes import ADAPTER_BITS, Copy, Prefixes
 from .request import Finish, NewToken, Request, TokenScore
 
 NO_SCORES: Mapping[int, TokenScore] = {}
@@ -79,7 +79,7 @@ class _Sequence:
             return ()
         if not self.adapter:
             return self.request.prompt
-        return [token + (self.adapter << 32) for token in self.request.prompt]  # under another adapter other entries
+        return [token + (self.adapter << ADAPTER_BITS) for token in self.request.prompt]
 
     @property
     def is_read(self) -> bool:
@@ -206,6 +206,19 @@ class Slots:
         in_chunks = not (request.scores_prompt or self.record.states)
         encoded = self.record.encoder is None
         self._waiting.append(_Sequence(number, request, in_chunks, changes, encoded=encoded, adapter=place))
+
+    def free_place(self) -> int:
+        """The first place of an adapter that has no name, and that no sequence is under; 0 where there is none."""
+        taken = {one.adapter for one in (*self._waiting, *self._running) if one is not None}
+        places = (place for place, name in enumerate(self.record.adapters, 1) if not name and place not in taken)
+        return next(places, 0)
+
+    def rename(self, place: int, name: str) -> None:
+        """Lets requests of a name be under the adapter at a place, with an empty one none; no prompt shares what was there before."""
+        names = [name if at == place else other for at, other in enumerate(self.record.adapters, 1)]
+        self.record = self.record.model_copy(update={"adapters": names})
+        if name:
+            self._prefixes.forget_adapter(place)
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""

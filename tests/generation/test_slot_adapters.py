@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,15 @@ from adapter_files import write_adapter
 from decoder_layouts import LAYOUTS
 from decoders import WIDTH, decoder
 from onnx import numpy_helper
+from partc.compiler.frontend.huggingface.adapter_folder import read_adapter
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.quantize import Blocks
 from partc.compiler.quantize import _dequantized, _quantize
-from partc.runtime import Request, load_local_generator
+from partc.runtime import ContinuousBatch, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import InputError
+from partc.runtime.generation.adapters import AdapterChange
 from partc.runtime.generation.request import Answer
 
 MODULES = {f"layers.{k}.{name}": (WIDTH, WIDTH // 2 if name in "kv" else WIDTH) for k in range(2) for name in "qkvo"}
@@ -140,6 +143,112 @@ def test_a_server_has_each_adapter_as_a_model(tmp_path: Path) -> None:
         status, refused = server.post("/v1/completions", {"prompt": [1], "model": "three"})
         assert (status, refused["error"]["param"]) == (404, "model")
         assert server.get("/v1/models/two")[1]["id"] == "two"
+
+
+def change(folder: Path, name: str) -> AdapterChange:
+    """The adapter of a folder as a server tells ranks of it."""
+    scales = {module: added.scale for module, added in read_adapter(folder / name, name).items()}
+    return AdapterChange(name, str(folder / name / "adapter_model.safetensors"), scales)
+
+
+@pytest.mark.parametrize(
+    ("layout", "slots"),
+    [("one rank", "slots: 3"), ("tensor parallel", "slots: 3"), ("tensor parallel stages", "slots: 4, groups: 2")],
+)
+def test_adapters_that_join_and_leave_between_steps(layout: str, slots: str, tmp_path: Path) -> None:
+    """They have the bits of adapters of the plan; a sequence keeps its own until it ends, and no prompt shares entries of another one."""
+    write(tmp_path)
+    head = f"{LAYOUTS[layout]}generate: {{{slots}, length: 64, chunk: 4"
+    names = ["one", "two", "five"]
+    entries = ", ".join(f"{name}: {name}" for name in names)
+    static = compiled(tmp_path, "static", f"{head}, adapters: 3, adapter_rank: 8}}\nadapters: {{{entries}}}\n")
+    prompt = [*range(20, 39)]
+
+    def asked(name: str) -> Request:
+        return Request(prompt, max_tokens=6, logprobs=0, adapter=name)
+
+    wanted = dict(zip(["", *names], (scores(one) for one in answers(static, [*map(asked, ["", *names])])), strict=True))
+    room = compiled(tmp_path, "room", f"{head}, adapters: 2, adapter_rank: 8}}\nadapters: {{one: one}}\n")
+    assert "\n".join(map(str, check_artifact(room))) == ""
+    with load_local_generator(room) as generator:
+        batch, made = ContinuousBatch(generator), dict[int, Answer]()
+
+        def run(steps: int = 1000) -> None:
+            while steps and (not batch.idle or batch.slots.used):
+                for token in batch.step() or ():
+                    made.setdefault(token.request, Answer()).add(token)
+                steps -= 1
+
+        batch.change(change(tmp_path, "two"))
+        run(1)
+        with pytest.raises(InputError, match="no adapter 'five'"):
+            batch.admit(0, asked("five"))
+        for number, name in enumerate(["one", "two", ""]):
+            batch.admit(number, asked(name))
+        run(4)
+        for one in (AdapterChange("two"), change(tmp_path, "five"), AdapterChange("seven"), change(tmp_path, "one")):
+            batch.change(one)  # `two` leaves while it has a sequence: there is no place before that ends
+        run()
+        batch.change(change(tmp_path, "five"))
+        run(1)
+        for number, name in enumerate(["five", "one", "five", ""], 3):
+            batch.admit(number, asked(name))
+        run()
+        refused = [fact.partition("'")[0] for fact in batch.changed]
+        assert refused == ["", "", "no place of 2 is free", "there is no adapter ", "there is an adapter ", ""]
+        for number, name in enumerate(["one", "two", "", "five", "one", "five", ""]):
+            assert scores(made[number]) == wanted[name], name
+
+
+def test_a_server_loads_adapters_under_load(tmp_path: Path) -> None:
+    """Beside requests without one, whose tokens stay; what does not fit is refused, and nothing else is touched."""
+    from server_case import LocalServer
+
+    write(tmp_path)
+    write_adapter(
+        tmp_path / "other", {"layers.0.q": (WIDTH, 8), "layers.9.q": (4, 4)}, {"layers.0.q": 2, "layers.9.q": 2}
+    )
+    write_adapter(tmp_path / "wide", MODULES, {"layers.0.q": 9})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"none")
+    head = "ranks: 1\ngenerate: {slots: 3, length: 64"
+    static = compiled(tmp_path, "static", f"{head}}}\nadapters: {{five: five}}\n")
+    wanted = [
+        one.tokens
+        for one in answers(static, [Request(PROMPTS[0], max_tokens=40, adapter=name) for name in ("", "five")])
+    ]
+    room = compiled(tmp_path, "room", f"{head}, adapters: 1, adapter_rank: 8}}\n")
+    load, unload, body = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", {"max_tokens": 40, "temperature": 0}
+    with LocalServer(room, adapters=str(tmp_path)) as server, ThreadPoolExecutor(2) as threads:
+        plain = [threads.submit(server.complete, PROMPTS[0], **body) for _ in range(6)]
+        for _ in range(3):
+            status, _, text = server.request("POST", load, b'{"lora_name": "a", "lora_path": "five"}')
+            assert (status, text) == (200, b"Success: LoRA adapter 'a' added successfully.")
+            assert [one["id"] for one in server.get("/v1/models")[1]["data"]] == ["model.onnx", "a"]
+            assert server.complete(PROMPTS[0], model="a", **body)["token_ids"] == wanted[1]
+            assert server.post(load, {"lora_name": "b", "lora_path": "one"})[1]["error"]["code"] == "no_place"
+            assert server.post(load, {"lora_name": "a", "lora_path": "one"})[0] == 400
+            assert server.request("POST", unload, b'{"lora_name": "a"}')[0] == 200
+            assert server.post("/v1/completions", {"prompt": [1], "model": "a"})[0] == 404
+        assert [one.result()["token_ids"] for one in plain] == [wanted[0]] * 6
+        for path, status, fact in (
+            ("other", 400, "'layers.0.q' is [32, 32], and the adapter adds [32, 8]; it is of another model"),
+            ("wide", 400, "'layers.0.q' has rank 9, and there is room for 8"),
+            ("broken", 400, "adapter_model.safetensors"),
+            ("nowhere", 400, "is not a folder"),
+            ("../..", 403, "not inside"),
+            ("/etc", 403, "not inside"),
+        ):
+            have, refused = server.post(load, {"lora_name": "c", "lora_path": path})
+            assert (have, fact in refused["error"]["message"]) == (status, True), refused
+        assert server.post(unload, {"lora_name": "c"})[0] == 404
+        assert server.post(load, {"lora_name": "c"})[0] == 400
+    with LocalServer(room) as server:
+        assert server.post(load, {"lora_name": "a", "lora_path": "five"})[0] == 403
+    with LocalServer(static, adapters=str(tmp_path)) as server:
+        assert server.post(load, {"lora_name": "a", "lora_path": "five"})[1]["error"]["code"] == "unsupported"
+        assert server.post(unload, {"lora_name": "five"})[1]["error"]["code"] == "unsupported"
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tensor parallel"])

@@ -36,7 +36,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ops.node import operand
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
-from partc.compiler.plan.rules import OutputRule, SymbolRule
+from partc.compiler.plan.rules import OutputRule, Plan, SymbolRule
 from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
@@ -96,7 +96,7 @@ def caches_as_state(program: Loaded) -> Loaded:
             law = "an embedding is of a prompt that a decoder alone reads"
             raise CompileError(Problem(rules.where("embeddings"), "the model has an encoder", law, "leave it out"))
         embedding = EmbeddingRecord(output=EMBEDDING, width=chosen.width, pooling=rules.embeddings)
-    adapter = add_slot_adapters(model.graph, node_paths(model), program.declared.adapters, form.rows)
+    adapter, stacks = add_slot_adapters(model.graph, node_paths(model), program.declared.adapters, form.rows)
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
@@ -137,10 +137,11 @@ def caches_as_state(program: Loaded) -> Loaded:
         defaults=_defaults(program.declared.decoding, rules),
         embedding=embedding,
         adapter=adapter,
-        adapters=[rule.name for rule in program.plan.adapters],
+        adapters=_adapters(program.plan),
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    generation = Generation({**work.caches, **apart}, record, work.unfused, work.sizes)
+    kept = frozenset(stacks if rules.adapters else ())
+    generation = Generation({**work.caches, **apart}, record, work.unfused, work.sizes, kept)
     warnings = (*program.warnings, *_unfollowed(program))
     return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation, warnings=warnings)
 
@@ -177,19 +178,26 @@ def _products(graph: ir.Graph) -> list[Blocks]:
     return [Blocks(bits=bits, block=block, level=level, points=points) for bits, block, level, points in sorted(found)]
 
 
+def _adapters(plan: Plan) -> list[str]:
+    """The names of the plan's adapters, and an empty one for each for which there is room besides."""
+    names = [rule.name for rule in plan.adapters]
+    return names + [""] * ((plan.generate.adapters if plan.generate else 0) - len(names))
+
+
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:
     """The program that computes the encoder of one slot of each run."""
     dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
     found = encoder.encode(build, form)
-    add_slot_adapters(program.model.graph, node_paths(program.model), program.declared.adapters, form.rows)
+    graph, rules = program.model.graph, form.rules
+    stacks = add_slot_adapters(graph, node_paths(program.model), program.declared.adapters, form.rows)[1]
     kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
     plan = replace(
         program.plan,
         dims=replace(dims, symbols={name: one for name, one in dims.symbols.items() if name in kept}),
         outputs=(),
     )
-    generation = Generation(found, prefill.record)
+    generation = Generation(found, prefill.record, stacks=frozenset(stacks if rules.adapters else ()))
     return replace(program, plan=plan, paths=node_paths(program.model), generation=generation)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from partc.runtime.artifact.format import CACHE, MANIFEST, Manifest, Port, Shape
+from partc.runtime.artifact.format import ADAPTER, CACHE, MANIFEST, Manifest, Port, Shape
 from partc.runtime.artifact.generation import (
     DECODE,
     ENCODE,
@@ -111,6 +111,7 @@ def check_generation(subject: Subject) -> list[Violation]:
             *_ports(manifest, record, rows),
             *_caches(subject, record, rows),
             *_states(subject, record),
+            *_adapters(manifest, record),
             *(
                 f"a sequence stops at {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
                 for token in record.stop
@@ -188,6 +189,15 @@ def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
         yield f"the generation names the state '{value}', which no node replaces"
     if record.states and record.chunk > 1:
         yield f"a step has {record.chunk} tokens, and each of them replaces '{record.states[0]}'"
+
+
+def _adapters(manifest: Manifest, record: GenerationRecord) -> Iterator[str]:
+    """Each stack of weights of adapters has a place for each of them, and one of none."""
+    for one in (one for one in manifest.state if one.kind == ADAPTER):
+        if len(one.shape) != 3 or one.shape[0] != len(record.adapters) + 1 or one.next:
+            fact = f"'{one.value}' has the shape {one.shape}, and is {'replaced' if one.next else 'kept'} by a step"
+            yield f"{fact}; it has three dims, of {len(record.adapters)} adapters and none, and no step replaces it"
+            return
 
 
 def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:

@@ -1,0 +1,76 @@
+"""Adapters that clients load while the server runs, under the paths that vLLM has for it: the body, and what is wrong with the folder.
+
+    POST /v1/load_lora_adapter      {"lora_name": "letters", "lora_path": "letters"}
+    POST /v1/unload_lora_adapter    {"lora_name": "letters"}
+
+A folder is looked at in the server; its numbers are read by the ranks (`runtime/generation/adapters.py`). Clients name folders inside of
+the one that `--adapters` gives, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+from partc.cli.server.body_fields import Strict
+from partc.cli.server.refusals import RefusedError
+from partc.runtime.generation.adapters import AdapterChange
+from pydantic import Field
+
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]+$")]
+
+
+class UnloadBody(Strict):
+    """Which adapter leaves."""
+
+    lora_name: Name
+
+
+class LoadBody(UnloadBody):
+    """Which adapter joins, and its folder."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+
+
+def loaded(body: LoadBody, folder: str | None, stacks: Mapping[str, tuple[int, int, int]]) -> AdapterChange:
+    """What the ranks are told of an adapter; RefusedError with what is wrong with its folder, or where there is no room for any.
+
+    `folder`: that of `--adapters`. `stacks`: by module with room the inputs, the outputs and the largest rank.
+    """
+    from partc.compiler.errors import CompileError
+    from partc.compiler.frontend.huggingface.adapter_folder import ADAPTER_WEIGHTS, read_adapter
+
+    if not stacks:
+        fact = "the artifact has no room for adapters; compile it with `generate: {adapters: 8, adapter_rank: 16}`"
+        raise RefusedError(400, fact, "lora_name", "unsupported")
+    if folder is None:
+        raise RefusedError(
+            403, "the server loads no adapters; start it with --adapters FOLDER", "lora_path", "adapters"
+        )
+    inside = Path(folder).resolve()
+    path = (inside / body.lora_path).resolve()
+    if not path.is_relative_to(inside):
+        raise RefusedError(403, "the path is not inside of the folder of --adapters", "lora_path", "adapters")
+    try:
+        read = read_adapter(path, body.lora_path)
+    except CompileError as error:
+        raise RefusedError(400, " ".join(str(error).replace(str(inside), "").split()), "lora_path") from None
+    problems = list[str]()
+    for module, added in read.items():
+        problems += _misfits(module, (*added.sizes, added.rank), stacks)
+    if problems:
+        more = f"; and {len(problems) - 4} more" if problems[4:] else ""
+        raise RefusedError(400, "; ".join(problems[:4]) + more, "lora_path")
+    scales = {module: added.scale for module, added in read.items()}
+    return AdapterChange(body.lora_name, str(path / ADAPTER_WEIGHTS), scales)
+
+
+def _misfits(module: str, sizes: tuple[int, ...], stacks: Mapping[str, tuple[int, int, int]]) -> Iterator[str]:
+    """Why an adapter of a module does not fit the model."""
+    if module not in stacks:
+        yield f"the model has no product '{module}' with room for adapters"
+    elif sizes[:2] != stacks[module][:2]:
+        yield f"'{module}' is {[*stacks[module][:2]]}, and the adapter adds {[*sizes[:2]]}; it is of another model"
+    elif sizes[2] > (most := stacks[module][2]):
+        yield f"'{module}' has rank {sizes[2]}, and there is room for {most}; compile with `adapter_rank: {sizes[2]}`"
