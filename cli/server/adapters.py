@@ -22,19 +22,19 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 
 
 class UnloadBody(Strict):
-    """Which adapter leaves."""
+    """The adapter that leaves."""
 
     lora_name: Name
 
 
 class LoadBody(UnloadBody):
-    """Which adapter joins, and its folder."""
+    """The adapter that joins, and its folder."""
 
     lora_path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 
 
 def loaded(body: LoadBody, folder: str | None, stacks: Mapping[str, tuple[int, int, int]]) -> AdapterChange:
-    """What the ranks are told of an adapter; RefusedError with what is wrong with its folder, or where there is no room for any.
+    """The change that ranks are told of; RefusedError with the faults of the folder, or where there is no room.
 
     `folder`: that of `--adapters`. `stacks`: by module with room the inputs, the outputs and the largest rank.
     """

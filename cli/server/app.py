@@ -117,7 +117,7 @@ class Server:
 
     @property
     def reader(self) -> Reader:
-        """Who reads bodies, by the adapters that there are now."""
+        """The reader of bodies, with the adapters that are there now."""
         record, names = self._reader.record, self.engine.adapters
         if names and record.adapters != names:
             self._reader = replace(self._reader, record=record.model_copy(update={"adapters": names}))

@@ -410,7 +410,7 @@ class Reader:
         return [replace(one, response=body.repeated()) for one in self.chat(json.dumps(body.chat()).encode())]
 
     def embeddings(self, data: bytes | bytearray) -> Embeddings:
-        """What a request to `/v1/embeddings` asks for; RefusedError."""
+        """The prompts of a request to `/v1/embeddings`; RefusedError."""
         body = self._body(data, _EmbeddingBody.model_validate)
         if (record := self.record.embedding) is None:
             fact = "the artifact gives no embeddings; compile it with `generate: {embeddings: mean}` in the plan"

@@ -45,14 +45,14 @@ class Generation:
     """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, None where nothing does, and what the
     manifest says of it. `unfused`: the nodes of attention that keep the model's form, since their mask is not causal, or not proven so.
     `sizes`: by value of the model its dims: how many slots or tokens a step has where the model has its batch or its tokens, else None.
-    `stacks`: weights of adapters that ranks keep, since others are loaded between steps.
+    `stacks`: the names of weights of adapters that ranks keep, since others are loaded between steps.
     """
 
     caches: Mapping[ir.Value, ir.Value | None]
     record: GenerationRecord
     unfused: tuple[str, ...] = ()
     sizes: Mapping[ir.Value, tuple[int | None, ...]] = field(default_factory=dict)
-    stacks: frozenset[ir.Value] = frozenset()
+    stacks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,12 +90,12 @@ def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: Lo
 
 def add_slot_adapters(
     graph: ir.Graph, paths: Mapping[ir.Node, str], stacks: Mapping[str, Mapping[str, ir.TensorProtocol]], rows: int
-) -> tuple[str, list[ir.Value]]:
-    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters, and the
-    stacks that are read.
+) -> tuple[str, frozenset[str]]:
+    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters, and
+    those of the stacks.
     """
     if not stacks:
-        return "", []
+        return "", frozenset()
     known = adapted_products(paths)
     places = ir.Value(name=SLOT_ADAPTER, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([rows]))
     for module, tensors in stacks.items():
@@ -104,7 +104,7 @@ def add_slot_adapters(
     if places.uses():  # of an encoder alone there may be no product
         graph.inputs.append(places)
     names = (f"{module}.lora_{key}.stack" for module in stacks for key in "AB")
-    return SLOT_ADAPTER, [graph.initializers[name] for name in names if name in graph.initializers]
+    return SLOT_ADAPTER, frozenset(names)
 
 
 def _add_of_slots(

@@ -23,6 +23,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import LocalForm, over_values
+from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
@@ -56,17 +57,16 @@ def localize(program: Targeted) -> Localized:
     versions = find_versions(program, delivered)
     job = Job(program.plan.ranks, {*program.own_names, *versions.names.values()})
     comm = CommLowering(program, job, ValueTable(program.values, versions.names))
-    graph = program.model.graph
+    graph, stacks = program.model.graph, program.generation.stacks if program.generation else ()
     for value in graph.initializers.values():
         for home in versions.defs.get(value, ()):
             comm.declare(home, comm.values.at[home])
             if value in program.caches:  # ranks keep it (`_keep_caches`)
                 continue
-            if program.generation is not None and value in program.generation.stacks:
-                comm.job.state.add(
-                    home.group, comm.values.at[home], State(comm.values.at[home], home, None, name_of(value), "adapter")
-                )
-                if program.kind is not ProgramKind.STEP or not program.plan.adapters:  # else they have first values
+            if (name := tensor_of(value)) in stacks:
+                at = comm.values.at[home]
+                comm.job.state.add(home.group, at, State(at, home, None, name, "adapter"))
+                if program.kind is not ProgramKind.STEP or not program.plan.adapters:  # else it has first values
                     continue
             for place, ranks in home.holders:  # ranks with the same shard share one record
                 job.weights.add(ranks, comm.values.at[home], RankTensor(comm.values.at[home], home, place))

@@ -178,7 +178,7 @@ class Generator:
         return slots.take(step, chosen, **given)
 
     def _pooled(self, step: Step, outputs: Mapping[int, Outputs], rows: Sequence[int]) -> Vector:
-        """What this process has of the embeddings of rows: the bits of float32 as whole numbers, -1 where another rank has them.
+        """The embeddings of rows as far as this process has them: the bits of float32 as whole numbers, -1 where another rank has them.
 
         Its size is one of few: a power of two of rows.
         """

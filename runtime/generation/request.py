@@ -259,7 +259,7 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_embedding(one: Request, record: GenerationRecord) -> Iterator[str]:
-    """What is wrong with a request that asks for the embedding of its prompt."""
+    """The faults of a request that asks for the embedding of its prompt."""
     if record.embedding is None:
         fact = "it asks for an embedding, and the artifact makes tokens alone"
         yield f"{fact}\n  help: compile with `generate: {{embeddings: mean}}` in the plan"

@@ -65,7 +65,7 @@ class _Sequence:
     encoded: bool = False
     adapter: int = 0
     pooled: Pooled | None = None
-    """What the head reads of the tokens read so far, where it asks for an embedding."""
+    """The pooled inputs of the head so far, where it asks for an embedding."""
 
     @property
     def unread(self) -> int:
@@ -92,7 +92,7 @@ class _Sequence:
 
     @property
     def embedding(self) -> Array:
-        """What is pooled of its prompt, of length 1, float32."""
+        """Its prompt's embedding, of length 1, float32."""
         assert self.pooled is not None
         whole: Pooled = self.pooled / (float(np.linalg.norm(self.pooled)) or 1.0)
         return whole.astype(np.float32)

@@ -140,8 +140,9 @@ def caches_as_state(program: Loaded) -> Loaded:
         adapters=_adapters(program.plan),
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    kept = frozenset(stacks if rules.adapters else ())
-    generation = Generation({**work.caches, **apart}, record, work.unfused, work.sizes, kept)
+    generation = Generation(
+        {**work.caches, **apart}, record, work.unfused, work.sizes, stacks if rules.adapters else frozenset()
+    )
     warnings = (*program.warnings, *_unfollowed(program))
     return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation, warnings=warnings)
 
@@ -189,7 +190,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
     dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
     found = encoder.encode(build, form)
-    graph, rules = program.model.graph, form.rules
+    graph = program.model.graph
     stacks = add_slot_adapters(graph, node_paths(program.model), program.declared.adapters, form.rows)[1]
     kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
     plan = replace(
@@ -197,7 +198,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
         dims=replace(dims, symbols={name: one for name, one in dims.symbols.items() if name in kept}),
         outputs=(),
     )
-    generation = Generation(found, prefill.record, stacks=frozenset(stacks if rules.adapters else ()))
+    generation = Generation(found, prefill.record, stacks=stacks if form.rules.adapters else frozenset())
     return replace(program, plan=plan, paths=node_paths(program.model), generation=generation)
 
 

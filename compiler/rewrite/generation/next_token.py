@@ -152,7 +152,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
 def _embedding(
     build: NodeBuilder, head: ir.Node | None, last: ir.Value, count: ir.Value, form: StepForm
 ) -> ir.Value | None:
-    """What the head reads of each sequence, pooled as the plan says, in float32; None where it says nothing."""
+    """The input of the head, pooled for each sequence as the plan says, in float32; None where it says nothing."""
     if (pooling := form.rules.embeddings) is None:
         return None
     if any(value.name == EMBEDDING for value in (*build.graph.inputs, *build.graph.outputs)):

@@ -192,8 +192,13 @@ def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
 
 
 def _adapters(manifest: Manifest, record: GenerationRecord) -> Iterator[str]:
-    """Each stack of weights of adapters has a place for each of them, and one of none."""
-    for one in (one for one in manifest.state if one.kind == ADAPTER):
+    """Each stack of weights of adapters has a place for each of them, and one of none; a module has both."""
+    stacks = [one for one in manifest.state if one.kind == ADAPTER]
+    names = {one.tensor for one in stacks}
+    pairs = ((name.replace(".lora_A.", ".lora_B."), name.replace(".lora_B.", ".lora_A.")) for name in sorted(names))
+    if alone := next((pair for pair in pairs if not names.issuperset(pair)), None):
+        yield f"ranks keep one of '{alone[1]}' and '{alone[0]}'; an adapter has both"
+    for one in stacks:
         if len(one.shape) != 3 or one.shape[0] != len(record.adapters) + 1 or one.next:
             fact = f"'{one.value}' has the shape {one.shape}, and is {'replaced' if one.next else 'kept'} by a step"
             yield f"{fact}; it has three dims, of {len(record.adapters)} adapters and none, and no step replaces it"
