@@ -265,14 +265,14 @@ class Server:
         reader = self.reader
         change = await self._changes.run(lambda body: reader.change(body, self._adapters), await _body(request))
         await self.engine.change(change)
-        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' added successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' added successfully.\n")
 
     async def unload_adapter(self, request: Request) -> Response:
         """Unloads an adapter; requests that it has continue."""
         self._refuse_other_origin(request)
         change = self.reader.leaving(await _body(request))
         await self.engine.change(change)
-        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' removed successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{change.name}' removed successfully.\n")
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a conversation."""

@@ -6,6 +6,8 @@ A Llama of 2 layers with random weights and a tokenizer of bytes and pairs, made
 
     lm-eval     a task of choices and one of perplexity by `local-completions`, each against lm-eval's `hf` model: the largest difference
                 of a log-likelihood is at most 1e-4, and accuracy and perplexity are the same
+    embeddings  openai's client, which asks for base64, against transformers' hidden states: at most 1e-5 apart
+    adapters    a folder of peft's form is loaded while it serves: log-likelihoods against the model with the product added, 1e-5
     openai      logprobs of a completion and of a conversation, streamed and whole, echo, best_of, penalties; and what is refused
 """
 
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "server"))
+sys.path.extend([str(path) for path in HERE.parent.iterdir() if path.is_dir()])
 WORDS = [
     "the",
     "river",
@@ -60,6 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--pooling", choices=("mean", "last"), default="mean")
+    parser.add_argument("--only", default="embeddings,adapters,openai,lm-eval")
     options = parser.parse_args()
     from server_case import MpiServer
 
@@ -69,6 +73,9 @@ def main() -> None:
         plan = ["plan", "llama", "--tp", f"{options.tp}", "--generate", f"{LENGTH}", "--slots", f"{options.slots}"]
         for command in ([*plan, "-o", "plan.yaml"], ["compile", "llama", "--plan", "plan.yaml"]):
             subprocess.run([sys.executable, "-m", "partc.cli", *command], cwd=folder, check=True, capture_output=True)
+            text = (folder / "plan.yaml").read_text()
+            more = f"embeddings: {options.pooling}, adapters: 2, adapter_rank: 4"
+            (folder / "plan.yaml").write_text(text.replace("generate: {", f"generate: {{{more}, ", 1))
         more = (
             "--tokenizer",
             str(folder / "llama" / "tokenizer.json"),
@@ -76,11 +83,20 @@ def main() -> None:
             "llama",
             "--threads",
             "1",
+            "--adapters",
+            str(folder),
         )
         with MpiServer(folder=folder / "build", options=more) as server:
             url = f"http://127.0.0.1:{server.port}/v1"
-            of_openai(url)
-            of_lm_eval(folder, url, options.slots)
+            only = options.only.split(",")
+            if "embeddings" in only:
+                of_embeddings(folder, url, options.pooling)
+            if "adapters" in only:
+                of_adapters(folder, url)
+            if "openai" in only:
+                of_openai(url)
+            if "lm-eval" in only:
+                of_lm_eval(folder, url, options.slots)
 
 
 def text(draw: random.Random, count: int) -> str:
@@ -122,6 +138,80 @@ def make(folder: Path) -> None:
         (folder / f"{task}.json").write_text("".join(json.dumps(row) + "\n" for row in rows[task]))
         data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / task}.json}}}}\ntest_split: test\n"
         (folder / f"{task}.yaml").write_text(f"task: {task}\n{data}{written}")
+
+
+def of_embeddings(folder: Path, url: str, pooling: str) -> None:
+    import numpy as np
+    import openai
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(folder / "llama"),
+        AutoTokenizer.from_pretrained(folder / "llama"),
+    )
+    client, draw, apart = openai.OpenAI(base_url=url, api_key="none"), random.Random(3), []
+    texts = [text(draw, count) for count in (1, 2, 5, 20, 60, 90)]
+    asked: Any = {"model": "llama", "input": texts}
+    answers = [client.embeddings.create(**asked), client.embeddings.create(**asked, dimensions=16)]
+    for at, written in enumerate(texts):
+        ids = torch.tensor([tokenizer.encode(written)])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states[-1][0].double().numpy()
+        whole = states.mean(0) if pooling == "mean" else states[-1]
+        for answer, want in zip(answers, (whole, whole[:16]), strict=True):
+            apart.append(float(np.abs(want / np.linalg.norm(want) - answer.data[at].embedding).max()))
+    count = sum(len(tokenizer.encode(written)) for written in texts)
+    assert max(apart) <= 1e-5, apart
+    assert answers[0].usage.prompt_tokens == answers[0].usage.total_tokens == count
+    print(f"openai embeddings, {pooling}: {len(texts)} inputs, {count} tokens counted, at most {max(apart):.1e} apart")
+
+
+def of_adapters(folder: Path, url: str) -> None:
+    import openai
+    import torch
+    from adapter_files import write_adapter
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(folder / "llama"),
+        AutoTokenizer.from_pretrained(folder / "llama"),
+    )
+    sizes = {
+        name: (one.in_features, one.out_features)
+        for name, one in model.named_modules()
+        if isinstance(one, torch.nn.Linear) and name != "lm_head"
+    }
+    more = write_adapter(folder / "letters", sizes, {name: 1 + at % 4 for at, name in enumerate(sizes)})
+    client, body = openai.OpenAI(base_url=url, api_key="none"), {"lora_name": "letters", "lora_path": "letters"}
+    ids = tokenizer.encode("seven grey geese sleep past an old mill where the river runs")
+    asked: Any = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 0}
+
+    def scores(name: str) -> list[float]:
+        return client.completions.create(model=name, **asked).choices[0].logprobs.token_logprobs[1 : len(ids)]
+
+    def wanted() -> list[float]:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        return [float(logits[at, token]) for at, token in enumerate(ids[1:])]
+
+    plain = wanted()
+    assert client.post("/load_lora_adapter", body=body, cast_to=str).startswith("Success")
+    found = [scores("llama"), scores("letters"), scores("llama")]
+    for name, added in more.items():
+        module = model.get_submodule(name)
+        module.weight.data += torch.tensor(added, dtype=torch.float32)
+    apart = [
+        max(abs(a - b) for a, b in zip(one, want, strict=True))
+        for one, want in zip(found, (plain, wanted(), plain), strict=True)
+    ]
+    assert [one.id for one in client.models.list()] == ["llama", "letters"]
+    assert client.post("/unload_lora_adapter", body={"lora_name": "letters"}, cast_to=str).startswith("Success")
+    assert [one.id for one in client.models.list()] == ["llama"]
+    print(
+        f"adapter loaded: {len(ids) - 1} log-likelihoods, {apart[1]:.1e} apart, of the base {max(apart[0], apart[2]):.1e}"
+    )
+    assert max(apart) <= 1e-4
 
 
 def of_lm_eval(folder: Path, url: str, slots: int) -> None:

@@ -30,7 +30,7 @@ from cpu_account import TITLE, Account, ranks_below
 from transformer import HERE, ROOT, mpi_command
 from turns import Side, serve, told
 
-sys.path.append(str(HERE.parent / "server"))
+sys.path.extend([str(path) for path in HERE.parent.iterdir() if path.is_dir()])
 SAMPLE = HERE.parents[1] / "samples" / "gpt"
 PLAN = """ranks: 2
 sharding: {{"layers.*.*.project": colwise, "layers.*.*.out": rowwise, head: colwise}}

@@ -224,7 +224,7 @@ def test_a_server_loads_adapters_under_load(tmp_path: Path) -> None:
         plain = [threads.submit(server.complete, PROMPTS[0], **body) for _ in range(6)]
         for _ in range(3):
             status, _, text = server.request("POST", load, b'{"lora_name": "a", "lora_path": "five"}')
-            assert (status, text) == (200, b"Success: LoRA adapter 'a' added successfully.")
+            assert (status, text) == (200, b"Success: LoRA adapter 'a' added successfully.\n")
             assert [one["id"] for one in server.get("/v1/models")[1]["data"]] == ["model.onnx", "a"]
             assert server.complete(PROMPTS[0], model="a", **body)["token_ids"] == wanted[1]
             assert server.post(load, {"lora_name": "b", "lora_path": "one"})[1]["error"]["code"] == "no_place"
