@@ -70,3 +70,26 @@ def test_one_module_reads_attributes() -> None:
         path.name: reads.findall(path.read_text()) for path in FOLDER.glob("*.py") if path.name != "configuration.py"
     }
     assert not {name: texts for name, texts in found.items() if texts}, "use configuration.attribute"
+
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("ResNetForImageClassification", "pixel_values", ["batch", 3, 224, 224]),
+        ("SiglipForImageClassification", "pixel_values", ["batch", 3, 224, 224]),
+        ("ASTForAudioClassification", "input_values", ["batch", 1024, 128]),
+        ("Wav2Vec2ForSequenceClassification", "input_values", ["batch", "samples"]),
+        ("BartForSequenceClassification", "input_ids", ["batch", "sequence"]),
+    ],
+)
+def test_inputs_of_classifiers(kind: str, name: str, shape: list[Any]) -> None:
+    """A classifier with a decoder makes the decoder's tokens itself; the first frames of a sound need some samples."""
+    family = getattr(transformers, kind)
+    module: Any = type(kind, (), {"forward": family.forward, "can_generate": lambda self: False, "modules": tuple})()
+    module.config, module.main_input_name = family.config_class(), family.main_input_name
+    inputs = usual_inputs(module, None, "model")
+    assert [*inputs] == [name, *(["attention_mask"] if name == "input_ids" else [])]
+    assert [*inputs[name].shape] == shape
+    symbols = position_symbols(module, inputs)
+    assert "samples" not in shape or symbols["samples"].min == 720

@@ -4,11 +4,13 @@
     decoder_input_ids, decoder_attention_mask                      [batch, target]       int64
     pixel_values                                                   [batch, channels, height, width]
     input_features                                                 [batch, mel bins, frames]
+    input_values                                                   [batch, samples], or of a spectrogram [batch, frames, mel bins]
     labels                                                         those of the decoder's ids, or [batch] of a classifier
 
 An encoder of text takes `input_ids` and `attention_mask`, a decoder alone `input_ids`, an encoder with a decoder
 `decoder_input_ids`, too. `inputs = ["input_ids", "labels"]` in the `model.py` chooses others; with `labels` the model has the output
-`loss`, too. `sequence` and `target` are at most the model's number of positions.
+`loss`, too. `sequence` and `target` are at most the model's number of positions. Images are of the size in the configuration, else
+224 x 224.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from partc.compiler.plan.pattern import nearest
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TARGET = ("decoder_input_ids", "decoder_attention_mask")
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+_USUAL_SIDES = (224, 224)
+"""The size of images that image processors of transformers make, where a configuration has none."""
 _POSITIONS = {
     "sequence": ("max_source_positions", "max_position_embeddings", "n_positions"),
     "target": ("max_target_positions", "max_position_embeddings", "n_positions"),
@@ -40,7 +44,7 @@ def usual_inputs(model: Any, names: Sequence[str] | None, where: str) -> dict[st
         names = [model.main_input_name]
         if model.main_input_name == "input_ids" and "attention_mask" in arguments and not _is_decoder(model):
             names.append("attention_mask")
-        if has_encoder(model):
+        if has_encoder(model) and not type(model).__name__.endswith(_CLASSIFIERS):  # which make those of their text
             names.append("decoder_input_ids")
     found = {name: _input(model, name) if name in arguments else None for name in names}
     if unknown := [name for name, one in found.items() if one is None]:
@@ -73,6 +77,11 @@ def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbo
         least = 2 if dim == "sequence" and "labels" in inputs and _is_decoder(model) else 1
         if dim in dims and (sizes or least > 1):
             found[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)
+    if "samples" in dims:
+        least = 2  # frames
+        for kernel, stride in _convolutions(model.config)[::-1]:
+            least = (least - 1) * stride + kernel
+        found["samples"] = Symbol(min=least)
     return found
 
 
@@ -103,14 +112,27 @@ def _input(model: Any, name: str) -> Input | None:
         return Input(["batch"], "float32" if problem == "regression" else "int64")
     if name == "labels":
         return Input(["batch", "target" if has_encoder(model) else "sequence"], "int64")
-    channels, bins, positions = (
-        attribute(config, key, int) for key in ("num_channels", "num_mel_bins", "max_source_positions")
+    if name == "pixel_values":
+        seen = attribute(config, "vision_config", object) or config
+        channels = attribute(seen, "num_channels", int)
+        return None if channels is None else Input(["batch", channels, *(_sides(seen) or _USUAL_SIDES)], "float32")
+    bins, positions, frames = (
+        attribute(config, key, int) for key in ("num_mel_bins", "max_source_positions", "max_length")
     )
-    if name == "pixel_values" and channels is not None and (sides := _sides(config)):
-        return Input(["batch", channels, *sides], "float32")
     if name == "input_features" and bins is not None and positions is not None:
         return Input(["batch", bins, 2 * positions], "float32")
+    if name == "input_values" and _convolutions(config):
+        return Input(["batch", "samples"], "float32")
+    if name == "input_values" and bins is not None and frames is not None:
+        return Input(["batch", frames, bins], "float32")
     return None
+
+
+def _convolutions(config: Any) -> list[tuple[int, int]]:
+    """The kernel and the stride of each convolution by which a model of speech begins."""
+    kernels = attribute(config, "conv_kernel", Sequence, ())  # type: ignore[type-abstract]
+    strides = attribute(config, "conv_stride", Sequence, ())  # type: ignore[type-abstract]
+    return [*zip(kernels, strides, strict=False)]
 
 
 def _sides(config: Any) -> list[int]:
