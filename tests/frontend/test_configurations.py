@@ -72,7 +72,6 @@ def test_one_module_reads_attributes() -> None:
     assert not {name: texts for name, texts in found.items() if texts}, "use configuration.attribute"
 
 
-
 @pytest.mark.parametrize(
     ("kind", "name", "shape"),
     [
