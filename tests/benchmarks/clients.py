@@ -1,7 +1,7 @@
 """Clients of OpenAI's API, unchanged, against `partc serve` of a small decoder over two MPI ranks: a table of requests and results.
 
     pip install openai litellm langchain-openai instructor
-    python tests/benchmarks/clients.py [--only openai,langchain]
+    NODE_PATH=node_modules python tests/benchmarks/clients.py [--only openai,langchain,node]         npm install openai
 
 The decoder counts (`tests/server/server_case.py`): after the prompt it writes a word and a call of the tool `f`, unless a schema binds it.
 A client that is not installed is left out, with a line that says so.
@@ -13,6 +13,9 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ from server_case import MpiServer, write_script
 
 PLAN = """ranks: 2
 sharding: {"layers.*.q": colwise, "layers.*.k": colwise, "layers.*.v": colwise, "layers.*.o": rowwise, head: colwise}
-generate: {slots: 4, length: 2048, chunk: 64}
+generate: {slots: 4, length: 2048, chunk: 64, embeddings: mean}
 """
 FUNCTION = {
     "name": "f",
@@ -97,6 +100,7 @@ def _openai(url: str) -> Cases:
             return error.status_code, error.body["message"]
         raise AssertionError("is not refused")
 
+    yield "embeddings", lambda: len(client.embeddings.create(model="model.onnx", input=["hi", "h"]).data[1].embedding)
     yield "completion", lambda: client.completions.create(model="model.onnx", prompt="hi", max_tokens=4).choices[0].text
     yield "chat", lambda: chat.create(model="model.onnx", messages=TURN, max_tokens=3).choices[0].message.content
     yield "tools, auto", call
@@ -193,7 +197,65 @@ def _instructor(url: str) -> Cases:
         )
 
 
-CLIENTS = {"openai": _openai, "litellm": _litellm, "langchain_openai": _langchain, "instructor": _instructor}
+NODE = """
+const OpenAI = require("openai").default;
+const client = new OpenAI({baseURL: process.argv[1], apiKey: "none"}), model = "model.onnx";
+const messages = [{role: "user", content: "hi"}], tools = TOOLS, response_format = FORMAT;
+const chat = options => client.chat.completions.create({model, messages, ...options});
+const message = async options => (await chat(options)).choices[0].message;
+const asked = {
+  completion: async () => (await client.completions.create({model, prompt: "hi", max_tokens: 4})).choices[0].text,
+  chat: async () => (await message({max_tokens: 3})).content,
+  stream: async () => {
+    let text = "";
+    for await (const one of await chat({stream: true})) text += one.choices[0].delta.content ?? "";
+    return text;
+  },
+  tools: async () => (await message({tools})).tool_calls[0].function,
+  json_schema: async () => JSON.parse((await message({response_format, max_tokens: 60})).content),
+  responses: async () => (await client.responses.create({model, input: "hi", max_output_tokens: 3})).output_text,
+  embeddings: async () => {
+    const found = await client.embeddings.create({model, input: ["hi", "h"]});
+    const size = Math.hypot(...found.data[0].embedding);
+    if (Math.abs(size - 1) > 1e-5) throw new Error(`the length is ${size}`);
+    return [found.data.length, found.data[0].embedding.length, found.usage.prompt_tokens];
+  },
+  models: async () => { const ids = []; for await (const one of client.models.list()) ids.push(one.id); return ids; },
+  refused: async () => {
+    try { await chat({n: 10000}); } catch (error) { return [error.constructor.name, error.status]; }
+    throw new Error("is not refused");
+  },
+};
+asked[process.argv[2]]().then(found => console.log(JSON.stringify(found)), error => { console.error(String(error)); process.exit(1); });
+"""
+
+
+def _node(url: str) -> Cases:
+    script = NODE.replace("TOOLS", json.dumps(TOOLS)).replace("FORMAT", json.dumps(FORMAT))
+
+    def ask(request: str) -> object:
+        ran = subprocess.run(["node", "-e", script, url, request], capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(ran.stderr.strip())
+        return json.loads(ran.stdout)
+
+    for request in re.findall(r"^  (\w+): async", NODE, re.MULTILINE):
+        yield request, lambda request=request: ask(request)
+
+
+def _has_node() -> bool:
+    """Whether node has openai's package."""
+    look = ["node", "-e", 'require("openai")']
+    return shutil.which("node") is not None and not subprocess.run(look, capture_output=True).returncode
+
+
+CLIENTS = {
+    "openai": _openai,
+    "litellm": _litellm,
+    "langchain_openai": _langchain,
+    "instructor": _instructor,
+    "node": _node,
+}
 
 
 def main() -> int:
@@ -209,7 +271,7 @@ def main() -> int:
             for client, cases in CLIENTS.items():
                 if only and client.partition("_")[0] not in only:
                     continue
-                if importlib.util.find_spec(client) is None:
+                if not (_has_node() if client == "node" else importlib.util.find_spec(client)):
                     print(f"{client:17} is not installed")
                     continue
                 for request, ask in cases(f"http://127.0.0.1:{server.port}/v1"):
