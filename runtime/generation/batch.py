@@ -65,7 +65,7 @@ class Command:
         if not text:
             return Command()
         admitted, cancelled, ends, adapters = json.loads(text)
-        changes = [AdapterChange(*one) for one in adapters]
+        changes = tuple(AdapterChange(*one) for one in adapters)
         return Command({number: Request.unpacked(fields) for number, fields in admitted}, cancelled, ends, changes)
 
 

@@ -9,7 +9,7 @@ import onnx.defs
 import pytest
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.format import DOMAIN, Collective, LayoutRecord, SymbolRecord, TensorRecord
-from partc.runtime.artifact.generation import EncoderRecord, GenerationRecord
+from partc.runtime.artifact.generation import EmbeddingRecord, EncoderRecord, GenerationRecord
 from partc.runtime.artifact.manifest_file import ManifestFile, ProgramRecord
 from partc.runtime.artifact.port import IdsRecord, LabelRecord, Law, Port
 from partc.runtime.artifact.training.scalars import SCALARS, OptimizerRecord
@@ -23,7 +23,7 @@ WORDS = {*re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`|^    .*$|^\| `.*$",
 """Words in code, and in rows of tables about code."""
 RECORDS: list[type[BaseModel]] = [
     *(ManifestFile, ProgramRecord, SymbolRecord, Port, LabelRecord, IdsRecord, Transfer, Collective, LayoutRecord),
-    *(TensorRecord, Law, TrainingRecord, OptimizerRecord, GenerationRecord, EncoderRecord),
+    *(TensorRecord, Law, TrainingRecord, OptimizerRecord, GenerationRecord, EncoderRecord, EmbeddingRecord),
 ]
 
 
