@@ -139,10 +139,10 @@ class Local:
         """Emits a standard op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
         return self.give(op_type, inputs, f"{self.outputs[0]}.{word}", **attributes)
 
-    def give(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        """Emits a standard op whose one output has this name: one of `outputs`."""
-        self._append(op_type, inputs, [output], ir.convenience.convert_attributes(attributes), "")
-        return output
+    def give(self, op_type: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
+        """Emits a standard op whose outputs have these names, one of `outputs` or others; returns the first."""
+        self._append(op_type, inputs, outputs, ir.convenience.convert_attributes(attributes), "")
+        return outputs[0]
 
     def _append(
         self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str

@@ -1,0 +1,138 @@
+"""Products with matrices that a router picks: rows are multiplied by expert, on one rank and in any cut, as the model's own nodes do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import onnx
+import pytest
+from equivalence import counted, same_as_whole
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.rewrite.routed import _Routing
+from sharded_models import with_weights
+from training_equivalence import run_whole, same_training
+
+
+def normal(*shape: int, seed: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+ROUTER = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[tokens, 6] x) => (float[tokens, 6] y)
+    <int64[2] flat = {-1, 1}, int64[1] k = {2}, int64[1] one = {1}, int64[1] all = {-1}, int64[3] twice = {1, 2, 1},
+     int64[2] rows = {-1, 6}, int64[3] apart = {-1, 2, 6}, int64[1] first = {0}, int64[1] half = {12}, int64[1] end = {24}> {
+    [route] logits = MatMul(x, router)
+    [choose] top, chosen = TopK(logits, k)
+    [share] share = Softmax <axis = 1> (top)
+    [apart] x3 = Unsqueeze(x, one)
+    [twice] x2 = Tile(x3, twice)
+    [spread] xs = Reshape(x2, rows)
+    [flatten] ids = Reshape(chosen, all)
+"""
+END = """
+    [flat] s = Reshape(share, flat)
+    [weigh] m = Mul(d, s)
+    [experts] e = Reshape(m, apart)
+    [total] t = ReduceSum <keepdims = 0> (e, one)
+    [end] y = Tanh(t)
+}"""
+COLUMNS = (
+    ROUTER
+    + """
+    [pairs] index = Unsqueeze(ids, all)
+    [pick_up] ups = GatherND(up_weight, index)
+    [column] x4 = Unsqueeze(xs, all)
+    [up] u4 = MatMul(ups, x4)
+    [flat_up] both = Squeeze(u4, all)
+    [gate] gate = Slice(both, first, half, one)
+    [lift] lift = Slice(both, half, end, one)
+    [bend] bent = Tanh(gate)
+    [gated] h = Mul(bent, lift)
+    [pick_down] downs = GatherND(down_weight, index)
+    [column_down] h4 = Unsqueeze(h, all)
+    [down] d4 = MatMul(downs, h4)
+    [flat_down] d = Squeeze(d4, all)
+"""
+    + END
+)
+"""As Mixtral is exported: weights [experts, columns, rows], the gate and the other half in one."""
+ROWS = (
+    ROUTER
+    + """
+    [pick_up] ups = Gather(up_weight, ids)
+    [row] x4 = Unsqueeze(xs, one)
+    [up] u4 = MatMul(x4, ups)
+    [flat_up] u = Squeeze(u4, one)
+    [pick_bias] c = Gather(bias, ids)
+    [biased] both = Add(u, c)
+    [gate] gate = Slice(both, first, end, one, k)
+    [lift] lift = Slice(both, one, end, one, k)
+    [bend] bent = Tanh(gate)
+    [gated] h = Mul(bent, lift)
+    [pick_down] downs = Gather(down_weight, ids)
+    [swapped] downs_of = Transpose <perm = [0, 2, 1]> (downs)
+    [row_down] h4 = Unsqueeze(h, one)
+    [down] d4 = MatMul(h4, downs_of)
+    [flat_down] d = Squeeze(d4, one)
+"""
+    + END
+)
+"""As gpt-oss is exported: weights [experts, rows, columns], with biases; the second ones are swapped where they are read."""
+FORMS = {
+    "columns": (COLUMNS, {"router": (6, 6), "up_weight": (6, 24, 6), "down_weight": (6, 6, 12)}),
+    "rows": (ROWS, {"router": (6, 6), "up_weight": (6, 6, 24), "bias": (6, 24), "down_weight": (6, 6, 12)}),
+}
+PLANS = {
+    "one rank": ("ranks: 1\n", {}),
+    "two ranks have halves of each matrix": ("ranks: 2\nsharding: {up: colwise, down: rowwise}\n", {"AllReduce": 1}),
+    "three ranks have thirds of each matrix": ("ranks: 3\nsharding: {up: colwise, down: rowwise}\n", {"AllReduce": 1}),
+    "two ranks have half of the tokens": (
+        "ranks: 2\nsymbols: {tokens: {divisor: 2}}\ndataset: {x: [2, 1]}\n",
+        {"Exchange": 1},
+    ),
+    "three ranks have two experts each": (
+        "ranks: 3\nsharding: {'{up,down}': {in: [[1, 1], [3, 1, 1], [1]]}}\n",
+        {"AllReduce": 2},
+    ),
+}
+TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: wanted}, optimizer: {type: momentum, lr: 0.05, momentum: 0.9}}\n"
+
+
+def model(form: str) -> onnx.ModelProto:
+    text, weights = FORMS[form]
+    return with_weights(text, weights)
+
+
+def tokens(count: int) -> list[dict[str, np.ndarray]]:
+    """Tokens of all kinds: mixed; all alike, so that most experts have none; zeros, whose logits are equal."""
+    alike = np.tile(normal(1, 6, seed=8), (count, 1))
+    return [{"x": x} for x in (normal(count, 6), alike, np.zeros((count, 6), np.float32))]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_multiplied_by_expert(form: str, plan: str) -> None:
+    text, collectives = PLANS[plan]
+    program = same_as_whole(model(form), text, *tokens(4), *tokens(2), rtol=1e-5, atol=1e-5, checked=True)
+    assert not any(node.op_type == "GatherND" for node in program.model.graph)
+    assert counted(program) == collectives
+    assert not program.warnings
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_learn(form: str, plan: str, tmp_path: Path) -> None:
+    """As the picked matrices do; experts without a row have a gradient of zeros."""
+    text, _ = PLANS[plan]
+    steps = [{**step, "wanted": normal(4, 6, seed=9)} for step in tokens(4)]
+
+    def source() -> Source:
+        return Source(from_proto(model(form), Path("model.onnx")))
+
+    with mock.patch.object(_Routing, "replace"):  # compiles the model's own nodes
+        picked = run_whole(source(), f"ranks: 1\n# {form}\n{TRAIN}", steps)
+    assert not any(node.op_type == "ExpertMatMul" for node in picked.program.model.graph)
+    same_training(source, text + TRAIN, tmp_path, steps, rtol=1e-5, atol=1e-4, whole=picked)
