@@ -13,14 +13,15 @@ computed between two products, and after them, stays as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, TRANSPOSED
-from partc.compiler.ops.node import axes_of, axis_of, counted, dims, same
+from partc.compiler.ops.node import axes_of, axis_of, dims, same
 from partc.compiler.ops.rule import OWN
+from partc.compiler.rewrite.products import Picked, picked
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.runtime.units import first_of
 
@@ -30,22 +31,12 @@ _DIMS = 3
 """The dims of experts' weights: an expert, and those of its matrix."""
 
 
-@dataclass(frozen=True)
-class _Picked:
-    """Matrices of `weights`, one for each of `ids`; `swapped`: with rows as columns. `nodes`: what makes them, in order."""
-
-    weights: ir.Value
-    ids: ir.Value
-    swapped: bool
-    nodes: tuple[ir.Node, ...]
-
-
 def routed(program: Typed) -> Typed:
     """The program with each such product replaced; a warning names matrices that are still copied."""
     work = _Routing(program)
     for node in [node for node in work.graph if _is(node, "MatMul")]:
         work.replace(node)
-    copied = [work.paths[node] for node in work.graph if node.op_type in ("Gather", "GatherND") and work.picked(node)]
+    copied = [work.paths[node] for node in work.graph if node.op_type in ("Gather", "GatherND") and work.picked(node.outputs[0])]
     if copied:
         fact = f"{first_of(copied)}: the matrices of experts are copied for each token; only products of a row with each are not"
         return work.done(warnings=(*program.warnings, fact))
@@ -61,47 +52,37 @@ class _Routing(Rewriting[Typed]):
             if self.constants.issuperset(program.reads[node]):
                 self.constants.update(node.outputs)
 
-    def picked(self, node: ir.Node | None) -> _Picked | None:
-        """The matrices that a node makes; None where a router does not pick them."""
-        if node is None:
+    def picked(self, value: ir.Value | None) -> Picked | None:
+        """The matrices that a value is; None where no router picks them of a constant."""
+        found = picked(value)
+        shape, extents = (dims(found.weights), dims(found.ids)) if found else (None, None)
+        if found is None or shape is None or extents is None or found.weights not in self.constants:
             return None
-        if _is(node, "Transpose"):
-            found, rank = self.picked(_producer(node.inputs[0])), len(dims(node.outputs[0]) or ())
-            order = [counted(axis, rank) for axis in node.attributes.get_ints("perm") or reversed(range(rank))]
-            if found is None or order != [*range(rank - 2), rank - 1, rank - 2]:
-                return None
-            return replace(found, swapped=not found.swapped, nodes=(*found.nodes, node))
-        by_rows = _is(node, "Gather") and node.attributes.get_int("axis", 0) == 0
-        if not by_rows and not (_is(node, "GatherND") and node.attributes.get_int("batch_dims", 0) == 0):
+        is_index = _is(found.nodes[0], "GatherND")
+        if len(shape) != _DIMS or len(extents) != 1 + is_index or (is_index and extents[1] != 1):
             return None
-        weights, ids = node.inputs
-        shape, extents = dims(weights), dims(ids)
-        if weights is None or ids is None or shape is None or extents is None or weights not in self.constants:
-            return None
-        if len(shape) != _DIMS or not isinstance(shape[0], int) or not (by_rows or extents[-1:] == (1,)):
-            return None
-        return _Picked(weights, ids, False, (node,)) if _are_choices(ids, shape[0]) else None
+        return found if isinstance(shape[0], int) and _are_choices(found.ids, shape[0]) else None
 
     def replace(self, node: ir.Node) -> None:
         """Puts the product of rows with their experts' matrices in the place of a node that is one."""
         for side in (0, 1):
-            picked, rows = self.picked(_producer(node.inputs[side])), node.inputs[1 - side]
+            found, rows = self.picked(node.inputs[side]), node.inputs[1 - side]
             shape, axis = dims(rows), _DIMS - 1 - side
-            if picked is None or rows is None or shape is None or len(shape) != _DIMS or shape[axis] != 1:
+            if found is None or rows is None or shape is None or len(shape) != _DIMS or shape[axis] != 1:
                 continue
             if same(shape[0], (dims(node.inputs[side]) or shape)[0]):
-                self._put(node, picked, rows, axis, (side == 0) != picked.swapped)
+                self._put(node, found, rows, axis, (side == 0) != found.swapped)
                 self.changed = True
                 return
 
-    def _put(self, node: ir.Node, picked: _Picked, rows: ir.Value, axis: int, transposed: bool) -> None:
+    def _put(self, node: ir.Node, matrices: Picked, rows: ir.Value, axis: int, transposed: bool) -> None:
         """Puts it in the place of a product; `axis`: the dim of 1 of the rows, and of the product."""
-        out, experts = node.outputs[0], picked.ids
-        old = [*picked.nodes, *filter(None, map(_producer, (rows, experts))), node]
+        out, experts = node.outputs[0], matrices.ids
+        old = [*matrices.nodes, *filter(None, map(_producer, (rows, experts))), node]
         if len(dims(experts) or ()) > 1:
             experts = self._without(node, experts, 1, ".experts")
         product = self._but(out, axis, f"{name_of(out)}.product")
-        operands = [self._without(node, rows, axis, ".rows"), picked.weights, experts]
+        operands = [self._without(node, rows, axis, ".rows"), matrices.weights, experts]
         self.put(
             node,
             EXPERT_MATMUL,

@@ -100,10 +100,9 @@ def _(local: Local) -> None:
         done = local.emit("Shape", [results], "done", end=1)
         order = local.emit("Slice", [order, first, done], "done_order")
     places = local.emit("Unsqueeze", [order, integers(local, "last", [1])], "indices")
-    width = local.local_shapes[out]
-    assert width is not None
-    assert isinstance(width[1], int)
-    shape = local.emit("Concat", [extent, integers(local, "width", [width[1]])], "shape", axis=0)
+    width = (local.local_shapes[weights] or ())[1 if is_transposed(local.node) else 2]
+    assert isinstance(width, int)
+    shape = local.emit("Concat", [extent, integers(local, "width", [width])], "shape", axis=0)
     assert local.node.inputs[0] is not None
     dtype = local.node.inputs[0].dtype or ir.DataType.FLOAT
     zeros = local.emit("ConstantOfShape", [shape], "zeros", value=ir.tensor(np.zeros(1, dtype.numpy())))
