@@ -136,12 +136,12 @@ class Local:
         self.itself = self.nodes[-1]
 
     def emit(self, op_type: str, inputs: Sequence[str], word: str, **attributes: Any) -> str:
-        """Emits a standard op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
+        """Emits an op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
         return self.give(op_type, inputs, f"{self.outputs[0]}.{word}", **attributes)
 
-    def give(self, op_type: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
-        """Emits a standard op whose outputs have these names, one of `outputs` or others; returns the first."""
-        self._append(op_type, inputs, outputs, ir.convenience.convert_attributes(attributes), "")
+    def give(self, op_type: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
+        """Emits an op whose outputs have these names, one of `outputs` or others; returns the first."""
+        self._append(op_type, inputs, outputs, ir.convenience.convert_attributes(attributes), domain)
         return outputs[0]
 
     def _append(

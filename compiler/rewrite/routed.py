@@ -13,13 +13,19 @@ computed between two products, and after them, stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
-from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, TRANSPOSED
+from partc.compiler.ir.value_info import ValueInfo
+from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS, TRANSPOSED
 from partc.compiler.ops.node import axes_of, axis_of, dims, same
+from partc.compiler.ops.registry import CONTRIB
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.products import Picked, picked
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -32,11 +38,20 @@ _DIMS = 3
 
 
 def routed(program: Typed) -> Typed:
-    """The program with each such product replaced; a warning names matrices that are still copied."""
+    """The program with each such product replaced; a warning names matrices that are still copied.
+
+    Raises CompileError where these are to be quantized: no other form has a product for that.
+    """
     work = _Routing(program)
     for node in [node for node in work.graph if _is(node, "MatMul")]:
         work.replace(node)
-    copied = [work.paths[node] for node in work.graph if node.op_type in ("Gather", "GatherND") and work.picked(node.outputs[0])]
+    if problems := [*work.unquantized()]:
+        raise CompileError(problems)
+    copied = [
+        work.paths[node]
+        for node in work.graph
+        if node.op_type in ("Gather", "GatherND") and work.picked(node.outputs[0])
+    ]
     if copied:
         fact = f"{first_of(copied)}: the matrices of experts are copied for each token; only products of a row with each are not"
         return work.done(warnings=(*program.warnings, fact))
@@ -63,6 +78,17 @@ class _Routing(Rewriting[Typed]):
             return None
         return found if isinstance(shape[0], int) and _are_choices(found.ids, shape[0]) else None
 
+    def unquantized(self) -> Iterator[Problem]:
+        """Weights that a plan quantizes and that are still read as floats."""
+        for value in self.graph.initializers.values():
+            blocks: ExpertBlocks | None = value.meta.get(EXPERT_BLOCKS)
+            if blocks is not None and (use := next(iter(value.uses()), None)) is not None:
+                fact = f"'{self.paths[use.node]}' picks matrices of '{value.name}', which cannot be quantized"
+                law = "the product of one row with each matrix that a router picks has a quantized form"
+                yield Problem(
+                    blocks.where, fact, law, f"leave out '{value.name}': null behind a pattern keeps its weights"
+                )
+
     def replace(self, node: ir.Node) -> None:
         """Puts the product of rows with their experts' matrices in the place of a node that is one."""
         for side in (0, 1):
@@ -82,15 +108,17 @@ class _Routing(Rewriting[Typed]):
         if len(dims(experts) or ()) > 1:
             experts = self._without(node, experts, 1, ".experts")
         product = self._but(out, axis, f"{name_of(out)}.product")
-        operands = [self._without(node, rows, axis, ".rows"), matrices.weights, experts]
-        self.put(
-            node,
-            EXPERT_MATMUL,
-            operands,
-            [product],
-            domain=OWN,
-            attributes=[ir.AttrInt64(TRANSPOSED, 1)] if transposed else [],
-        )
+        rows, weights = self._without(node, rows, axis, ".rows"), matrices.weights
+        blocks: ExpertBlocks | None = weights.meta.get(EXPERT_BLOCKS)
+        if blocks is None:
+            how = [ir.AttrInt64(TRANSPOSED, 1)] if transposed else []
+            self.put(node, EXPERT_MATMUL, [rows, weights, experts], [product], attributes=how, domain=OWN)
+        else:
+            packed, scales = (self._stack(weights, word) for word in ("blocks", "scales"))
+            how = ir.convenience.convert_attributes(blocks.attributes)
+            operands = [rows, packed, experts, scales]
+            self.put(node, EXPERT_MATMUL_N_BITS, operands, [product], attributes=how, domain=OWN)
+            self.before.model.opset_imports.setdefault(CONTRIB, 1)
         for reader in [use.node for use in out.uses() if _is(use.node, "Squeeze") and not out.is_graph_output()]:
             if axes_of(reader, _DIMS) == (axis,):
                 self.take_place(product, reader.outputs[0], reader)
@@ -102,6 +130,20 @@ class _Routing(Rewriting[Typed]):
             )
             self.take_place(whole, out, node)
         self.drop(old)
+        if blocks is not None and not weights.uses():
+            del self.graph.initializers[name_of(weights)], self.values[weights]
+
+    def _stack(self, weights: ir.Value, word: str) -> ir.Value:
+        """The blocks or the scales of experts' weights, which all products with these share."""
+        blocks: ExpertBlocks = weights.meta[EXPERT_BLOCKS]
+        name = f"{weights.name}.{blocks.attributes['bits']}bits.{word}"
+        if name not in self.graph.initializers:
+            tensor = blocks.blocks if word == "blocks" else blocks.scales
+            kind, shape = ir.TensorType(tensor.dtype), tuple(tensor.shape.numpy())
+            value = ir.Value(name=name, type=kind, shape=ir.Shape(shape), const_value=tensor)
+            self.graph.register_initializer(value)
+            self.values[value] = ValueInfo(type_text(kind), shape, tensor.dtype.bitwidth // 8)
+        return self.graph.initializers[name]
 
     def _without(self, node: ir.Node, value: ir.Value, axis: int, suffix: str) -> ir.Value:
         """A value without a dim of 1: what an Unsqueeze has given the dim, or a Squeeze of it in front of `node`."""

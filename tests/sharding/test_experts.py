@@ -8,10 +8,12 @@ from unittest import mock
 import numpy as np
 import onnx
 import pytest
-from equivalence import counted, same_as_whole
+from equivalence import compiled, counted, same_as_whole
+from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.rewrite.routed import _Routing
+from partc.runtime import load_local
 from sharded_models import with_weights
 from training_equivalence import run_whole, same_training
 
@@ -136,3 +138,41 @@ def test_experts_learn(form: str, plan: str, tmp_path: Path) -> None:
         picked = run_whole(source(), f"ranks: 1\n# {form}\n{TRAIN}", steps)
     assert not any(node.op_type == "ExpertMatMul" for node in picked.program.model.graph)
     same_training(source, text + TRAIN, tmp_path, steps, rtol=1e-5, atol=1e-4, whole=picked)
+
+
+def wide(form: str) -> onnx.ModelProto:
+    """The model in larger sizes, with weights of experts that blocks of four bits hold exactly."""
+    text, weights = FORMS[form]
+    for old, new in {"6]": "32]", "1, 6}": "1, 32}", "2, 6}": "2, 32}", "= {24}": "= {64}", "= {12}": "= {32}"}.items():
+        text = text.replace(old, new)
+    sizes = {6: 32, 12: 32, 24: 64}
+    shapes = {name: (6, *(sizes[size] for size in shape[1:])) for name, shape in weights.items()}
+    proto = with_weights(text, {**shapes, "router": (32, 6)})
+    for one in proto.graph.initializer:
+        if one.name in ("up_weight", "down_weight"):
+            array = np.clip(np.round(numpy_helper.to_array(one) * 20), -7, 7)
+            blocked = array.swapaxes(1, 2) if (form, one.name) == ("rows", "up_weight") else array
+            blocked[..., ::16] = -8  # of a block the extreme, which is a whole number of scales
+            one.CopyFrom(numpy_helper.from_array((array / 64).astype(np.float32), one.name))
+    return proto
+
+
+FOUR_BITS = "quantize: {{'{{up,down}}': {{bits: 4, block: 16, accuracy_level: {}}}}}\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_of_four_bits(form: str, ranks: int) -> None:
+    plan = f"ranks: {ranks}\n{FOUR_BITS.format(1)}sharding: {{up: colwise, down: rowwise}}\n"
+    program = same_as_whole(wide(form), plan, {"x": normal(5, 32)}, rtol=1e-5, atol=1e-5, checked=True)
+    assert {node.op_type for node in program.model.graph if "Expert" in node.op_type} == {"ExpertMatMulNBits"}
+    assert counted(program) == ({"AllReduce": 1} if ranks > 1 else {})
+
+
+@pytest.mark.parametrize("quantize", ["", FOUR_BITS.format(1)])
+def test_a_row_has_the_same_bits_in_any_company(quantize: str, tmp_path: Path) -> None:
+    compiled(wide("columns"), f"ranks: 1\n{quantize}", tmp_path)
+    x = normal(9, 32)
+    with load_local(tmp_path) as ranks:
+        among = ranks({"x": x})["y"]
+        assert all(np.array_equal(ranks({"x": x[k : k + n]})["y"], among[k : k + n]) for k in range(6) for n in (1, 3))
