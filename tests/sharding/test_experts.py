@@ -176,3 +176,36 @@ def test_a_row_has_the_same_bits_in_any_company(quantize: str, tmp_path: Path) -
     with load_local(tmp_path) as ranks:
         among = ranks({"x": x})["y"]
         assert all(np.array_equal(ranks({"x": x[k : k + n]})["y"], among[k : k + n]) for k in range(6) for n in (1, 3))
+
+
+MOE = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+main (float[tokens, 6] x) => (float[tokens, 6] y) {
+    [route] logits = MatMul(x, router)
+    [moe] m = com.microsoft.MoE <k = 2, HOW> (x, logits, up_weight, up_bias, down_weight, down_bias)
+    [end] y = Tanh(m)
+}"""
+SWIGLU = "swiglu_fusion = 1, activation_alpha = 1.702, activation_beta = 1.0, swiglu_limit = 0.5"
+
+
+@pytest.mark.parametrize(
+    ("how", "width"),
+    [
+        ('activation_type = "silu", normalize_routing_weights = 1', 12),
+        ('activation_type = "relu"', 12),
+        (f'activation_type = "swiglu", {SWIGLU}', 24),
+    ],
+)
+def test_the_kernel_of_a_layer_is_written_out_where_it_is_cut(how: str, width: int) -> None:
+    shapes = {
+        "router": (6, 4),
+        "up_weight": (4, width, 6),
+        "up_bias": (4, width),
+        "down_weight": (4, 6, 12),
+        "down_bias": (4, 6),
+    }
+    plan = "ranks: 2\nsharding: {moe.first: colwise, moe.second: rowwise}\n"
+    program = same_as_whole(
+        with_weights(MOE.replace("HOW", how), shapes), plan, {"x": normal(5, 6)}, rtol=1e-5, atol=1e-5
+    )
+    assert counted(program) == {"AllReduce": 1}
+    assert [node.op_type for node in program.model.graph].count("ExpertMatMul") == 2
