@@ -31,11 +31,8 @@ def write_out_mixture(node: ir.Node) -> None:
         node.attributes.get_int("swiglu_fusion", 0),
     )
     is_gated = kind == _SWIGLU and fusion == _INTERLEAVED
-    if (
-        not (kind in _ALONE or is_gated)
-        or operand(node, 6) is not None
-        or node.attributes.get_int("use_sparse_mixer", 0)
-    ):
+    mixer = node.attributes.get_int("use_sparse_mixer", 0)
+    if mixer or operand(node, 6) is not None or not (kind in _ALONE or is_gated):
         return
     write = _Writing(node)
     x, logits, first, first_bias, second, second_bias = (operand(node, k) for k in range(6))
