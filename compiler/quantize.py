@@ -195,7 +195,7 @@ def _keep_blocks(product: Product, how: Blocks, where: str) -> None:
     )
 
 
-def written_out(model: ir.Model) -> ir.Model:
+def with_dense_experts(model: ir.Model) -> ir.Model:
     """The model with each product by expert, whose weights are to be blocks, as quantized products of all rows with each expert's."""
     graph = model.graph
     for node, product in products(graph).items():

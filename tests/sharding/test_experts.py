@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import onnx
 import pytest
+from dealt import dealt
 from equivalence import compiled, counted, same_as_whole
 from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
@@ -114,8 +115,7 @@ def tokens(count: int) -> list[dict[str, np.ndarray]]:
     return [{"x": x} for x in (normal(count, 6), alike, np.zeros((count, 6), np.float32))]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("plan", "form"), dealt([*PLANS], [*FORMS]))
 def test_rows_are_multiplied_by_expert(form: str, plan: str) -> None:
     text, collectives = PLANS[plan]
     program = same_as_whole(model(form), text, *tokens(4), *tokens(2), rtol=1e-5, atol=1e-5, checked=True)
@@ -124,8 +124,7 @@ def test_rows_are_multiplied_by_expert(form: str, plan: str) -> None:
     assert not program.warnings
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("plan", "form"), dealt([*PLANS], [*FORMS][::-1]))
 def test_experts_learn(form: str, plan: str, tmp_path: Path) -> None:
     """As the picked matrices do; experts without a row have a gradient of zeros."""
     text, _ = PLANS[plan]
@@ -160,8 +159,7 @@ def wide(form: str) -> onnx.ModelProto:
 FOUR_BITS = "quantize: {{'{{up,down}}': {{bits: 4, block: 16, accuracy_level: {}}}}}\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "ranks"), dealt([*FORMS], [1, 2]))
 def test_experts_of_four_bits(form: str, ranks: int) -> None:
     plan = f"ranks: {ranks}\n{FOUR_BITS.format(1)}sharding: {{up: colwise, down: rowwise}}\n"
     program = same_as_whole(wide(form), plan, {"x": normal(5, 32)}, rtol=1e-5, atol=1e-5, checked=True)

@@ -39,6 +39,7 @@ expert_matmul = op(
     linear="each",
     partial=(0, 1),
     remarks="with transposed eba; rows of other ranks' experts are zeros",
+    local_gradient=True,
     precision="low",
     kernel="product",
 )
@@ -51,6 +52,7 @@ expert_matmul_n_bits = op(
     linear="each",
     partial=(0, 3),
     remarks="k in whole blocks; rows of other ranks' experts are zeros",
+    local_gradient=True,
     kernel="product",
 )
 
