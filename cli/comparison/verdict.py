@@ -45,7 +45,7 @@ class Case:
         if self.model.suffix == ".onnx" and not self.source.quantized:
             return self.model
         import onnx_ir as ir
-        from partc.compiler.quantize import with_dense_experts
+        from partc.compiler.rewrite.mixtures import with_dense_experts
         from partc.compiler.rewrite.unrolled import unrolled
 
         path, whole = self.scratch / "whole.onnx", with_dense_experts(self.source.model.clone())
@@ -55,8 +55,8 @@ class Case:
     def unrounded(self) -> Path | None:
         """A file of the model whose activations are not rounded to int8, for products nor for caches; None where none are."""
         import onnx_ir as ir
-        from partc.compiler.quantize import with_dense_experts
         from partc.compiler.rewrite.generation.rounding import rounding_of
+        from partc.compiler.rewrite.mixtures import with_dense_experts
 
         whole = with_dense_experts(self.source.model.clone())
         products = [node for node in whole.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]

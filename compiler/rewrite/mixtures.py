@@ -5,6 +5,8 @@
 
 The kernel computes a layer whole, has no gradient, and gives a token other bits alone than among others. The pass `routed` then multiplies
 rows by expert. An activation of which this module has no formula leaves the node as it is.
+
+Experts whose weights are to be blocks are written out as well, for one session of onnxruntime: there each expert multiplies all rows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
+from partc.compiler.ir.value_info import Array
 from partc.compiler.ops.node import dims, operand
+from partc.compiler.ops.registry import CONTRIB
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.products import products
 
 _ALONE = ("identity", "relu", "silu")
 _SWIGLU, _INTERLEAVED = "swiglu", 1
@@ -57,6 +64,41 @@ def write_out_mixture(node: ir.Node) -> None:
     made = write("", "Reshape", [total, write("shape", "Shape", [x])])
     made.shape, made.type = out.shape, out.type
     ir.convenience.replace_nodes_and_values(graph, node, [node], write.nodes, [out], [made])
+
+
+def with_dense_experts(model: ir.Model) -> ir.Model:
+    """The model with each product by expert, whose weights are to be blocks, as quantized products of all rows with each expert's."""
+    graph = model.graph
+    for node, product in products(graph).items():
+        blocks: ExpertBlocks | None = product.weight.meta.get(EXPERT_BLOCKS)
+        if product.picked is None or blocks is None:
+            continue
+        (size, columns), column = product.sizes, node.inputs[0] is product.picked.nodes[-1].outputs[0]
+        how = {**blocks.attributes, "K": size, "N": columns}
+        build = NodeBuilder(graph, f"{node.outputs[0].name}.by_expert")
+        ids = build.op("ids", "Reshape", [product.picked.ids, build.constant("flat", [-1, 1])])
+        rows = build.op("rows", "Reshape", [node.inputs[column], build.constant("matrix", [-1, size])])
+        made: ir.Value | None = None
+        for expert, tensors in enumerate(zip(blocks.blocks.numpy(), blocks.scales.numpy(), strict=True)):
+            operands = [
+                _constant(graph, f"{build.path}.{expert}.{word}", one) for word, one in zip("bs", tensors, strict=True)
+            ]
+            (one,) = build.node(f"{expert}.product", "MatMulNBits", [rows, *operands], 1, CONTRIB, **how)
+            chosen = build.op(f"{expert}.rows", "Equal", [ids, build.constant(str(expert), [expert])])
+            made = one if made is None else build.op(f"{expert}.sum", "Where", [chosen, one, made])
+        shape = build.constant("shape", [-1, columns, 1] if column else [-1, 1, columns])
+        whole = build.op("whole", "Reshape", [made, shape])
+        build.put(after=node)
+        ir.convenience.replace_all_uses_with(node.outputs[0], whole, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    return model
+
+
+def _constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
+    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 class _Writing:
