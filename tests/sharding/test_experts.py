@@ -176,6 +176,21 @@ def test_a_row_has_the_same_bits_in_any_company(quantize: str, tmp_path: Path) -
         assert all(np.array_equal(ranks({"x": x[k : k + n]})["y"], among[k : k + n]) for k in range(6) for n in (1, 3))
 
 
+STAGES = "ranks: 2\nsymbols: {tokens: {divisor: 2}}\nplacement: {end: 1, '*': 0}\npipeline: {microbatches: 2}\n"
+
+
+def test_microbatches_have_experts() -> None:
+    program = same_as_whole(model("columns"), STAGES, *tokens(4), rtol=1e-5, atol=1e-5, checked=True)
+    assert [node.op_type for node in program.model.graph].count("ExpertMatMul") == 2
+
+
+def test_experts_compute_in_16_bits(tmp_path: Path) -> None:
+    plan = f"ranks: 2\nprecision: {{compute: bfloat16}}\nsharding: {{up: colwise, down: rowwise}}\n{TRAIN}"
+    program = compiled(model("columns"), plan, tmp_path)
+    products = [node for node in program.model.graph if node.op_type == "ExpertMatMul"]
+    assert {str(value.dtype) for node in products for value in (*node.inputs[:2], *node.outputs)} == {"BFLOAT16"}
+
+
 MOE = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
 main (float[tokens, 6] x) => (float[tokens, 6] y) {
     [route] logits = MatMul(x, router)
