@@ -1,4 +1,4 @@
-"""Writes out onnxruntime's MoE, where it is cut, trained or computes slots, as products with matrices that a router picks.
+"""Writes out onnxruntime's MoE and QMoE, where one is cut, trained or computes slots, as products with matrices that a router picks.
 
     y = MoE(x, logits, W1, b1, W2, b2) {k, activation_type}
  -> p, ids = TopK(Softmax(logits), k);  y = sum over k of p * (W2[ids] act(W1[ids] x + b1[ids]) + b2[ids])
@@ -17,34 +17,41 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
+from partc.compiler.ir.computed import Box, ComputedTensor, full_box
 from partc.compiler.ir.value_info import Array
-from partc.compiler.ops.node import dims, operand
+from partc.compiler.ops.node import operand
 from partc.compiler.ops.registry import CONTRIB
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.products import products
 
 _ALONE = ("identity", "relu", "silu")
 _SWIGLU, _INTERLEAVED = "swiglu", 1
+_INT8 = 4
+"""The accuracy level in which the kernel computes weights of 8 bits in blocks; those of 4 bits it multiplies in floats."""
+_FLOATS = "partc.floats"
+"""Key of the `meta` of a tensor of packed weights: what is made of it, the same for each program of a plan."""
 _LAST = np.iinfo(np.int64).max
 
 
 def write_out_mixture(node: ir.Node) -> None:
-    """Replaces an MoE in its graph by plain nodes; what its output is called stays."""
-    graph, weights = node.graph, [dims(operand(node, k)) for k in (2, 4)]
-    if node.op_type != "MoE" or not isinstance(graph, ir.Graph) or None in weights or dims(node.inputs[0]) is None:
+    """Replaces an MoE or a QMoE in its graph by plain nodes; what its output is called stays."""
+    graph, attributes = node.graph, node.attributes
+    if node.op_type not in ("MoE", "QMoE") or not isinstance(graph, ir.Graph):
         return
-    kind, fusion = (
-        str(node.attributes.get_string("activation_type", "relu")),
-        node.attributes.get_int("swiglu_fusion", 0),
-    )
-    is_gated = kind == _SWIGLU and fusion == _INTERLEAVED
-    mixer = node.attributes.get_int("use_sparse_mixer", 0)
-    if mixer or operand(node, 6) is not None or not (kind in _ALONE or is_gated):
+    kind, fusion = str(attributes.get_string("activation_type", "relu")), attributes.get_int("swiglu_fusion", 0)
+    is_gated, mixer = kind == _SWIGLU and fusion == _INTERLEAVED, attributes.get_int("use_sparse_mixer", 0)
+    is_quantized = node.op_type == "QMoE"
+    others = range(8, len(node.inputs)) if is_quantized else range(6, len(node.inputs))
+    if mixer or any(operand(node, k) for k in others) or not (kind in _ALONE or is_gated):
         return
-    write = _Writing(node)
+    if is_quantized and attributes.get_int("normalize_routing_weights", 0) != 1:
+        return  # its kernel for CPUs does not follow this
     x, logits, first, first_bias, second, second_bias = (operand(node, k) for k in range(6))
-    assert first is not None
-    assert first.shape is not None
+    if is_quantized:
+        first, first_bias, second, second_bias = _floats(node, 2), operand(node, 4), _floats(node, 5), operand(node, 7)
+    if first is None or second is None or first.shape is None or first.dtype is None:
+        return
+    write = _Writing(node, first.dtype)
     experts, width, count = first.shape[0], first.shape[2], node.attributes.get_int("k", 1)
     shares = write("softmax", "Softmax", [write("logits", "Reshape", [logits, [-1, experts]])], axis=-1)
     share, chosen = write.several("choices", "TopK", [shares, [count]], 2)
@@ -64,6 +71,62 @@ def write_out_mixture(node: ir.Node) -> None:
     made = write("", "Reshape", [total, write("shape", "Shape", [x])])
     made.shape, made.type = out.shape, out.type
     ir.convenience.replace_nodes_and_values(graph, node, [node], write.nodes, [out], [made])
+
+
+def _floats(node: ir.Node, k: int) -> ir.Value | None:
+    """Weights [experts, N, K] in floats of which a QMoE has packed numbers and scales, with their blocks; None of other ones."""
+    packed, scales = operand(node, k), operand(node, k + 1)
+    bits, block = node.attributes.get_int("expert_weight_bits", 4), node.attributes.get_int("block_size", 0)
+    if (
+        packed is None
+        or scales is None
+        or packed.const_value is None
+        or scales.const_value is None
+        or bits not in (4, 8)
+    ):
+        return None
+    width = packed.const_value.shape.numpy()[-1] * 8 // bits
+    block = block or next((one for one in (32, 16) if width % one == 0), width)
+    if width % block:
+        return None
+    known: dict[str, tuple[ComputedTensor, ExpertBlocks]] = packed.const_value.meta.setdefault(_FLOATS, {})
+    name = f"{packed.name}.floats"
+    if name not in known:
+        known[name] = _unpacked(packed.const_value, scales.const_value, bits, block, name, str(node.name))
+    tensor, blocks = known[name]
+    made = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+    made.meta[EXPERT_BLOCKS] = blocks
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.register_initializer(made)
+    return made
+
+
+def _unpacked(
+    packed: ir.TensorProtocol, scales: ir.TensorProtocol, bits: int, block: int, name: str, where: str
+) -> tuple[ComputedTensor, ExpertBlocks]:
+    """The weights in floats, and in the blocks of `MatMulNBits`: a scale of a whole row is that of each of its blocks."""
+    experts, columns, row = packed.shape.numpy()
+    width = row * 8 // bits
+    shape = experts, columns, width // block
+
+    def scale(box: Box) -> Array:
+        rows = scales.numpy().reshape(experts, columns, -1)
+        return np.ascontiguousarray(np.broadcast_to(rows, shape)[box])
+
+    def floats(box: Box) -> Array:
+        numbers = packed.numpy()
+        if bits == 4:
+            numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(experts, columns, width)
+        centred = numbers.astype(scales.dtype.numpy()) - (1 << (bits - 1))
+        return np.asarray((centred * np.repeat(scale(full_box(shape)), block, axis=-1))[box])
+
+    sizes = *shape, block * bits // 8
+    blocks = ComputedTensor(lambda box: packed.numpy().reshape(sizes)[box], packed.dtype, sizes, name)
+    attributes = {"bits": bits, "block_size": block, "accuracy_level": 1 if bits == 4 else _INT8}
+    own = ExpertBlocks(blocks, ComputedTensor(scale, scales.dtype, shape, name), attributes, True, where)
+    return ComputedTensor(floats, scales.dtype, (experts, columns, width), name), own
 
 
 def with_dense_experts(model: ir.Model) -> ir.Model:
@@ -104,8 +167,8 @@ def _constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 class _Writing:
     """Makes nodes in the place of one; a list of numbers is a constant."""
 
-    def __init__(self, node: ir.Node) -> None:
-        self.node, self.nodes = node, list[ir.Node]()
+    def __init__(self, node: ir.Node, dtype: ir.DataType) -> None:
+        self.node, self.nodes, self.dtype = node, list[ir.Node](), dtype
 
     def __call__(self, word: str, op_type: str, inputs: Sequence[Any], **attributes: int) -> ir.Value:
         return self.several(word, op_type, inputs, 1, **attributes)[0]
@@ -124,8 +187,7 @@ class _Writing:
     def _operand(self, value: Any, word: str) -> ir.Value | None:
         if value is None or isinstance(value, ir.Value):
             return value
-        dtype = self.node.inputs[0].dtype if isinstance(value, float) and self.node.inputs[0] is not None else None
-        array = np.array(value, np.int64 if dtype is None else dtype.numpy())
+        array = np.array(value, self.dtype.numpy() if isinstance(value, float) else np.int64)
         attribute = ir.AttrTensor("value", ir.tensor(array))
         made = ir.Value(name=f"{self.node.outputs[0].name}.{word}")
         self.nodes.append(ir.Node("", "Constant", [], [attribute], outputs=[made], name=f"{self.node.name}.{word}"))

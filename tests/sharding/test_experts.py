@@ -197,6 +197,10 @@ main (float[tokens, 6] x) => (float[tokens, 6] y) {
     [moe] m = com.microsoft.MoE <k = 2, HOW> (x, logits, up_weight, up_bias, down_weight, down_bias)
     [end] y = Tanh(m)
 }"""
+QMOE = (
+    'QMoE <k = 2, activation_type = "swiglu", SWIGLU, block_size = 16, expert_weight_bits = 4, normalize_routing_weights = 1> '
+    "(x, logits, up_weight, up_scales, up_bias, down_weight, down_scales, down_bias)"
+)
 SWIGLU = "swiglu_fusion = 1, activation_alpha = 1.702, activation_beta = 1.0, swiglu_limit = 0.5"
 
 
@@ -222,3 +226,19 @@ def test_the_kernel_of_a_layer_is_written_out_where_it_is_cut(how: str, width: i
     )
     assert counted(program) == {"AllReduce": 1}
     assert [node.op_type for node in program.model.graph].count("ExpertMatMul") == 2
+
+
+def test_the_kernel_with_weights_of_four_bits_is_written_out_where_it_is_cut() -> None:
+    kernel = "MoE <k = 2, HOW> (x, logits, up_weight, up_bias, down_weight, down_bias)"
+    text = MOE.replace(kernel, QMOE.replace("SWIGLU", SWIGLU)).replace("6]", "32]")
+    proto = with_weights(text, {"router": (32, 4), "up_bias": (4, 64), "down_bias": (4, 32)})
+    random = np.random.default_rng(3)
+    for name, columns in (("up", 64), ("down", 32)):
+        numbers = random.integers(0, 256, (4, columns, 16), np.uint8)
+        scales = random.random((4, columns, 2), np.float32) / 20
+        proto.graph.initializer.append(numpy_helper.from_array(numbers, f"{name}_weight"))
+        proto.graph.initializer.append(numpy_helper.from_array(scales, f"{name}_scales"))
+    plan = "ranks: 2\nsharding: {moe.first: colwise, moe.second: rowwise}\n"
+    program = same_as_whole(proto, plan, {"x": normal(5, 32)}, rtol=1e-5, atol=1e-5, checked=True)
+    assert counted(program) == {"AllReduce": 1}
+    assert [node.op_type for node in program.model.graph].count("ExpertMatMulNBits") == 2
