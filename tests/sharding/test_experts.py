@@ -65,7 +65,8 @@ COLUMNS = (
 ROWS = (
     ROUTER
     + """
-    [pick_up] ups = Gather(up_weight, ids)
+    [narrow] small = Cast <to = 6> (ids)
+    [pick_up] ups = Gather(up_weight, small)
     [row] x4 = Unsqueeze(xs, one)
     [up] u4 = MatMul(x4, ups)
     [flat_up] u = Squeeze(u4, one)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
-from partc.compiler.ops.local_shapes import integer, integers
+from partc.compiler.ops.local_shapes import as_int64, integer, integers
 from partc.compiler.ops.node import dims
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import OWN, Local, Rule
@@ -95,14 +95,14 @@ def _(local: Local) -> None:
     def product(rows: str, matrices: Sequence[str], k: int) -> str:
         return local.emit("Gemm" if transposed else "MatMul", [rows, *matrices], f"product{k}", **transposed)
 
-    rows, weights, experts = local.inputs
-    _by_expert(local, rows, experts, [weights], 1 if transposed else 2, product)
+    rows, weights, _ = local.inputs
+    _by_expert(local, rows, [weights], 1 if transposed else 2, product)
 
 
 @expert_matmul_n_bits.local
 def _(local: Local) -> None:
     """Gives a product one row more than its expert has, or none: one row alone would have other bits than among others."""
-    rows, blocks, experts, scales = local.inputs
+    rows, blocks, _, scales = local.inputs
     shape, options = (
         local.local_shapes[blocks] or (),
         {name: local.node.attributes.get_int(name, 0) for name in ("bits", "block_size", "accuracy_level")},
@@ -117,13 +117,12 @@ def _(local: Local) -> None:
         made = local.emit("MatMulNBits", [several, *matrices], f"products{k}", domain=CONTRIB, **options, **sizes)
         return local.emit("Slice", [made, begin, last], f"product{k}")
 
-    _by_expert(local, rows, experts, [blocks, scales], 1, product)
+    _by_expert(local, rows, [blocks, scales], 1, product)
 
 
 def _by_expert(
     local: Local,
     rows: str,
-    experts: str,
     stacks: Sequence[str],
     columns: int,
     product: Callable[[str, Sequence[str], int], str],
@@ -132,7 +131,7 @@ def _by_expert(
 
     `stacks`: of all experts the operands of a product, `columns` the dim of the first that the result has.
     """
-    count = experts_of(local.node) // local.num_shards("e")
+    experts, count = as_int64(local, 2), experts_of(local.node) // local.num_shards("e")
     out, runs, is_cut = local.outputs[0], count, local.num_shards("e") > 1
     zero, one, first = integer(local, "zero", 0), integer(local, "one", 1), integers(local, "first", [0])
     if is_cut:  # the rows of other ranks' experts come last
