@@ -7,8 +7,9 @@ multiplies each matrix by its rows alone:
 
     order = stable sort of rows by expert      y[order] = [rows[order] of expert e times weights[e], for each e]
 
-A rank that has some of the experts leaves zeros in the rows of the others: its term of the sum. The bits of a row are those of a product
-with one constant matrix, whichever rows come with it. The gradient is that of the nodes on a rank.
+A rank that has some of the experts leaves zeros in the rows of the others: its term of the sum. Between the borders of `expert_rows.py`
+it has the rows of its own experts alone, which count from its first. The bits of a row are those of a product with one constant matrix,
+whichever rows come with it. The gradient is that of the nodes on a rank.
 
     ExpertMatMulNBits(rows [m, k], blocks [E, n, k / block, bytes], experts [m], scales [E, n, k / block]) -> [m, n]
 
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.ir.graph import BY_EXPERT
 from partc.compiler.ops.local_shapes import as_int64, integer, integers
 from partc.compiler.ops.node import dims
 from partc.compiler.ops.registry import CONTRIB, op
@@ -132,7 +134,8 @@ def _by_expert(
     `stacks`: of all experts the operands of a product, `columns` the dim of the first that the result has.
     """
     experts, count = as_int64(local, 2), experts_of(local.node) // local.num_shards("e")
-    out, runs, is_cut = local.outputs[0], count, local.num_shards("e") > 1
+    out, runs = local.outputs[0], count
+    is_cut = local.num_shards("e") > 1 and BY_EXPERT not in local.node.meta
     zero, one, first = integer(local, "zero", 0), integer(local, "one", 1), integers(local, "first", [0])
     if is_cut:  # the rows of other ranks' experts come last
         runs += 1
