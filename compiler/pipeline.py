@@ -39,6 +39,8 @@ from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.precision import precision
 from partc.compiler.rewrite.rotary import repeat_tables
+from partc.compiler.rewrite.route_experts import route_experts
+from partc.compiler.rewrite.routed import routed
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.values.budget import check_budget
@@ -68,6 +70,7 @@ PASSES: tuple[Pass, ...] = (
     caches_as_state,
     add_training,
     shapes,
+    routed,
     repeat_tables,
     straighten,
     counted_indices,
@@ -78,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     follow_annotations,  # the global view
     in_parts,
     in_microbatches,
+    route_experts,
     place,
     only_totals,
     shard,

@@ -3,6 +3,8 @@
     x -> MatMul(weight [K, N]) -> y     ->     x -> MatMulNBits(blocks [N, K / block, bytes], scales [N, K / block]) -> y
     ids -> Gather(table [V, K]) -> y    ->     ids -> GatherBlockQuantized(blocks [V, K * bits / 8], scales [V, K / block]) -> y
 
+    ids -> GatherND(weights [E, N, K]) -> MatMul(x) -> y     ->     ExpertMatMulNBits(x, blocks, ids, scales): the pass `routed` puts it
+
 The source is rewritten before any pass, so a plan cuts and places the new nodes under the paths of the old ones, and `partc verify`
 compares with the quantized model on one rank. Nothing is quantized here: onnxruntime's own quantizer makes the blocks of a shard when
 the shard is written, from the mapped weight. A block depends on its own elements alone, so ranks have the same bits in any layout.
@@ -20,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.blocked import BLOCKED, BlockedWeight
+from partc.compiler.ir.blocked import BLOCKED, EXPERT_BLOCKS, BlockedWeight, ExpertBlocks
 from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Loaded
@@ -64,9 +66,12 @@ def quantized(source: Source, plan: Plan | None, name: str) -> Source:
     ordered = dict[tuple[ir.Value, bytes], ir.Value]()
     for node, (rule, product) in chosen.items():
         assert rule.blocks is not None
-        _replace(program.model.graph, node, product, rule.blocks, ordered)
+        if product.picked is None:
+            _replace(program.model.graph, node, product, rule.blocks, ordered)
+        else:
+            _keep_blocks(product, rule.blocks, rule.where)
     program.model.opset_imports.setdefault(CONTRIB, 1)
-    _drop(program.model.graph, {product.weight for _, product in chosen.values()})
+    _drop(program.model.graph, {product.weight for _, product in chosen.values() if product.picked is None})
     return replace(source, model=program.model, quantized=True)
 
 
@@ -114,7 +119,7 @@ def _chosen(
         elif not hit:
             ops = first_of(sorted({node.op_type for node in nodes}))
             fact = f"'{rule.pattern}' matches no product with a constant weight and no table, but {ops}"
-            law = "MatMul, Gemm and Gather with a float weight of two dims are quantized"
+            law = "MatMul, Gemm and Gather with a float weight of two dims, and products with experts' weights, are quantized"
             paths = first_of([f"'{program.paths[node]}'" for node in known])
             problems.append(Problem(rule.where, fact, law, f"those of the model are {paths}" if paths else ""))
     return {node: (rule, known[node]) for node, rule in decided.items() if rule.blocks is not None}, problems
@@ -178,6 +183,17 @@ def _replace(
     graph.remove(node, safe=True)
 
 
+def _keep_blocks(product: Product, how: Blocks, where: str) -> None:
+    """Notes the blocks of experts' weights, which the product of rows by expert takes (`rewrite/routed.py`)."""
+    tensor = product.weight.const_value
+    assert tensor is not None
+    made = _tensors(tensor, product, how, name_of(product.weight))
+    attributes = {"bits": how.bits, "block_size": how.block, "accuracy_level": how.accuracy_level}
+    product.weight.meta[EXPERT_BLOCKS] = ExpertBlocks(
+        made["blocks"], made["scales"], attributes, product.transposed, where
+    )
+
+
 def _in_order(
     graph: ir.Graph, node: ir.Node, blocked: BlockedWeight | None, ordered: dict[tuple[ir.Value, bytes], ir.Value]
 ) -> ir.Value:
@@ -232,8 +248,20 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
     if key not in known:
         size, columns = product.sizes
         shape = columns, size // how.block
-        work = _Quantizer(tensor, product.transposed, how, name)
         row, block, kind = size * how.bits // 8, how.block * how.bits // 8, ir.DataType.UINT8
+        if product.picked is not None:
+            experts = _experts(product, how)
+            stack = len(experts), *shape
+            known[key] = {
+                "blocks": ComputedTensor(
+                    lambda box: np.stack([one.blocks(box[1:]) for one in experts[box[0]]]), kind, (*stack, block), name
+                ),
+                "scales": ComputedTensor(
+                    lambda box: np.stack([one.scales(box[1:]) for one in experts[box[0]]]), tensor.dtype, stack, name
+                ),
+            }
+            return known[key]
+        work = _Quantizer(tensor, product.transposed, how, name)
         blocks = ComputedTensor(work.blocks, kind, (*shape, block), f"{name}.blocks")
         known[key] = {
             "blocks": blocks,
@@ -241,6 +269,22 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
             "scales": ComputedTensor(work.scales, tensor.dtype, shape, f"{name}.scales"),
         }
     return known[key]
+
+
+def _experts(product: Product, how: Blocks) -> list[_Quantizer]:
+    """What makes the blocks of each matrix of a weight: of a stack several."""
+    tensor = product.weight.const_value
+    assert tensor is not None
+    name, shape = name_of(product.weight), tensor.shape.numpy()
+    if product.picked is None:
+        return [_Quantizer(tensor, product.transposed, how, name)]
+
+    def matrix(k: int) -> ComputedTensor:
+        return ComputedTensor(
+            lambda box: shard_of(tensor, (slice(k, k + 1), *box))[0], tensor.dtype, shape[1:], f"{name}[{k}]"
+        )
+
+    return [_Quantizer(matrix(k), product.transposed, how, f"{name}[{k}]") for k in range(shape[0])]
 
 
 @dataclass(frozen=True)
@@ -326,15 +370,13 @@ def _dequantized(blocks: Array, scales: Array, bits: int) -> Array:
 
 def _relative_error(product: Product, how: Blocks) -> float:
     """The root mean square of the error of a quantized weight, relative to that of the weight itself."""
-    tensor = product.weight.const_value
-    assert tensor is not None
     size, columns = product.sizes
     wrong, total = 0.0, 0.0
-    work = _Quantizer(tensor, product.transposed, how, name_of(product.weight))
-    for weight, blocks, scales in work.runs(slice(0, columns), slice(0, size // how.block)):
-        exact = weight.T.astype(np.float64)
-        wrong += float(((_dequantized(blocks, scales, how.bits) - exact) ** 2).sum())
-        total += float((exact**2).sum())
+    for work in _experts(product, how):
+        for weight, blocks, scales in work.runs(slice(0, columns), slice(0, size // how.block)):
+            exact = weight.T.astype(np.float64)
+            wrong += float(((_dequantized(blocks, scales, how.bits) - exact) ** 2).sum())
+            total += float((exact**2).sum())
     return float(np.sqrt(wrong / total)) if total else 0.0
 
 

@@ -31,7 +31,7 @@ from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import names_in, read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.graph import read_by
+from partc.compiler.ir.graph import BY_EXPERT, read_by
 from partc.compiler.ir.program import Annotated, Complete, Loaded, Lowered, Placed, Scheduled, Sharded, Typed
 from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Event, Op, RankProgram, TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, lowest, members, ranks_of
@@ -244,16 +244,19 @@ def _choices(program: Sharded) -> Iterator[str]:
             yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
         if math.prod(choice.mesh) != len(instance.group):
             yield f"{where}: its mesh {choice.mesh} is of {math.prod(choice.mesh)} ranks, its group of {len(instance.group)}"
-        axes = [axis for one in (*choice.axes.values(), choice.passing) for axis in one]
+        own = {letter: one for letter, one in choice.axes.items() if letter != choice.rule.dealt}
+        axes = [axis for one in (*own.values(), choice.passing) for axis in one]
         if choice.pulled:  # rows may have the axes of ids, but not those of columns
             ids = {axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())}
-            others = [axis for letter, one in choice.axes.items() if letter != choice.pulled for axis in one]
+            others = [axis for letter, one in own.items() if letter != choice.pulled for axis in one]
             axes = [*others, *(axis for axis in choice.axes[choice.pulled] if axis not in ids), *choice.passing]
         if len(axes) != len(set(axes)) or not all(0 <= axis < len(choice.mesh) for axis in axes):
             yield f"{where}: its axes {choice.axes} and {choice.passing} are not axes of {choice.mesh}, each once"
             continue
         if unknown := [
-            letter for letter, one in choice.axes.items() if one and letter not in (*choice.rule.factors, ALONG)
+            letter
+            for letter, one in choice.axes.items()
+            if one and letter not in (*choice.rule.factors, ALONG, choice.rule.looked_up)
         ]:
             yield f"{where}: it is cut along {', '.join(unknown)}, which its rule does not let be cut"
         for value, layout in _operands(instance, choice):
@@ -307,7 +310,7 @@ def _uneven(program: Typed, value: ir.Value, layout: Layout, known: dict[str, Fa
         return
     for k, dim in enumerate(info.shape):
         shards = layout.num_shards(k)
-        if shards == 1:
+        if shards == 1 or (k == 0 and BY_EXPERT in value.meta):
             continue
         divisor = dim if isinstance(dim, int) else facts_of(ir.SymbolicDim(dim), known).real_divisor()
         if divisor % shards:

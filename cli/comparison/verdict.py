@@ -45,9 +45,10 @@ class Case:
         if self.model.suffix == ".onnx" and not self.source.quantized:
             return self.model
         import onnx_ir as ir
+        from partc.compiler.rewrite.mixtures import with_dense_experts
         from partc.compiler.rewrite.unrolled import unrolled
 
-        path, whole = self.scratch / "whole.onnx", self.source.model.clone()
+        path, whole = self.scratch / "whole.onnx", with_dense_experts(self.source.model.clone())
         ir.save(unrolled(whole, dict(self.report.program.plan.mesh)), path, external_data="whole.data")
         return path
 
@@ -55,8 +56,9 @@ class Case:
         """A file of the model whose activations are not rounded to int8, for products nor for caches; None where none are."""
         import onnx_ir as ir
         from partc.compiler.rewrite.generation.rounding import rounding_of
+        from partc.compiler.rewrite.mixtures import with_dense_experts
 
-        whole = self.source.model.clone()
+        whole = with_dense_experts(self.source.model.clone())
         products = [node for node in whole.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
         caches = [(node, rounded) for node in whole.graph if (rounded := rounding_of(node.outputs[0])) is not None]
         if not products and not caches:

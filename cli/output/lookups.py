@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from partc.runtime.lookups.lookup import Moved
 
 _PULL, _PUSH = "pull", "push"
+_WORDS = {_PULL: "pulled", _PUSH: "pushed", "route": "routed", "return": "returned"}
 
 
 def counts_json(lookups: Mapping[str, Moved]) -> str:
@@ -41,9 +42,8 @@ def looked_up(ranks: Sequence[str]) -> dict[str, Any]:
 
 def line(counts: Mapping[str, Any]) -> str:
     """The same as a line."""
-    words = {_PULL: "pulled", _PUSH: "pushed"}
     some = [
-        f"{one['rows']:,.0f} rows {words.get(op, op)} ({size_text(round(one['bytes']))} received)"
+        f"{one['rows']:,.0f} rows {_WORDS.get(op, op)} ({size_text(round(one['bytes']))} received)"
         for op, one in counts.items()
     ]
     ids = max(one["ids"] for one in counts.values())

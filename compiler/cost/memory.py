@@ -38,6 +38,8 @@ from partc.runtime.artifact.format import (
     EVALUATE,
     EVALUATE_STREAMED,
     PULL,
+    RETURN,
+    ROUTE,
     Manifest,
     Shape,
 )
@@ -502,11 +504,19 @@ class _Program:
         return _known_bytes(self.of.operand(name))
 
     def _bound_lookups(self) -> None:
-        """Bounds what lookups make, whose sizes only a run tells: each giver asks for a row once."""
+        """Bounds what lookups make, whose sizes only a run tells: each giver asks for a row once, and at most all rows come by a Route."""
         for step in self.file.steps:
             if not isinstance(step, LookUp) or (ids := self.promises.get(step.call.tag)) is None:
                 continue
             call, asked = step.call, len(step.call.givers) * min(prod(ids), step.call.rows_of_owner)
+            if call.op == ROUTE:
+                most = len(step.ranks) * prod(ids)
+                self.of.assume(call.result, (most, *call.row), self.values.dtype(call.result or "").bits / 8)
+                self.of.assume(call.numbers, (most,), _NUMBER)
+                for name, sizes in zip(call.requests if call.asks else (), (ids, (2 * len(step.ranks),)), strict=False):
+                    self.of.assume(name, sizes, _NUMBER)
+            if call.op in (ROUTE, RETURN):
+                continue
             if call.op == PULL:
                 for name, sizes in zip(call.requests, ((asked,), (len(step.ranks),), ids), strict=False):
                     self.of.assume(name, sizes, _NUMBER)

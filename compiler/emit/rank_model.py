@@ -250,7 +250,10 @@ class RankModels:
         _forget_annotations(proto)
         label = names.label(step)
         path = program.paths.get(step.source, label)
-        proto.name = label or (path if len(outputs) != 1 else outputs[0] or path)
+        is_own = (
+            step.node.op_type == step.source.op_type
+        )  # of several nodes that stand for one, each has a name of its own
+        proto.name = label or (path if len(outputs) != 1 and is_own else outputs[0] or path)
         if any(name != names[value] for name, value in step.captured.items()):
             for attribute in proto.attribute:
                 for body in (attribute.g, *attribute.graphs):

@@ -8,7 +8,7 @@ blocks, and everything else reads floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,8 +19,24 @@ from partc.compiler.ir.value_info import Array
 
 BLOCKED = "partc.blocked"
 """Key of the `meta` of a tensor: its `BlockedWeight`."""
+EXPERT_BLOCKS = "partc.expert_blocks"
+"""Key of the `meta` of a value, a stack of experts' weights: its `ExpertBlocks`."""
 _MOST_ELEMENTS = 1 << 22
 """Elements that are unpacked at once."""
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """A stack of experts' weights in blocks: [experts, N, blocks, bytes] and [experts, N, blocks], for products that have `attributes`.
+
+    `transposed`: whether the stack is [experts, N, K]. `where`: the line of the plan that says so.
+    """
+
+    blocks: ir.TensorProtocol
+    scales: ir.TensorProtocol
+    attributes: Mapping[str, int]
+    transposed: bool
+    where: str
 
 
 class Blocks(NamedTuple):

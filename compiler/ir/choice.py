@@ -71,7 +71,7 @@ class NodeSharding:
         """The factor whose rows are pulled from other ranks, "" where none is: its axes cut ids, too, or the plan says so."""
         letter = self.rule.looked_up
         axes = {*self.axes.get(letter, ())}
-        others = {axis for other, own in self.axes.items() if other != letter for axis in own}
+        others = {axis for other, own in self.axes.items() if other not in (letter, self.rule.dealt) for axis in own}
         return letter if axes and (self.pulls or axes & others) else ""
 
     def shared_with(self, letter: str) -> set[int]:

@@ -37,6 +37,10 @@ ADAPTER = "partc.adapter"
 """Key of `ir.Node.meta`: the module to whose product a node adds an adapter, and whose style it does not follow. Key of the `ir.Value.meta`
 of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
 """
+BY_EXPERT = "partc.by_expert"
+"""Key of `ir.Node.meta` of the borders of sharded experts and of what is between them: the mesh axis, and the line that says so. Key of the
+`ir.Value.meta` of what is between them: a shard has as many rows as come to the rank in a step.
+"""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

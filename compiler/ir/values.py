@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read
+from partc.compiler.ir.graph import BY_EXPERT
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.value_info import Shape, ValueInfo
@@ -77,12 +78,20 @@ class ValueTable:
         shape = self._infos[version.value].shape
         if shape is None or len(shape) != len(version.layout.cuts):
             return shape
+        if BY_EXPERT in version.value.meta and version.layout.shards[0] > 1:
+            return None
         return _local_shape(shape, version.layout.shards)
 
     def local_value(self, version: ShardedValue) -> ir.Value:
         """The value with the type and the known dims of one shard: the value itself where it is whole, or its whole shape known."""
         value = version.value
-        if self._infos[value].shape is not None or value.shape is None or version.layout.is_replicated:
+        if version.layout.is_replicated or value.shape is None:
+            return value
+        if BY_EXPERT in value.meta and self.local_shape(version) is None and self._infos[value].shape is not None:
+            rest = _local_shape(self._infos[value].shape or (), version.layout.shards)[1:]
+            made = ir.Value(name=value.name, type=value.type, shape=ir.Shape([_ROWS, *rest]))
+            return self.add(made, self._infos[value])
+        if self._infos[value].shape is not None:
             return value
         dims = [
             dim
@@ -91,6 +100,10 @@ class ValueTable:
             for dim, shards in zip(value.shape.dims, version.layout.shards, strict=True)
         ]
         return self.add(ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims)), self._infos[value])
+
+
+_ROWS = "_rows_of_experts"
+"""The size, in gradients alone, of what a rank has between the borders of sharded experts."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ from partc.compiler.dims.extremes import smallest
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.graph import BY_EXPERT, SERVED
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.programs import Comm, Event, Operands, Value
 from partc.compiler.ir.sharded import Group, ShardedValue, Way, ranks_of
@@ -45,6 +45,8 @@ _ID_BYTES = 8
 def is_pulled(program: Sharded, instance: NodeOnGroup) -> bool:
     """Whether a node on a group pulls the rows that it looks up."""
     choice = program.choices.get(instance)
+    if BY_EXPERT in instance.node.meta and choice is not None and not choice.rule.dealt:
+        return False  # its rows are where its tables are
     return SERVED in instance.node.meta or (choice is not None and bool(choice.pulled))
 
 

@@ -103,7 +103,7 @@ class Gradients:
 
     `rule`: takes the cotangents of the outputs, or of the first `outputs`, and the inputs; `body` that of an op with bodies; `rows`: that
     of an input that is looked up, as the ids of rows and what is added to these. `looks_up`: whether a node reads rows of its first input
-    along its first dim, and nothing else of it.
+    along its first dim, and nothing else of it. `local`: it has no rule, since the nodes of its local form have.
     """
 
     rule: GradientRule | None = None
@@ -111,6 +111,7 @@ class Gradients:
     body: BodyRule | None = None
     rows: RowRule | None = None
     looks_up: Callable[[ir.Node], bool] | None = None
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Entry:
     @property
     def differentiable(self) -> bool:
         """Whether a gradient flows back through the op."""
-        return self.gradients.rule is not None or self.gradients.body is not None
+        return self.gradients.rule is not None or self.gradients.body is not None or self.gradients.local
 
     @property
     def is_elementwise(self) -> bool:
@@ -283,6 +284,7 @@ def op(
     draws: bool = False,
     stops_gradient: bool = False,
     gradient_outputs: int = 0,
+    local_gradient: bool = False,
     precision: Precision = "high",
     rounds: Rounding | None = None,
     rising: bool = False,
@@ -308,7 +310,7 @@ def op(
             rounds=rounds,
             rising=rising,
             work=Work(kernel, columns_of_input=columns_of_input),
-            gradients=Gradients(outputs=gradient_outputs),
+            gradients=Gradients(outputs=gradient_outputs, local=local_gradient),
         )
     return Declared(keys)
 
@@ -367,10 +369,10 @@ def fresh_rule(node: ir.Node) -> Rule:
     return replicated_rule(node) if entry is None or (unknown and entry.domain != OWN) else entry.rule(node)
 
 
-def is_differentiable(node: ir.Node) -> bool:
-    """Whether a gradient flows back through a node."""
+def has_gradient_rule(node: ir.Node) -> bool:
+    """Whether the op of a node has a gradient of its own, whatever its local form is."""
     entry = entry_of(node)
-    return entry is not None and entry.differentiable
+    return entry is not None and entry.differentiable and not entry.gradients.local
 
 
 def looks_up_rows(node: ir.Node) -> bool:

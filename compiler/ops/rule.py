@@ -40,6 +40,7 @@ class Rule:
     `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
     `looked_up`: the factor of a table's rows, which the ids in another operand name. It may have the axes of factors that no operand has
     beside it: rows are then pulled from the ranks that have them, and the output is not a sum.
+    `dealt`: the factor of rows that are with the owners of what is looked up: it has the axes of these and of the ids.
     `served`: the table is the first input, and other ranks serve its rows: it is not cut.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
     `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
@@ -55,6 +56,7 @@ class Rule:
     units: Mapping[str, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
     looked_up: str = ""
+    dealt: str = ""
     served: bool = False
 
     @functools.cached_property
@@ -72,7 +74,7 @@ class Rule:
     def ids(self) -> tuple[str, ...]:
         """The factors that may have the axes of rows that are looked up: those of operands without the rows."""
         row = self.looked_up
-        beside = {letter for operand in self.inputs if operand and row in operand for letter in operand}
+        beside = {letter for operand in self.inputs if operand and row in operand for letter in operand} | {self.dealt}
         return tuple(letter for letter in self.factors if letter not in beside) if row else ()
 
     @functools.cached_property
@@ -136,13 +138,13 @@ class Local:
         self.itself = self.nodes[-1]
 
     def emit(self, op_type: str, inputs: Sequence[str], word: str, **attributes: Any) -> str:
-        """Emits a standard op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
+        """Emits an op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
         return self.give(op_type, inputs, f"{self.outputs[0]}.{word}", **attributes)
 
-    def give(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        """Emits a standard op whose one output has this name: one of `outputs`."""
-        self._append(op_type, inputs, [output], ir.convenience.convert_attributes(attributes), "")
-        return output
+    def give(self, op_type: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
+        """Emits an op whose outputs have these names, one of `outputs` or others; returns the first."""
+        self._append(op_type, inputs, outputs, ir.convenience.convert_attributes(attributes), domain)
+        return outputs[0]
 
     def _append(
         self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str

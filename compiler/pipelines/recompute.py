@@ -11,9 +11,9 @@ A region, such as one layer, is repeated at once before its backward pass, and o
 What it reads from outside is kept, as is what anything outside reads of it: other regions, other stages, nodes that the plan does not
 name. So layers are repeated one by one, each from its own inputs.
 
-Collectives are repeated, too, on all their ranks, for their results are as large as what is not to be kept; messages are not, nor ops
-that draw random numbers, whose results are kept. Masks of a dropout follow from places and the step, so they are the same.
-What replaces statistics, outputs, and what other stages read are those that the forward task makes.
+Collectives are repeated, too, on all their ranks, for their results are as large as what is not to be kept; messages are not, nor rows
+that go to their experts and back, nor ops that draw random numbers: their results are kept. Masks of a dropout follow from places and the
+step, so they are the same. What replaces statistics, outputs, and what other stages read are those that the forward task makes.
 
 With microbatches what follows from none of them (a weight's Transpose) is made once for all; in a batch that is not divided it is repeated
 with its region, as each session does it within a product.
@@ -37,7 +37,7 @@ from partc.compiler.matching import Region, matched_nodes, recomputed
 from partc.compiler.ops.registry import draws
 from partc.compiler.pipelines.phases import ONCE, Label, Labels, Phase, Place, Unit
 from partc.compiler.plan.pipeline import RecomputeRule
-from partc.runtime.artifact.format import RECV, SEND
+from partc.runtime.artifact.format import RECV, RETURN, ROUTE, SEND
 
 _BACKWARD = (Phase.BACKWARD, Phase.WEIGHT)
 _AGAIN = "recomputed"
@@ -299,7 +299,7 @@ class _Recompute:
 def _may_repeat(step: Op) -> bool:
     """Whether an op gives the same when it is done again, and needs no other stage for it."""
     if isinstance(step, Comm):
-        return step.op_type not in (SEND, RECV)
+        return step.op_type not in (SEND, RECV, ROUTE, RETURN)
     return isinstance(step, Compute) and not any(draws(node) for node in _with_bodies(step.node))
 
 

@@ -13,6 +13,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.adapters import AdapterRule
 from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, repeated_keys
 from partc.compiler.plan.document import Document, Steps, parse_document, read_text
+from partc.compiler.plan.experts import ExpertsRule
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineRules
 from partc.compiler.plan.quantize import QuantizeRule
@@ -124,6 +125,9 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
             AdapterRule(name, entry, _beside(document.file, entry.source), where("adapters", name))
             for name, entry in entries.adapters.items()
         ),
+        experts=tuple(
+            ExpertsRule(pattern, entry.axis, where("experts", pattern)) for pattern, entry in entries.experts.items()
+        ),
         target=tuple(
             TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
         ),
@@ -196,6 +200,8 @@ def _subject(steps: Steps) -> str:
             return f"quantize of '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case ("adapters", name, *inside):
             return f"adapter '{name}'" + "".join(f", '{key}'" for key in inside)
+        case ("experts", pattern, *inside):
+            return f"experts of '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case ("target", pattern):
             return f"target of '{pattern}'"
         case ("sharding", pattern, *inside):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.adapters import AdapterForm, refused_adapters
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
+from partc.compiler.plan.experts import ExpertsEntry, everywhere
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
@@ -161,6 +162,7 @@ PlacementEntries: TypeAlias = dict[PatternText, Placed]
 ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
+ExpertsEntries: TypeAlias = dict[PatternText, ExpertsEntry]
 QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
 AdapterEntries: TypeAlias = dict[Annotated[str, Field(pattern=r"^[\w.:/@+-]+$", max_length=256)], AdapterForm]
 
@@ -245,6 +247,15 @@ class PlanEntries(DataEntries):
         {},
         description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, pull, or a "
         "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
+    )
+    experts: Annotated[
+        ExpertsEntries,
+        BeforeValidator(everywhere, json_schema_input_type=ExpertsEntries | ExpertsEntry | None),
+        Remedy("write experts: {axis: dp}"),
+    ] = Field(
+        {},
+        description="The layers of experts whose experts are shared out along a mesh axis, by pattern, {axis: ep}; one entry instead of a "
+        "mapping holds for all. Where the axis shards the tokens, too, each goes to the ranks of its experts, and the results come back.",
     )
     outputs: Annotated[
         OutputEntries,

@@ -191,6 +191,8 @@ class _Links:
         if not made and not products and others and IS_LOSS not in node.meta:  # whose sums are a number a position
             one.obstacles.append(f"{node.op_type} ({path}) sums over it")
         elif not made and products and others:
-            one.summed.append(node)
+            common = any(rule.reduce.get(each) for own in others for each in own)
+            if not common or any(letter in own for own in others):  # a product by expert sums over no experts
+                one.summed.append(node)
         elif made and products and others and not any(letter in letters for letters in others):
             one.producers.append(node)

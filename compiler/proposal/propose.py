@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
@@ -37,6 +36,7 @@ from partc.compiler.proposal.targets import Device, ProposedTargets, propose_tar
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.proposal.tp_plan import TpPlan, matching_entries, read_tp_plan
 from partc.compiler.rewrite.packed import unpack
+from partc.compiler.rewrite.routed import routed
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
 from partc.compiler.start import start
@@ -68,7 +68,7 @@ def propose(
     generation = None if generation is None else generation.of_model(source.model.graph, source.declared.decoding)
     batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     frame = degrees.frame
-    program = run_passes(start(*parsed(source, frame, name)), shapes)
+    program = run_passes(start(*parsed(source, frame, name)), routed)
     stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:

@@ -57,7 +57,7 @@ def adapted_products(paths: Mapping[ir.Node, str]) -> list[AdaptedProduct]:
     """The products to which an adapter can add."""
     found = []
     for node, product in products(paths).items():
-        if not product.table and product.weight.dtype is not None:
+        if not product.table and product.picked is None and product.weight.dtype is not None:
             name = str(product.weight.name)
             found.append(AdaptedProduct(node, paths[node], name, product.sizes, product.weight.dtype))
     for node, path in paths.items():

@@ -11,6 +11,7 @@ from partc.compiler.annotations.read import read
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.program import Loaded
 from partc.compiler.rewrite.local_maps import with_sizes
+from partc.compiler.rewrite.mixtures import write_out_mixture
 from partc.compiler.rewrite.opset import OLDEST, TARGET, converted, cuts
 
 
@@ -21,6 +22,9 @@ def normalize(program: Loaded) -> Loaded:
     model = with_sizes(program.model, plan)
     if cut or trains:
         model = converted(model, program.name, TARGET if trains else OLDEST, trains)
+    elif plan.generate is not None:
+        for node in list(model.graph):
+            write_out_mixture(node)
     if declared.annotations and cut and not trains:  # a converter makes nodes anew
         again = read(model, program.name, declared.annotations.asked)
         declared = replace(declared, annotations=again)

@@ -25,6 +25,7 @@ from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import WRITTEN, operands_of
 from partc.compiler.plan.rules import FULL_BATCH, Plan
 from partc.compiler.rewrite.class_losses import write_out_class_loss
+from partc.compiler.rewrite.mixtures import write_out_mixture
 
 TABULAR = "ai.onnx.ml"
 NUMBERED = {
@@ -144,4 +145,5 @@ def converted(model: ir.Model, name: str, oldest: int = OLDEST, trains: bool = F
     for graph in model.graphs():
         for node in list(graph):
             write_out_class_loss(node)
+            write_out_mixture(node)
     return model

@@ -33,6 +33,7 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.ops.registry import draws, entry_of
+from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.precision import PrecisionRules
 from partc.compiler.rewrite.batch_norm import EXACT
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -252,6 +253,8 @@ class _Typing(Rewriting[Typed]):
         if schema is None:
             inputs = tuple(k for k, value in enumerate(node.inputs) if value is not None and self._is_float(value))
             outputs = tuple(k for k, value in enumerate(node.outputs) if self._is_float(value))
+            if node.domain == OWN:  # its nodes on a rank compute in one type
+                return [_Group(inputs, outputs, frozenset(map(_text, _KINDS)))]
             return [_Group((k,), (), frozenset(map(_text, _KINDS))) for k in inputs] + [
                 _Group((), outputs, frozenset())
             ]

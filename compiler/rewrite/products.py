@@ -1,9 +1,12 @@
-"""The products of a model with constant weights of two dims, whose weights may be quantized, and to which adapters add."""
+"""The products of a model with constant weights, which may be quantized, and to which adapters add.
+
+A weight has two dims, or it is a stack of experts' matrices, of which each entry's product picks one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 from partc.compiler.ir.blocked import BLOCKED, BlockedWeight
@@ -12,29 +15,41 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 @dataclass(frozen=True)
+class Picked:
+    """The matrices of `weights`, a stack of them, that `ids` pick; `swapped`: with rows as columns. `nodes`: what makes them, in order."""
+
+    weights: ir.Value
+    ids: ir.Value
+    swapped: bool
+    nodes: tuple[ir.Node, ...]
+
+
+@dataclass(frozen=True)
 class Product:
     """A product of activations with a constant weight of two dims; `transposed`: the weight is [N, K].
 
     `table`: its rows are looked up, which is the product with a one-hot vector: [V, K] lies as a transposed weight does.
+    `picked`: the weight is [experts, K, N] or [experts, N, K], of which a row's product has one.
     """
 
     weight: ir.Value
     transposed: bool
     bias: ir.Value | None = None
     table: bool = False
+    picked: Picked | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
         """K, the contracted dim, and N."""
         assert self.weight.const_value is not None
-        first, second = self.weight.const_value.shape.numpy()
+        first, second = self.weight.const_value.shape.numpy()[-2:]
         return (second, first) if self.transposed else (first, second)
 
     @property
     def blocked(self) -> BlockedWeight | None:
         """The blocks that the weight has in the model's files."""
         tensor = self.weight.const_value
-        is_product = tensor is not None and self.transposed and not self.table
+        is_product = tensor is not None and self.transposed and not self.table and self.picked is None
         return tensor.meta.get(BLOCKED) if is_product and tensor is not None else None
 
 
@@ -52,6 +67,11 @@ def _product(node: ir.Node) -> Product | None:
         table = node.inputs[0]
         is_table = attributes.get_int("axis", 0) == 0 and _is_weight(table)
         return Product(table, True, table=True) if is_table and table is not None else None
+    if node.op_type == "MatMul":
+        for side, value in enumerate(node.inputs):
+            stack = picked(value)
+            if stack is not None and _is_weight(stack.weights, 3):
+                return Product(stack.weights, (side == 0) != stack.swapped, picked=stack)
     weight, transposed, bias = node.inputs[1], False, None
     if node.op_type == "Gemm":
         factors = [attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
@@ -66,7 +86,22 @@ def _product(node: ir.Node) -> Product | None:
     return Product(weight, transposed, bias) if _is_weight(weight) and weight is not None else None
 
 
-def _is_weight(value: ir.Value | None) -> bool:
-    """Whether a value is a float initializer of two dims."""
+def picked(value: ir.Value | None) -> Picked | None:
+    """The matrices of a stack that a value is, by the indices that pick them; None of another value."""
+    node = value.producer() if value is not None else None
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Transpose":
+        found = picked(node.inputs[0])
+        is_swap = tuple(node.attributes.get_ints("perm") or ()) == (0, 2, 1)
+        return replace(found, swapped=not found.swapped, nodes=(*found.nodes, node)) if found and is_swap else None
+    axis = {"Gather": "axis", "GatherND": "batch_dims"}.get(node.op_type)
+    if axis is None or node.attributes.get_int(axis, 0) != 0 or node.inputs[0] is None or node.inputs[1] is None:
+        return None
+    return Picked(node.inputs[0], node.inputs[1], False, (node,))
+
+
+def _is_weight(value: ir.Value | None, rank: int = 2) -> bool:
+    """Whether a value is a float initializer of so many dims."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
-    return tensor is not None and tensor.dtype in _FLOATS and tensor.shape.rank() == 2 and tensor.size > 0
+    return tensor is not None and tensor.dtype in _FLOATS and tensor.shape.rank() == rank and tensor.size > 0

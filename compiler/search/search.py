@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
@@ -28,6 +27,7 @@ from partc.compiler.proposal.propose import BasePlan, Proposal, Work, parsed, ta
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.rewrite.routed import routed
 from partc.compiler.search.base_plan import Base
 from partc.compiler.search.blocks import Block, Placing, blocks_of, chain_of
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
@@ -152,7 +152,7 @@ class Search:
     def of(cls, source: Source, name: str, request: Request) -> Search:
         """A search of the model; CompileError names the symbols whose sizes are not known."""
         frame, base = _TWO.frame, request.base
-        program = run_passes(start(*parsed(source, frame, name)), shapes)
+        program = run_passes(start(*parsed(source, frame, name)), routed)
         batch = _batch(source)
         sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)

@@ -81,12 +81,25 @@ class Propagation:
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
         self._settle(by_inputs, by_outputs)
+        if dealt := [place for place, one in enumerate(self.instances) if self.choices[one].rule.dealt]:
+            for place in dealt:
+                self._deal(self.choices[self.instances[place]])
+                self._mark(place, self.instances[place], by_inputs, by_outputs)
+            self._settle(by_inputs, by_outputs)
         if readers := [use.node for there in self.pinned.stored for use in there.value.uses()]:
             self.hears_stored = True
             for node in readers:
                 for place in self.places.get(node, ()):
                     by_inputs[place] = True
             self._settle(by_inputs, by_outputs)
+
+    @staticmethod
+    def _deal(choice: NodeSharding) -> None:
+        """Shards rows that are with their experts' ranks along the axes of the experts, and of the rows that come there."""
+        owners = choice.axes.get(choice.rule.looked_up, ())
+        rows = [axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())]
+        choice.axes[choice.rule.dealt] = tuple(dict.fromkeys((*rows, *owners)))
+        choice.why[choice.rule.dealt] = choice.why.get(choice.rule.looked_up, "")
 
     def _settle(self, by_inputs: bytearray, by_outputs: bytearray) -> None:
         """Sweeps until no instance that is flagged takes a wish."""

@@ -16,7 +16,7 @@ from partc.compiler.ops.node import axes_of, axis_of, constant_ints, dims
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
 
-_PLAIN = ("Gather", "GatherND", "Gemm", "Reshape")
+_PLAIN = ("ExpertMatMul", "ExpertMatMulNBits", "Gather", "GatherND", "Gemm", "Reshape")
 """Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
 
 _TAKING = frozenset({"Split", "Slice", "Gather", "If", "Loop", "Scan", "SequenceMap"})

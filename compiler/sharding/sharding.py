@@ -36,7 +36,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import names_in, read
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.graph import BY_EXPERT, SERVED
 from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.ir.sized import SIZES
 from partc.compiler.layout.layout import Layout
@@ -85,6 +85,8 @@ def shard(program: Placed) -> Sharded:
     that are not proven to be divisible.
     """
     rules, _ = sharding_rules(program)
+    if alone := [*experts_alone(program)]:
+        raise CompileError(alone)
     together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
     if program.plan.ranks == 1 or not (together or rules):
         if wrong := seed_local_maps(program, {}):
@@ -109,7 +111,7 @@ def shard(program: Placed) -> Sharded:
         replicate_cheap_values(program, derived)
         ask_shards(derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
-        problems = [*unmet, *laws.violations(choices, given)]
+        problems = [*unmet, *laws.violations(choices, given), *parted_experts(program, choices)]
         told += gathered_inside(program, choices, rules)
         gathered = list(gathered_dims(choices, derived))
         told += gathers_of_unknown_sizes(program, gathered)
@@ -134,11 +136,56 @@ def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
     rule = rule_of(node)
     if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
         rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="", served=True)
+    if BY_EXPERT in node.meta and not rule.dealt:  # rows are with the ranks of their experts
+        table = next((letters[0] for letters in rule.inputs if letters and letters[0] in rule.reduce), "")
+        rule = replace(rule, looked_up=table)
     if strings:
         operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
         text = {letter for letters, value in operands if letters and value in strings for letter in letters}
         rule = replace(rule, replicated=rule.replicated | text) if text else rule
     return rule
+
+
+def experts_alone(program: Placed) -> Iterator[Problem]:
+    """The first node of experts that are shared out, and run on a single rank."""
+    sizes = dict(program.plan.mesh)
+    for node in program.model.graph:
+        axis, where = node.meta.get(BY_EXPERT, ("", ""))
+        placed = program.placement[node]
+        if sizes.get(axis, 1) > 1 and any(len(group) == 1 for group in placed.groups):
+            fact = f"'{program.paths[node]}' runs on rank {placed.groups[0][0]} alone ({placed.rule})"
+            law = f"its experts are shared out to the {sizes[axis]} ranks along '{axis}'"
+            yield Problem(where, fact, law, "place it on a list of ranks, or take the line out")
+            return
+
+
+def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[Problem]:
+    """Experts that are shared out, but whose rows would not all be with them, and once: the first fault of each line of the plan."""
+    told = set[str]()
+    for instance, choice in choices.items():
+        if BY_EXPERT not in (node := instance.node).meta:
+            continue
+        axis, where = node.meta[BY_EXPERT]
+        path, rows = program.paths[node], {at for letter in choice.rule.ids for at in choice.axes.get(letter, ())}
+        owners = choice.axes.get(choice.rule.looked_up, ())
+        fact = law = help = ""
+        if choice.rule.dealt and rows & {*owners} and not rows >= {*owners}:
+            shards, cut = choice.num_shards(choice.rule.looked_up), choice.num_shards(choice.rule.ids[0])
+            fact = f"the tokens of '{path.rpartition('.')[0]}' are cut into {cut} along '{axis}', and its experts into {shards}"
+            law = "ranks with the same tokens would all send them to the experts"
+            help = f"shard the tokens along all of '{axis}', or not along it"
+        for k, value in enumerate(node.inputs):
+            if value is None or BY_EXPERT not in value.meta or (maker := value.producer()) is None:
+                continue
+            there = choices.get(NodeOnGroup(maker, instance.group))
+            made, read = None if there is None else there.output(value.index() or 0), choice.input(k)
+            if made is None or read is None or (made.mesh, made.cuts[0]) != (read.mesh, read.cuts[0]):
+                fact = f"'{path}' takes rows of experts otherwise than '{program.paths[maker]}' gives them"
+                law = "between the products of experts each row is with the rank of its expert"
+                help = "give the nodes between no sharding and no ranks of their own"
+        if fact and where not in told:
+            told.add(where)
+            yield Problem(where, fact, law, help)
 
 
 class _Laws:
@@ -182,7 +229,7 @@ class _Laws:
             if letters is None or value is None:
                 continue
             for dim, each in enumerate(letters):
-                if each == letter:
+                if each == letter and not (dim == 0 and BY_EXPERT in value.meta):
                     yield value, dim, dim_of(self.program, value, dim)
 
     def divides_in(self, choices: dict[NodeOnGroup, NodeSharding]) -> Callable[[NodeOnGroup, str, int], bool]:

@@ -28,7 +28,7 @@ from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import PINNED, name_of
+from partc.compiler.ir.graph import BY_EXPERT, PINNED, name_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
@@ -40,6 +40,7 @@ from partc.compiler.lower.local_view import Localized, LocalView
 from partc.compiler.lower.masked_replicas import operand_as
 from partc.compiler.lower.model_collectives import is_written, write_backward
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
+from partc.compiler.lower.routes import write_dual
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import CotangentNames
@@ -91,6 +92,7 @@ def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Val
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
             name = first_free(f"{value.name}.grad", program.own_names.__contains__)
             found[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
+            found[value].meta.update({key: one for key, one in value.meta.items() if key == BY_EXPERT})
     return found
 
 
@@ -302,10 +304,20 @@ class Backward:
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _pushed(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
-        """Writes the Push of what a node has pulled: the table's gradient as rows, or added up."""
+        """Writes the Push of what a node has pulled: the table's gradient as rows, or added up; of a border of experts its dual."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         layout = dual_of_input(self.program, instance, 0)
         spellings = self.cotangent_names.spellings(instance, read, layout)
+        choice = self.program.choices.get(instance)
+        if choice is not None and choice.rule.dealt:
+            dx, value = self.job.value(instance.group, *spellings), self.cotangents[read.value]
+            ends = (
+                ShardedValue(self.cotangents[made.value], made.group, made.layout),
+                ShardedValue(value, read.group, layout),
+            )
+            write_dual(self.comm, instance, (dys[self.at[made]], dx), ends)
+            self._give(read, layout, dx)
+            return
         rows = [named_rows(spelling) for spelling in spellings]
         pushed = (
             self.job.value(instance.group, *(one.ids for one in rows)),

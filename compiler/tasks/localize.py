@@ -36,6 +36,7 @@ from partc.compiler.lower.masked_replicas import keep_operands
 from partc.compiler.lower.model_collectives import is_written, write_forward
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
+from partc.compiler.lower.routes import write_route
 from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
@@ -114,7 +115,8 @@ def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering)
 def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
     """Writes a node on a group; its local forms there, each with the ranks that run it."""
     if is_pulled(comm.program, instance):
-        write_pull(comm, instance)
+        choice = comm.program.choices.get(instance)
+        (write_route if choice is not None and choice.rule.dealt else write_pull)(comm, instance)
         return ()
     if is_written(instance.node):
         write_forward(comm, instance)

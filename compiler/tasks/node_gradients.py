@@ -28,7 +28,7 @@ from partc.compiler.ir.value_info import Array, Shape
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Placed
 from partc.compiler.lower.masked_replicas import operand, operand_as
-from partc.compiler.ops.registry import is_differentiable
+from partc.compiler.ops.registry import has_gradient_rule
 from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.duals import typed
@@ -108,7 +108,7 @@ class NodeGradients:
             if there.get(handle) is not dy:
                 handle = first_free(handle, there.__contains__)
             there[handle], seeds[form.handle(out)] = dy, handle
-        nodes, own = form.nodes, node.domain == OWN and is_differentiable(node)
+        nodes, own = form.nodes, node.domain == OWN and has_gradient_rule(node)
         if own:
             operands = [operand(self.comm, instance, k) for k in range(len(node.inputs))]
             nodes = [renamed(node, ["" if one is None else form.handle(one) for one in operands], [*form.outputs])]

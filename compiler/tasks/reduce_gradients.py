@@ -203,7 +203,7 @@ class GradientReduction:
         assert term is not None
         given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial")
         made = self.comm.job.value(target.group, wanted)
-        self.comm.job.declare(target.group, made, target.value, shape)
+        self.comm.job.declare(target.group, made, self.comm.values.local_value(target), shape)
         options = self.training.parameters[value]
         updated_alike = self.training.optimizer_of(value), options.weight_decay, self.training.lr_multiplier(value)
         ready = partial(self._ready, value, made, target, defs)
@@ -227,7 +227,7 @@ class GradientReduction:
     def _cast(self, version: ShardedValue, target: ShardedValue, given: Value, made: Value) -> Value:
         to = int(target.value.dtype or ir.DataType.FLOAT)
         self.update.append(version.group, computed("Cast", [given], [made], to=to))
-        self.comm.job.declare(version.group, made, target.value, self.comm.values.local_shape(target))
+        self.comm.declare(target, made)
         return made
 
     def _own(self, version: ShardedValue, gradients: Value, wanted: str) -> Value:
@@ -284,5 +284,5 @@ class GradientReduction:
         self, comm: CommLowering, version: ShardedValue, op_type: str, given: Sequence[Value], made: Value
     ) -> Value:
         comm.append(version.group, computed(op_type, given, [made]))
-        comm.job.declare(version.group, made, version.value, comm.values.local_shape(version))
+        comm.declare(version, made)
         return made

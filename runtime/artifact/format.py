@@ -83,6 +83,8 @@ BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
 PULL = "Pull"
 PUSH = "Push"
+ROUTE = "Route"
+RETURN = "Return"
 RANK_CONSTANT = "RankConstant"
 COPY = "Copy"
 

@@ -12,7 +12,7 @@ A row is a text of steps; the rank file's main graph has one under the name of i
     S4    segment 4 runs: its nodes are one session
     R3    the receive of message 3 is posted        X3    message 3 is sent
     A7    collective 7 begins                       W7    message or collective 7 must be complete from here on
-    L9    lookup 9 (a Pull or a Push) runs          C12   node 12, a Copy, runs
+    L9    lookup 9 runs                             C12   node 12, a Copy, runs
     U0    update 0 runs: its nodes overwrite what the rank keeps
     0F3   the task of this name runs
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 
-from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
+from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, RETURN, Manifest
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
@@ -41,7 +41,12 @@ def plan_collectives(
     """
     found: dict[int, AnyCollective] = {}
     for step in steps:
-        if isinstance(step, LookUp) and step.call.tag in promises and step.call.op == PULL and step.call.result:
+        if (
+            isinstance(step, LookUp)
+            and step.call.tag in promises
+            and step.call.op in (PULL, RETURN)
+            and step.call.result
+        ):
             shapes[step.call.result] = (*promises[step.call.tag], *step.call.row)
         if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue

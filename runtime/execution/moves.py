@@ -7,13 +7,13 @@ from functools import partial
 
 from partc.runtime.artifact.tensors.tensor import Tensor, aligned
 
-from ..artifact.format import PULL
+from ..artifact.format import PUSH, RETURN, ROUTE
 from ..communication.collective import dynamic_collective, give_up
 from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
 from ..devices.device_memory import Cell, on_host
 from ..errors import StepError
-from ..lookups.lookup import Lookup, Pulled
+from ..lookups.lookup import Lookup, Pulled, Routed
 from ..program.session_values import check_promise
 from ..program.steps import LookUp, PostRecv, Send, StartCollective, WaitCollective, WaitRecv
 from ..program.value_table import Storage
@@ -117,7 +117,7 @@ class AtLarge:
         self._promises, self._cells = promises, cells
 
     def look_up(self, step: LookUp) -> Callable[[], object]:
-        """The function that runs a Pull or a Push."""
+        """The function that runs a lookup."""
         return partial(self._look_up, step, self._lookup(step))
 
     def collect(self, step: StartCollective) -> None:
@@ -131,7 +131,7 @@ class AtLarge:
         """Takes part in a lookup, or in a collective on values of unknown shape, with nothing to give."""
         if isinstance(step, StartCollective):
             give_up(step.call, step.ranks, step.call.tag, self._transport, step.__str__)
-        elif step.call.op == PULL:
+        elif step.call.asks:
             self._lookup(step).give_up()
         else:
             self._push_nothing(step, self._lookup(step))
@@ -154,25 +154,51 @@ class AtLarge:
 
     def _look_up(self, step: LookUp, lookup: Lookup) -> None:
         call = step.call
-        if call.op == PULL:
-            found = self._pull(step, lookup)
-        else:
-            asked = Pulled(*(self._operand(name) for name in call.requests))
-            ids, rows = lookup.push(asked, self._operand(call.operand))
-            found = {call.numbers: ids, call.result: rows}
+        match call.op:
+            case "Pull":
+                found = self._pull(step, lookup)
+            case "Route" if call.ids is not None:
+                found = self._route(step, lookup)
+            case "Push":
+                asked = Pulled(*(self._operand(name) for name in call.requests))
+                ids, rows = lookup.push(asked, self._operand(call.operand))
+                found = {call.numbers: ids, call.result: rows}
+            case _:
+                found = {call.result: self._routed(step, lookup, self._tensor(call.operand or ""))}
         for name, value in found.items():
             if name:
                 self._cells[name] = value
 
-    def _pull(self, step: LookUp, lookup: Lookup) -> dict[str | None, Tensor | None]:
+    def _route(self, step: LookUp, lookup: Lookup) -> dict[str | None, Tensor | None]:
+        call, ids = step.call, self._tensor(step.call.ids or "")
+        self._hold_to_promise(step, lookup, ids)
+        rows, experts, routed = lookup.route(self._tensor(call.operand or ""), ids)
+        found: dict[str | None, Tensor | None] = {call.result: rows, call.numbers: experts}
+        return found | dict(zip(call.requests, (routed.places, routed.counts), strict=True))
+
+    def _routed(self, step: LookUp, lookup: Lookup, rows: Tensor) -> Tensor:
+        """What comes of rows that go the way of a Route, or back."""
         call = step.call
-        ids = self._operand(call.ids)
-        if ids is not None and (promise := self._promises.get(call.tag)) is not None:
+        routed = Routed(*(self._tensor(name or "") for name in call.requests))
+        if call.op == ROUTE:
+            return lookup.route_as(routed, rows)
+        slot = self._program.values.storage[call.result or ""] is Storage.SLOT
+        return lookup.send_back(routed, rows, self._tensor(call.result or "") if slot else None)
+
+    def _hold_to_promise(self, step: LookUp, lookup: Lookup, ids: Tensor) -> None:
+        """StepError on all ranks where ids have another shape than the manifest says."""
+        if (promise := self._promises.get(step.call.tag)) is not None:
             try:
-                check_promise(call.ids or "", ids.shape, promise)
+                check_promise(step.call.ids or "", ids.shape, promise)
             except StepError:
                 lookup.give_up()
                 raise
+
+    def _pull(self, step: LookUp, lookup: Lookup) -> dict[str | None, Tensor | None]:
+        call = step.call
+        ids = self._operand(call.ids)
+        if ids is not None:
+            self._hold_to_promise(step, lookup, ids)
         slot = call.result is not None and self._program.values.storage[call.result] is Storage.SLOT
         result = self._tensor(call.result or "") if slot else None
         rows, asked = lookup.pull(self._operand(call.operand), ids, result)
@@ -183,6 +209,14 @@ class AtLarge:
         """Zeros for what a rank has asked; nothing where the Pull was given up, as it was then on all ranks."""
         call = step.call
         values = [self._cells.get(name or "") for name in call.requests]
+        if call.op != PUSH:
+            sent, sizes = (one if isinstance(one, Tensor) else None for one in values)
+            if sent is not None and sizes is not None:
+                came = int(sizes.array()[len(step.ranks) :].sum()) if call.op == RETURN else sent.shape[0]
+                zeros = Tensor.empty(lookup.dtype, (came, *call.row))
+                zeros.data[:] = 0
+                self._routed(step, lookup, zeros)
+            return
         ids, counts, places = (one if isinstance(one, Tensor) else None for one in values)
         if counts is not None:
             rows = None if places is None else Tensor.empty(lookup.dtype, (*places.shape, *call.row))

@@ -1,4 +1,4 @@
-"""A Pull or a Push of one step: ids and rows as messages between those who ask and the owners of rows.
+"""A lookup of one step: ids and rows as messages between those who ask and the owners of rows.
 
     Pull   all to all     how many ids each rank has for each other, or which id is not a row of the table, so that all refuse it alike
            to owners      ids, each once, that count from the owner's first row
@@ -6,6 +6,12 @@
     Push   to owners      the rows, each id's sum, in the order in which the Pull asked for them
 
 A Pull keeps what it asked as values of the step, by which its Push sends rows alone: both ends know how many.
+
+    Route  all to all     how many rows each rank has for each expert of each other, or which id names none
+           to owners      the rows, by owner and expert, those of one expert in their order
+    Return to senders     a row for each that has come; each is put where the one that left was
+
+A Route keeps the places of its rows and the counts, by which Returns, and the Routes of cotangents, send rows alone.
 
 Each begins and ends at its place in the file, as a collective on values of unknown shape does: an owner answers there. What a rank has for
 itself is copied. Memory grows to what a step needed most, and is used again.
@@ -31,7 +37,7 @@ from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, BY_NAME, Array, Bytes, Dtype
 from partc.runtime.artifact.tensors.tensor import Tensor, aligned
 
-from ..artifact.format import ALL_TO_ALL
+from ..artifact.format import ALL_TO_ALL, ROUTE
 from ..communication.transport import CollectiveArgs, Request, Transport
 from ..devices.devices import HOST
 from ..errors import StepError, no_such_row
@@ -120,7 +126,7 @@ def _session(code: int) -> Session:
     return new_session(model.SerializeToString(), 1, HOST, {})
 
 
-_COUNT, _STATE, _ID, _RECORD = range(4)
+_COUNT, _STATE, _ID, _RECORD, _EXPERTS = range(5)
 _FINE, _NO_ROW, _NOTHING = range(3)
 _ITEM = 8
 
@@ -158,8 +164,18 @@ class Pulled:
     places: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What a Route found, as Returns read it: the place of each row among those that leave, and the counts of those that leave for and
+    come from each rank.
+    """
+
+    places: Tensor
+    counts: Tensor
+
+
 class Lookup:
-    """A Pull or a Push among `ranks` for rows of `dtype`; `tag` is the transport's, and `what` names it in reports."""
+    """A lookup among `ranks` for rows of `dtype`; `tag` is the transport's, and `what` names it in reports."""
 
     def __init__(
         self,
@@ -228,35 +244,78 @@ class Lookup:
             inverse: Ids = pulled.places.array().reshape(-1).view(np.int64)
             total = self._sums(rows.array().reshape(inverse.size, prod(self.call.row)), inverse, ends[-1])
             summed = np.ascontiguousarray(total).view(np.uint8).reshape(ends[-1], self.row_bytes)
-        parts = {owner: summed[ends[k] : ends[k + 1]] for k, owner in enumerate(self.owners)}
         made = None
-        coming: list[Request] = []
-        received = begin = 0
+        landing = np.empty((0, self.row_bytes), np.uint8)
+        coming: dict[int, int] = {}
         if mine in self.owners:
-            made = Tensor.empty(self.dtype, (sum(counts[owners:]), *self.call.row))
-            values = made.data.reshape(made.shape[0], self.row_bytes)
-            for rank, count in zip(self.givers, counts[owners:], strict=True):
-                part, begin = values[begin : begin + count], begin + count
-                if rank == mine:
-                    part[:] = parts[mine]
-                elif count:
-                    coming.append(self._receive(part.reshape(-1), rank))
-                    received += part.size
-        leaving = [self._send(parts[to].reshape(-1), to) for to in self._turn if to in parts and parts[to].size]
-        for request in (*coming, *leaving):
-            self._wait(request)
+            coming = dict(zip(self.givers, counts[owners:], strict=True))
+            made = Tensor.empty(self.dtype, (sum(coming.values()), *self.call.row))
+            landing = made.data.reshape(made.shape[0], self.row_bytes)
+        received = self._exchange(summed, dict(zip(self.owners, counts, strict=False)), landing, coming)
         self._count(0 if pulled.places is None else pulled.places.array().size, ends[-1], received)
         return pulled.ids, made
 
+    def route(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Routed]:
+        """The rows that come, their experts counted from the rank's first, and what a Return reads; StepError on all ranks where an id is
+        not an expert.
+
+        Rows come rank by rank in the order of the list, those of one rank by expert, those of one expert in their order there.
+        """
+        each, kind = self.call.rows_of_owner, BY_NAME["int64"]
+        header = np.zeros((len(self.ranks), _EXPERTS + each), np.int64)
+        flat: Ids = ids.array().reshape(-1).astype(np.int64)
+        wrong = np.flatnonzero((flat < 0) | (flat >= self.call.rows))
+        if wrong.size:
+            header[:, 1:_EXPERTS] = _NO_ROW, flat[wrong[0]], wrong[0]
+        else:
+            header[:, _EXPERTS:] = np.bincount(flat, minlength=self.call.rows).reshape(len(self.ranks), each)
+        table = np.array(self._meet(header), np.int64)[:, _EXPERTS:]
+        places = np.empty(flat.size, np.int64)
+        places[np.argsort(flat, kind="stable")] = np.arange(flat.size)
+        counts = np.concatenate([header[:, _EXPERTS:].sum(1), table.sum(1)])
+        experts = np.repeat(np.tile(np.arange(each), len(self.ranks)), table.reshape(-1))
+        found = Routed(Tensor.of(places, kind), Tensor.of(counts, kind))
+        return self.route_as(found, rows), Tensor.of(experts, kind), found
+
+    def route_as(self, routed: Routed, rows: Tensor) -> Tensor:
+        """Rows of the same places go where those went by which `routed` was found."""
+        places, leaving, coming = self._ways(routed)
+        given = self._rows("leaving", places.size)
+        given[places] = rows.data.reshape(places.size, self.row_bytes)
+        made = Tensor.empty(self.dtype, (sum(coming.values()), *self.call.row))
+        received = self._exchange(given, leaving, made.data.reshape(made.shape[0], self.row_bytes), coming)
+        self._count(places.size, places.size, received)
+        return made
+
+    def send_back(self, routed: Routed, rows: Tensor, result: Tensor | None) -> Tensor:
+        """A row for each that came goes back, and is put where that one was, in `result` where there is one."""
+        places, leaving, coming = self._ways(routed)
+        home = self._rows("home", places.size)
+        received = self._exchange(rows.data.reshape(rows.shape[0], self.row_bytes), coming, home, leaving)
+        made = result if result is not None else Tensor.empty(self.dtype, (places.size, *self.call.row))
+        if places.size:
+            np.take(home, places, axis=0, out=made.data.reshape(places.size, self.row_bytes), mode="clip")
+        self._count(places.size, places.size, received)
+        return made
+
+    def _ways(self, routed: Routed) -> tuple[Ids, dict[int, int], dict[int, int]]:
+        """The places of a rank's rows, and by rank how many leave for it and come from it."""
+        counts: list[int] = routed.counts.array().tolist()
+        ends = counts[: len(self.ranks)], counts[len(self.ranks) :]
+        leaving, coming = (dict(zip(self.ranks, one, strict=True)) for one in ends)
+        places: Ids = routed.places.array().reshape(-1).view(np.int64)
+        return places, leaving, coming
+
     def give_up(self) -> None:
-        """Takes part in a Pull with nothing to give: it ends for all other ranks by a StepError."""
-        header = np.zeros((len(self.ranks), 4), np.int64)
+        """Takes part in a Pull or a Route with nothing to give: it ends for all other ranks by a StepError."""
+        routes = self.call.op == ROUTE
+        header = np.zeros((len(self.ranks), _EXPERTS + routes * self.call.rows_of_owner), np.int64)
         header[:, _STATE] = _NOTHING
         self._headers_of_all(header)
 
     def _ask(self, ids: Tensor | None) -> tuple[Distinct, dict[int, Ids], dict[int, int]]:
         """The rank's ids, each once; by owner what it is asked for; by rank how many ids come from there."""
-        header = np.zeros((len(self.ranks), 4), np.int64)
+        header = np.zeros((len(self.ranks), _EXPERTS), np.int64)
         flat, wrong = np.empty(0, np.int64), -1
         if ids is not None:
             flat, wrong = counted_from_front(ids.array(), self.call.rows)
@@ -305,9 +364,12 @@ class Lookup:
     def _meet(self, header: Array) -> list[list[int]]:
         """For each place in the list, what each rank sends to this one; StepError on all where one refuses."""
         rows = self._headers_of_all(header)
-        lookup = f"Gather '{self.call.path}'"
         for rank, row in zip(self.ranks, rows, strict=True):
+            if row[_STATE] == _NO_ROW and self.call.op == ROUTE:
+                fact = f"'{self.call.path}': row {row[_RECORD]} on rank {rank} is for expert {row[_ID]}"
+                raise StepError(f"{fact}\n  there are {self.call.rows} experts, numbered from 0")
             if row[_STATE] == _NO_ROW:
+                lookup = f"Gather '{self.call.path}'"
                 raise StepError(no_such_row(lookup, row[_RECORD], row[_ID], self.call.rows, rank))
         for rank, row in zip(self.ranks, rows, strict=True):
             if row[_STATE] == _NOTHING:
@@ -325,6 +387,26 @@ class Lookup:
             self._wait(self.transport.prepare(args)())
         rows: list[list[int]] = came.tolist()
         return rows
+
+    def _exchange(self, given: Bytes, leaving: Mapping[int, int], landing: Bytes, coming: Mapping[int, int]) -> int:
+        """Rows go to ranks and come from ranks, as many as each mapping says, rank by rank in its order; the bytes that have come."""
+        mine, received, at = self.transport.rank, 0, 0
+        parts: dict[int, Bytes] = {}
+        for rank, count in leaving.items():
+            parts[rank], at = given[at : at + count], at + count
+        requests: list[Request] = []
+        at = 0
+        for rank, count in coming.items():
+            part, at = landing[at : at + count], at + count
+            if rank == mine:
+                part[:] = parts[mine]
+            elif count:
+                requests.append(self._receive(part.reshape(-1), rank))
+                received += part.size
+        requests += [self._send(parts[to].reshape(-1), to) for to in self._turn if to in parts and parts[to].size]
+        for request in requests:
+            self._wait(request)
+        return received
 
     def _bounds(self, asked: Distinct) -> dict[int, slice]:
         """Maps each owner to the place of its ids among those of this rank."""

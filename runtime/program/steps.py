@@ -184,7 +184,7 @@ class WaitCollective(Collective):
 
 @dataclass(frozen=True)
 class LookUp:
-    """One end of a Pull or a Push, which is over when it has begun; `ranks` and `task` as those of a collective."""
+    """One end of a lookup, which is over when it has begun; `ranks` and `task` as those of a collective."""
 
     call: LookupCall
     ranks: tuple[int, ...]

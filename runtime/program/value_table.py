@@ -18,7 +18,7 @@ from enum import Enum
 from partc.runtime.artifact.tensors.dtypes import Dtype, dense
 
 from ..artifact.dim_expression import symbols_in
-from ..artifact.format import PUSH, Collective, Dim, Manifest, Shape, Transfer
+from ..artifact.format import PUSH, ROUTE, Collective, Dim, Manifest, Shape, Transfer
 from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
 from .lifetimes import LiveRange, lifetimes, live_ranges, merged_ranges
@@ -208,7 +208,7 @@ def storage_of(
     return {
         **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
         **{
-            name: computed(name, call.tag in promises and call.op != PUSH)
+            name: computed(name, call.tag in promises and call.op not in (PUSH, ROUTE))
             for name, call in file.calls_by_output.items()
         },
         **{name: Storage.TENSOR for call in file.lookups for name in call.numeric_outputs},

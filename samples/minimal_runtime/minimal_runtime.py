@@ -164,7 +164,7 @@ class Runtime:
         self.program = next(iter(manifest["programs"].values()))
         if outside := [record["path"] for record in manifest["files"].values() if record.get("path")]:
             raise Refused(f"not done here: weights outside of the artifact, in {outside[0]}")
-        if lookups := {"Pull", "Push"} & {record["op"] for record in self.program["collectives"]}:
+        if lookups := {"Pull", "Push", "Return", "Route"} & {record["op"] for record in self.program["collectives"]}:
             raise Refused(f"not done here: {' and '.join(sorted(lookups))}, lookups of rows that other ranks have")
         lists = {**manifest["groups"], **self.program["groups"]}.items()
         self.groups = {name: ranks_of(one) for name, ranks in lists for one in ranks if self.rank in ranks_of(one)}

@@ -31,6 +31,7 @@ SEE = {
     "dataset": "sharding",
     "placement": "placement",
     "sharding": "sharding_models",
+    "experts": "experts",
     "outputs": "placement",
     "target": "targets",
     "max_reshard_bytes": "sharding",

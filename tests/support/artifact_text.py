@@ -25,6 +25,8 @@ from partc.runtime.artifact.format import (
     MANIFEST,
     PATH,
     PULL,
+    RETURN,
+    ROUTE,
     SEND,
     Box,
     Collective,
@@ -118,7 +120,7 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
     made: dict[int, str] = {}
     for node in (node for model in models for node in model.graph.node if node.op_type in GROUP_OPS and node.output):
         tag = next(attribute.i for attribute in node.attribute if attribute.name == "tag")
-        if name := node.output[0 if node.op_type == PULL else -1]:
+        if name := node.output[0 if node.op_type in (PULL, ROUTE) else -1]:
             made.setdefault(tag, name)
     for model in models:
         known = {value.name: value for value in _values(model.graph)}
@@ -129,6 +131,8 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
                 value = typed = made.get(tag, "")
                 if node.op_type not in LOOKUPS:
                     typed = given
+                elif node.op_type in (ROUTE, RETURN):  # of rows the type, of ids or places the shape
+                    given, typed = node.input[1] or node.input[2], node.output[0]
                 elif not (ids := [*node.input, "", ""][1 if node.op_type == PULL else 2]):
                     continue  # another rank says how many ids it has
                 else:  # of rows the type, of ids the shape

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = re.compile(
 )
 _HINTS = {
     "context_parallel_size": "partc does not shard the sequence of attention",
-    "expert_model_parallel_size": "experts are sharded by their columns and rows, not shared out",
+    "expert_model_parallel_size": "write `experts: {axis: ep}`, with an axis of the mesh; it may be `dp`",
     "num_layers_per_virtual_pipeline_stage": "write more stages than ranks, with `schedule: interleaved`",
     "virtual_pipeline_model_parallel_size": "write more stages than ranks, with `schedule: interleaved`",
     "sequence_parallel": "`{style: rowwise, level: 1}` shards the sequence between layers for less memory",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import unknown_input
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
-from partc.compiler.ir.graph import ADAPTER, SERVED, name_of
+from partc.compiler.ir.graph import ADAPTER, BY_EXPERT, SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
@@ -41,6 +42,7 @@ def seed(
     work = _Seeds(program, choices, rules)
     work.annotations()
     work.dataset()
+    work.experts()
     for region in work.regions():
         work.region(region)
     work.styles_without_use()
@@ -69,6 +71,22 @@ class _Seeds:
         """Writes the shardings of the model's own annotations, for nodes that no rule matches."""
         if self.program.followed:
             self.problems += seed_annotations(self.program, self.choices, self.pinned, self.rules)
+
+    def experts(self) -> None:
+        """Shards the experts that the plan shares out along their axis; the borders follow their rows (`Propagation`)."""
+        for instance, choice in self.choices.items():
+            if BY_EXPERT not in instance.node.meta or not choice.rule.looked_up:
+                continue
+            axis, where = instance.node.meta[BY_EXPERT]
+            named = refined(self.program.plan.axes_of(instance.group))[1]
+            if axis not in named:
+                fact = f"'{self.program.paths[instance.node]}' runs on {ranks_text(instance.group)}, which have no axis '{axis}'"
+                self.problems.append(
+                    Problem(where, fact, "experts are shared out along an axis of the ranks that run them")
+                )
+                return
+            choice.axes[choice.rule.looked_up] = named[axis]
+            choice.why[choice.rule.looked_up] = f"{PurePath(where).name} experts"
 
     def regions(self) -> list[RegionMatch]:
         """The regions in order; a node belongs to the last rule that matches it."""
@@ -121,6 +139,10 @@ class _Seeds:
             letter = found[1]
             axes = self._style_axes(region, instance.group)
             if axes is None:
+                return
+            if BY_EXPERT in instance.node.meta and {*axes} & {*choice.axes[choice.rule.looked_up]}:
+                fact = f"{style}, but the experts of '{self.program.paths[instance.node]}' are shared out along the same axis"
+                self.problem(region, fact, "an axis shards one dim of a weight", "take one of the two lines out")
                 return
             done = True
             choice.axes[letter] = axes

@@ -80,6 +80,7 @@ def _factor(rule: Rule, node: ir.Node, style: str, is_parameter: IsConstant) -> 
             fitting = [letter for letter in letters if letter in made and letter not in others]
         else:
             fitting = [letter for letter in letters if letter not in made and rule.reduce.get(letter)]
+            fitting.sort(key=others.isdisjoint)  # a product sums over what both have, not over experts
         fitting = [letter for letter in fitting if letter in rule.factors]
         if fitting:
             return k, fitting[-1] if style == "colwise" else fitting[0]

@@ -19,6 +19,8 @@ By lookups ranks read and write rows of a table on other ranks; the ids determin
 
     Pull       every rank's ids give it rows of a table, of which the owners have a run each
     Push       rows go back to their owners, who know the ids from the Pull
+    Route      every rank's rows go to the owners of what their ids name: the experts of tokens
+    Return     a row for each that came by a Route goes back to the rank and the place that it came from
 
 A lookup is over when it has begun: its sizes are those of the ids, known only at run time.
 """
@@ -49,7 +51,9 @@ from partc.runtime.artifact.format import (
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_TO,
+    RETURN,
     ROOT,
+    ROUTE,
     ROW,
     ROWS,
     SEND_BOXES,
@@ -225,6 +229,17 @@ LOOKUPS = {
             PUSH,
             "What each giver gives to rows of a table goes to their owners: a row for each of the ids that an owner was asked by a Pull.",
             _OF_TABLES,
+        ),
+        GroupOp(
+            ROUTE,
+            "Every rank's rows go to the ranks that own what their ids name, of which each has an equal run; or, without ids, as by the "
+            "Route whose places and counts it has.",
+            _OF_TABLES[:3],
+        ),
+        GroupOp(
+            RETURN,
+            "A row for each row that came by a Route goes back to the rank and the place that it came from.",
+            _OF_TABLES[:3],
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""A Pull or a Push node as data, and the reasons why a rank cannot run one."""
+"""A Pull, Push, Route or Return node as data, and the reasons why a rank cannot run one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from partc.runtime.artifact.comm.group_call import GroupCall
-from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, ROW, ROWS, TAG
+from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, PUSH, RETURN, ROUTE, ROW, ROWS, TAG
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.tensors.dtypes import Dtype
 
@@ -20,11 +20,16 @@ _NO_PART = "a rank takes part that has neither rows nor ids"
 
 @dataclass(frozen=True)
 class LookupCall(GroupCall):
-    """A Pull or a Push node; a value that the rank does not have is None.
+    """A lookup node; a value that the rank does not have is None.
 
     Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids
     that come beside the rows. `result` are rows. `requests`: what a Pull makes and a Push reads, the ids that an owner was asked, counts,
     and places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
+
+    Of a Route `operand` are the rows that go, `ids` the experts that they go to, `result` the rows that come and `numbers` their experts,
+    counted from the rank's first; one without `ids` goes as the Route that made its `requests`, the place of each row among those that
+    leave, and how many go to and come from each rank. A Return reads these, too; `operand` are what has come, `result` what has gone.
+    Every rank of the list is an owner, and `rows` is the number of experts.
     """
 
     LAW: ClassVar[str] = "op, owners, givers, rows or row"
@@ -44,11 +49,20 @@ class LookupCall(GroupCall):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.operand, self.ids) if self.op == PULL else (*self.requests, self.operand)))
+        if self.op == PUSH:
+            return tuple(filter(None, (*self.requests, self.operand)))
+        return tuple(filter(None, (self.operand, self.ids, *(() if self.asks else self.requests))))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.result, *self.requests) if self.op == PULL else (self.numbers, self.result)))
+        if self.op == PUSH:
+            return tuple(filter(None, (self.numbers, self.result)))
+        return tuple(filter(None, (self.result, self.numbers, *(self.requests if self.asks else ()))))
+
+    @property
+    def asks(self) -> bool:
+        """Whether it makes the requests that others read."""
+        return self.op == PULL or (self.op == ROUTE and self.ids is not None)
 
     @property
     def numeric_outputs(self) -> tuple[str, ...]:
@@ -76,20 +90,27 @@ class LookupCall(GroupCall):
 
 
 def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> LookupCall:
-    """The call that a sound Pull or Push states."""
+    """The call that a sound node states."""
     given = [*(name or None for name in node.input), *[None] * 4]
     made = [*(name or None for name in node.output), *[None] * 4]
-    pulls = node.op_type == PULL
+    op = node.op_type
+    ids = None if op in (PUSH, RETURN) else given[1]
+    requests = {
+        PULL: made[1:4],
+        PUSH: given[:3],
+        ROUTE: given[2:4] if ids is None else made[2:4],
+        RETURN: given[1:3],
+    }
     return LookupCall(
-        op=node.op_type,
-        ids=given[1] if pulls else None,
-        result=made[0] if pulls else made[1],
+        op=op,
+        ids=ids,
+        result=made[1] if op == PUSH else made[0],
         group=attributes[GROUP].s.decode(errors="replace"),
         tag=attributes[TAG].i,
         path=path_of(node),
-        operand=given[0] if pulls else given[3],
-        numbers=None if pulls else made[0],
-        requests=tuple(made[1:4] if pulls else given[:3]),
+        operand=given[3] if op == PUSH else given[0],
+        numbers=made[0] if op == PUSH else made[1] if op == ROUTE else None,
+        requests=tuple(requests[op]),
         owners=tuple(attributes[OWNERS].ints),
         rows=attributes[ROWS].i,
         row=tuple(attributes[ROW].ints) if ROW in attributes else (),
@@ -99,11 +120,11 @@ def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Lo
 
 def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Iterator[str]:
     """What keeps a node with its attributes from being a lookup."""
-    most = (2, 4) if node.op_type == PULL else (4, 2)
+    most = {PULL: (2, 4), PUSH: (4, 2), ROUTE: (4, 4), RETURN: (3, 1)}[node.op_type]
     if len(node.input) > most[0] or len(node.output) > most[1]:
         yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
     givers = list(attributes[GIVERS].ints) if GIVERS in attributes else []
-    if len({*givers}) < len(givers) or (node.op_type != PULL and not givers):
+    if len({*givers}) < len(givers) or (node.op_type == PUSH and not givers):
         yield f"its givers are {givers}: different places are needed"
     owners, rows = attributes[OWNERS].ints, attributes[ROWS].i
     if not owners or len({*owners}) < len(owners):
@@ -115,15 +136,28 @@ def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -
 
 
 def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
-    """Why a rank of so many cannot run a Pull or a Push."""
+    """Why a rank of so many cannot run a lookup."""
     if dtype is not None and dtype.bits < 8:
         yield f"rows of a {dtype.name} cannot be looked up on other ranks"
     for word, places in (("owner", call.owners), ("giver", call.givers)):
         if wrong := [one for one in places if not 0 <= one < ranks]:
             yield f"its {word} {wrong[0]} is not an index in a list of {ranks} ranks"
+    if call.op in (ROUTE, RETURN):
+        yield from _contradicts_route(call, ranks)
+        return
     owns, gives = place in call.owners, place in call.givers
     yield from _contradicts_pull(call, owns, gives) if call.op == PULL else _contradicts_push(call, owns, gives)
     yield from _contradicts_request(call, owns, gives)
+
+
+def _contradicts_route(call: LookupCall, ranks: int) -> Iterator[str]:
+    """What a rank's Route or Return lacks, or has in excess: every rank of the list gives and gets."""
+    if call.owners != tuple(range(ranks)):
+        yield f"its owners are {list(call.owners)}, and each of the {ranks} ranks has experts, in the order of the list"
+    if not call.operand or not call.result:
+        yield "it leaves out its rows"
+    if None in call.requests or (call.op == ROUTE and call.asks != bool(call.numbers)):
+        yield "it leaves out its places, its counts or its ids"
 
 
 def _contradicts_pull(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:

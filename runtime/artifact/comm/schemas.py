@@ -31,9 +31,12 @@ from partc.runtime.artifact.format import (
     ITEMS,
     PEER,
     PULL,
+    PUSH,
     RANK,
     RANK_CONSTANT,
     RECV,
+    RETURN,
+    ROUTE,
     ROW,
     SEND,
     SHAPE,
@@ -110,12 +113,11 @@ def _collective(op: CollectiveOp) -> OpSchema:
 
 
 def _lookup(op: GroupOp) -> OpSchema:
-    """The schema of a Pull or a Push."""
+    """The schema of a lookup."""
 
     def formal(name: str, doc: str, type: str = "tensor(int64)") -> OpSchema.FormalParameter:
         return OpSchema.FormalParameter(name, type, doc, param_option=_MAYBE)
 
-    pulls = op.name == PULL
     table = formal("table", "The rank's run of the table's rows.", "T")
     ids = formal("ids", "Numbers of rows; one below 0 counts from the end.", "I")
     asked = [
@@ -124,20 +126,33 @@ def _lookup(op: GroupOp) -> OpSchema:
         formal("places", "By id its place among the rank's own ids, each once."),
     ]
     own_ids, rows = formal("own_ids", "Numbers of own rows: asked."), formal("Y", "A row for each id.", "T")
+    leaving, coming = formal("X", "The rows that leave.", "T"), formal("Y", "The rows that come.", "T")
+    experts = formal("experts", "By row its expert.", "I")
+    own_experts = formal("own_experts", "By row that comes its expert, counted from the rank's first.")
+    sent = [
+        formal("sent", "By row its place among those that leave."),
+        formal("counts", "How many rows leave for each rank, and how many come from each."),
+    ]
+    ends, infer = {
+        PULL: (([table, ids], [rows, *asked]), _infer_pull),
+        PUSH: (([*asked, formal("dY", "A row for each id.", "T")], [own_ids, rows]), _infer_push),
+        ROUTE: (([leaving, experts, *sent], [coming, own_experts, *sent]), _infer_route),
+        RETURN: (([leaving, *sent], [coming]), _infer_return),
+    }[op.name]
     schema = OpSchema(
         op.name,
         DOMAIN,
         DOMAIN_VERSION,
         doc=op.doc,
-        inputs=[table, ids] if pulls else [*asked, formal("dY", "A row for each id.", "T")],
-        outputs=[rows, *asked] if pulls else [own_ids, rows],
+        inputs=ends[0],
+        outputs=ends[1],
         type_constraints=[
             ("T", _types(), "Whatever a row can be of."),
-            *([("I", ["tensor(int32)", "tensor(int64)"], "Ids.")] if pulls else []),
+            *([("I", ["tensor(int32)", "tensor(int64)"], "Ids.")] if op.name in (PULL, ROUTE) else []),
         ],
         attributes=[_attribute(one) for one in op.every_attribute],
     )
-    schema.set_type_and_shape_inference_function(_infer_pull if pulls else _infer_push)
+    schema.set_type_and_shape_inference_function(infer)
     return schema
 
 
@@ -179,6 +194,41 @@ def _infer_push(context: Any) -> None:
         for size in _row(context):
             found.tensor_type.shape.dim.add(dim_value=size)
         context.set_output_type(1, found)
+
+
+def _infer_route(context: Any) -> None:
+    """Rows and their experts, whose number is known only at run time."""
+    _give_rows(context, None)
+    ids = context.get_input_type(1) if context.get_num_inputs() > 1 else None
+    for at in range(1, context.get_num_outputs()):
+        numbers = TypeProto()
+        numbers.tensor_type.elem_type = TensorProto.INT64
+        if at == 2 and ids is not None and ids.tensor_type.HasField("shape"):
+            numbers.tensor_type.shape.CopyFrom(ids.tensor_type.shape)
+        else:
+            numbers.tensor_type.shape.dim.add()
+        context.set_output_type(at, numbers)
+
+
+def _infer_return(context: Any) -> None:
+    """A row for each place."""
+    _give_rows(context, context.get_input_type(1) if context.get_num_inputs() > 1 else None)
+
+
+def _give_rows(context: Any, places: Any) -> None:
+    """The type of rows, of the shape that the node states, one for each of the places."""
+    rows = context.get_input_type(0) if context.get_num_inputs() else None
+    if rows is None or not rows.HasField("tensor_type") or not context.get_num_outputs():
+        return
+    found = TypeProto()
+    found.tensor_type.elem_type = rows.tensor_type.elem_type
+    if places is not None and places.tensor_type.HasField("shape"):
+        found.tensor_type.shape.CopyFrom(places.tensor_type.shape)
+    else:
+        found.tensor_type.shape.dim.add()
+    for size in _row(context):
+        found.tensor_type.shape.dim.add(dim_value=size)
+    context.set_output_type(0, found)
 
 
 def _row(context: Any) -> Sequence[int]:

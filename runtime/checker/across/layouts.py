@@ -11,6 +11,7 @@ the same along all other dims:
     Broadcast       what the root has is what each of the others gets
     Exchange        each box that one gives lies where the other puts it in the value, and is of the same term
     Pull, Push      the owners' rows are equal runs in their order, and columns are the same on all (`lookups.py`)
+    Route, Return   columns are the same before and after
 """
 
 from __future__ import annotations

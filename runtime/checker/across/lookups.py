@@ -1,11 +1,12 @@
-"""Checks a Pull or a Push: its operands against each other and the manifest, and the owners' rows against the layout of the table.
+"""Checks a lookup: its operands against each other and the manifest, and the owners' rows against the layout of the table.
 
 Of the table, whose rows are cut, the k-th owner has the k-th of equal runs, and all owners the same of the other dims; a rank that asks
 gets, or gives, the same of these. `given` and `made` of a record are the layouts of the table and of what is looked up, of a Push the
 other way round.
 
 A Push sends rows without ids, so it is proven that its owners and givers know of the same ids: on every rank what it reads of an asking is
-what one Pull made there, of the same ids' shape and rows, with the same ranks as owners and as givers, in the same order.
+what one Pull made there, of the same ids' shape and rows, with the same ranks as owners and as givers, in the same order. So it is proven
+of a Return, and of a Route without ids, that all its ranks read the places and counts of one Route: each row comes back to where it was.
 """
 
 from __future__ import annotations
@@ -13,20 +14,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from onnx import ModelProto
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
-from partc.runtime.checker.across.call_node import CallNode
+from partc.runtime.artifact.format import (
+    DOMAIN,
+    MANIFEST,
+    PULL,
+    PUSH,
+    RETURN,
+    ROUTE,
+    TAG,
+    Collective,
+    Dim,
+    Manifest,
+    Shape,
+)
+from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title, path_of
+from partc.runtime.checker.across.call_node import AGAIN, CallNode
 from partc.runtime.checker.across.rank_shards import ShardLayout
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
 
 _IDS = ("tensor(int32)", "tensor(int64)")
-_WORDS = ("the ids asked of an owner", "the counts", "the places")
+_WORDS = {
+    PULL: ("the ids asked of an owner", "the counts", "the places"),
+    ROUTE: ("the places of its rows", "the counts"),
+}
+"""By the op that makes what another reads, what it is."""
 
 
 def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
-    """What the file declares for each value of a call: ids, the other operand, the ids that come out, rows, and the three of an asking."""
+    """What the file declares for each value of a call: ids, the other operand, the ids that come out, rows, and what others read."""
     names = (call.ids, call.operand, call.numbers, call.result, *call.requests)
     return tuple((name or "", types.get(name or "")) for name in names)
 
@@ -40,6 +59,9 @@ def wrong_operands(
         if name and declared is None:
             yield f"its file declares no type of '{name}'"
     row: list[Dim] = list(call.row)
+    if call.op in (ROUTE, RETURN):
+        yield from _wrong_route(call, record, types, manifest)
+        return
     asked = None if record.shape is None else [*record.shape, *row]
     pulls = call.op == PULL
     if ids[1] is not None:
@@ -63,19 +85,43 @@ def wrong_operands(
             yield f"its '{name}' has the shape {declared[1]}, and it is {shape}"
 
 
+def _wrong_route(
+    call: LookupCall, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
+) -> Iterator[str]:
+    """What is wrong with the types and shapes of the values of a Route or a Return; the record's shape is of the rows that leave."""
+    ids, operand, numbers, result, places, counts = types
+    row: list[Dim] = list(call.row)
+    here: Shape = None if record.shape is None else [*record.shape]
+    two: Shape = [2 * len(call.owners)]
+    ends = {operand[0]: here, result[0]: None} if call.op == ROUTE else {operand[0]: None, result[0]: here}
+    for name, declared in (operand, result):
+        if declared is None:
+            continue
+        if declared[0] != record.type:
+            yield f"its '{name}' is a {declared[0]}; {MANIFEST} says {record.type}"
+        shape, known = declared[1], ends[name]
+        wanted = None if shape is None else [*(shape[:1] if known is None else known), *row]
+        if shape is not None and not same_dims(shape, wanted, manifest):
+            yield f"its '{name}' has the shape {shape}, and its rows are {known or '[?]'} of the shape {row}"
+    for (name, declared), shape in ((ids, here), (numbers, None), (places, here), (counts, two)):
+        kinds = _IDS if name == ids[0] else ("tensor(int64)",)
+        if declared is not None and (declared[0] not in kinds or not _fits(declared[1], shape, manifest)):
+            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and should be a tensor(int64) {shape or '[?]'}"
+
+
 def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
     """Whether a declared shape is the wanted one, or one-dimensional where it is known only at run time."""
     return shape is None or (len(shape) == 1 if wanted is None else same_dims(shape, wanted, manifest))
 
 
 def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
-    """Every Push that reads another asking than that of one Pull, on all its ranks; the nodes are sound."""
+    """Every Push, Return and Route that reads something else than what one Pull or Route made, on all its ranks; the nodes are sound."""
     records = {one.tag: one for one in manifest.collectives}
     made = {
         (rank, name): (node, at)
         for rank, nodes in calls.items()
         for node in nodes
-        if isinstance(node.call, LookupCall) and node.call.op == PULL
+        if isinstance(node.call, LookupCall) and node.call.asks
         for at, name in enumerate(node.call.requests)
         if name
     }
@@ -83,13 +129,51 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
     for rank, nodes in calls.items():
         for node in nodes:
             call = node.call
-            for at, name in enumerate(call.requests) if isinstance(call, LookupCall) and call.op == PUSH else ():
+            for at, name in enumerate(call.requests) if isinstance(call, LookupCall) and not call.asks else ():
                 pull, place = made.get((rank, name or ""), (None, at))
-                if name and (pull is None or place != at):
-                    yield node.violation(f"its '{name}' is not {_WORDS[at]} of a Pull")
+                source = PULL if call.op == PUSH else ROUTE
+                if name and (pull is None or place != at or pull.call.op != source):
+                    yield node.violation(f"its '{name}' is not {_WORDS[source][at]} of a {source}")
                 elif pull is not None and (fact := _differs(manifest, records, node, pull, pulls)):
                     yield node.violation(fact)
                     break
+
+
+def check_routed(
+    models: Mapping[str, ModelProto],
+    types: Mapping[str, Mapping[str, ValueType]],
+    calls: Mapping[str, Sequence[CallNode]],
+) -> Iterator[Violation]:
+    """Every node that reads rows or experts of two Routes, and every Return of rows that did not come by its Route; by rank file.
+
+    Between a Route and a Return values have as many rows as came, a number that no file has: all of them must be of one Route.
+    """
+    for file, nodes in calls.items():
+        lookups = {node.call.tag: node for node in nodes if isinstance(node.call, LookupCall)}
+        if not any(node.call.op == ROUTE for node in lookups.values()):
+            continue
+        of: dict[str, int] = {}
+        sent: dict[str | None, int] = {}
+        for proto in models[file].graph.node:
+            own = lookups.get(integer_of(proto, TAG, -1)) if proto.domain == DOMAIN else None
+            if own is not None and isinstance(call := own.call, LookupCall) and call.op in (ROUTE, RETURN):
+                route = call.tag if call.asks else sent.get(call.requests[0])
+                if call.op == RETURN and route is not None and of.get(call.operand or "") != route:
+                    yield own.violation(f"its rows '{call.operand}' did not come by {lookups[route]}")
+                if route is not None and call.op == ROUTE:
+                    of |= {name: route for name in (call.result, call.numbers) if name}
+                    sent |= {call.requests[0]: route} if call.asks else {}
+                continue
+            read = list(dict.fromkeys(of[name] for name in proto.input if name in of))
+            if len(read) > 1:
+                fact = f"it reads what came by {lookups[read[0]]}, and what came by {lookups[read[1]]}"
+                yield Violation(file, fact, node_title(proto), path_of(proto), AGAIN)
+            for name in proto.output if read else ():
+                kind, shape = types[file].get(name, ("", None))
+                if (
+                    shape is None or kind in _IDS or any(isinstance(dim, str) for dim in shape)
+                ):  # not a weight's gradient
+                    of[name] = read[0]
 
 
 def _differs(
@@ -107,7 +191,7 @@ def _differs(
         wanted, have = ([some[place] for place in places] for some, places in ((asked, there), (ranks, here)))
         if wanted != have:
             return f"its {word} are ranks {have}, and those of {pull} are ranks {wanted}"
-    if (one.rows, one.row) != (other.rows, other.row):
+    if one.rows != other.rows or (one.row != other.row and one.op == PUSH):
         return f"it is of a table {[one.rows, *one.row]}, and {pull} of one {[other.rows, *other.row]}"
     shapes = [records[call.tag].shape for call in (one, other)]
     return "" if shapes[0] == shapes[1] else f"it has ids of the shape {shapes[0]}, and {pull} of {shapes[1]}"
@@ -120,6 +204,11 @@ def check_owners(
     table, asked = (given, made) if record.op == PULL else (made, given)
     if given.terms > 1 or made.terms > 1:
         raise ValueError("it looks up rows of a partial sum")
+    if record.op in (ROUTE, RETURN):
+        ends = [(given.shards[rank].shard[1:], made.shards[rank].shard[1:]) for rank in ranks]
+        if len({*ends}) > 1 or ends[0][0] != ends[0][1]:
+            raise ValueError(f"ranks {', '.join(map(str, ranks))} have other columns of the rows")
+        return
     count = len(call.owners)
     shards = [table.shards[ranks[place]].shard for place in call.owners]
     for k, (place, shard) in enumerate(zip(call.owners, shards, strict=True)):

@@ -30,7 +30,7 @@ from partc.runtime.artifact.tasks.task import marked
 from partc.runtime.checker.across.call_node import CallNode
 from partc.runtime.checker.across.collectives import call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
-from partc.runtime.checker.across.lookups import check_pushed
+from partc.runtime.checker.across.lookups import check_pushed, check_routed
 from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of
 from partc.runtime.checker.graph.symbols import local_shape, same_dims
 from partc.runtime.errors import Violation
@@ -100,7 +100,9 @@ def check_order(
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if found or unmatched or len(models) < manifest.ranks:
         return [*dict.fromkeys([*found, *unmatched])]
-    if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls)]:
+    by_file = {file: models[rank] for file, rank in files.items()}
+    routed = check_routed(by_file, types, {file: one[0] for file, one in read.items()})
+    if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls), *routed]:
         return found
     kinds = {file: _are_messages(models[rank]) for file, rank in files.items()}
     events = {rank: _events(kinds[manifest.program(rank)], programs[rank], calls[rank]) for rank in models}

@@ -25,7 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUSH, SEND, Manifest, StateRecord
+from partc.runtime.artifact.comm.collectives import LOOKUPS
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, SEND, Manifest, StateRecord
 from partc.runtime.artifact.graph.cache_append import appended, not_appended
 from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise, is_in_place
@@ -223,7 +224,7 @@ class _Rank:
         """Whether communication that begins at one node has ended before another: a node up to there needs a result of it."""
         if node.op_type in (SEND, EXCHANGE):
             return False
-        if is_copy(node) or node.op_type in (PULL, PUSH):  # over before the next node begins
+        if is_copy(node) or node.op_type in LOOKUPS:  # over before the next node begins
             return True
         return any(begun < reader <= at for name in node.output for reader in self.readers.get(name, []))
 

@@ -270,10 +270,9 @@ class ValueNumbering:
                 if name:
                     own[name] = self._number("asked", call.owners, call.givers, call.rows, asked, place, k)
             return True
-        names = [(*one.requests, one.operand) for one in calls]
-        given = tuple(tuple(there.get(name or "") for name in some) for there, some in zip(known, names, strict=True))
+        given = tuple(tuple(map(there.get, one.inputs)) for there, one in zip(known, calls, strict=True))
         for k, name in enumerate(call.outputs):
-            own[name] = self._number("push", call.owners, call.rows, given, place, k)
+            own[name] = self._number(call.op, call.owners, call.rows, given, place, k)
         return True
 
     def _visit_exchange(self, rank: int, call: CollectiveCall) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import added_along, extents, joined, like, vector
+from partc.compiler.ir.graph import BY_EXPERT
 from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
 from partc.compiler.ops.families.shapes.concat import but_axes
 from partc.compiler.ops.local_shapes import as_int64, as_typed, integer
@@ -258,7 +259,7 @@ def _dtype(local: Local) -> ir.DataType:
 
 @gather.local
 def _(local: Local) -> None:
-    if local.num_shards(ROW) == 1:
+    if local.num_shards(ROW) == 1 or BY_EXPERT in local.node.meta:
         local.same()
         return
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""

@@ -1,7 +1,7 @@
-"""Slice: dims that it takes as they are may be sharded.
+"""Slice: dims that it takes as they are may be sharded, and those of which it takes every n-th element, in shards of whole runs of n.
 
 A Slice that takes a dim from its begin to its end does so on a shard too, since it is clamped to the dim's extent: it needs
-no rewriting.
+no rewriting. So does one in steps, `x[1::2]` of two dims that an exporter has interleaved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ slice_ = op(
     factors="a.,_,_,_,_->a.",
     linear="joint",
     partial=(0,),
-    remarks="dims that are not taken entirely, in steps of 1, are replicated",
+    remarks="dims that are not taken from end to end are replicated; in steps of n, shards are whole runs of n",
     precision="follow",
     kernel="layout",
 )
@@ -33,12 +33,19 @@ def _(node: ir.Node) -> Rule | None:
     axes, steps = _sliced(node, len(source)), constant_ints(node, 4)
     if axes is None or (operand(node, 4) is not None and steps is None):
         return None
-    letters = list(LETTERS[: len(source)])
+    starts, ends = constant_ints(node, 1), constant_ints(node, 2)
+    letters, units = list(LETTERS[: len(source)]), dict[str, int]()
     for k, axis in enumerate(axes):
-        if not same(source[axis], made[axis]) or (steps and steps[k] != 1):
+        size, step = source[axis], steps[k] if steps else 1
+        if isinstance(size, int) and step > 1 and starts and ends and 0 <= starts[k] < step and ends[k] >= size:
+            if size % step:
+                letters[axis] = WHOLE
+            else:
+                units[letters[axis]] = size // step
+        elif not same(size, made[axis]) or step != 1:
             letters[axis] = WHOLE
     text = "".join(letters)
-    return Rule((text, *replicated_operands(node, 1)), (text,))
+    return Rule((text, *replicated_operands(node, 1)), (text,), units=units)
 
 
 @slice_.gradient

@@ -1,0 +1,122 @@
+"""Rows of tokens as messages to the ranks of their experts, and back: Route where they enter, Return where they leave.
+
+    ToExperts on 0-3, e (0,), m (0,)       %rows', %experts', %sent, %counts = Route(%rows, %experts)
+                                backward   %rows.grad = Return(%rows'.grad, %sent, %counts)
+    FromExperts                            %y = Return(%y', %sent, %counts)
+                                backward   %y'.grad = Route(%y.grad, , %sent, %counts)
+
+They are each other's duals: the counts travel once. A list of the group has the ranks that share the experts, in the order of their runs.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import onnx_ir as ir
+import sympy
+from partc.compiler.dims.normal import as_dim, normal
+from partc.compiler.dims.reading import read
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.programs import Comm, Event, Value
+from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.value_info import ValueInfo
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.masked_replicas import operand
+from partc.compiler.ops.families.neural.expert_rows import TO_EXPERTS
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
+from partc.runtime.artifact import format as fmt
+
+_NUMBERS = ir.TensorType(ir.DataType.INT64)
+
+
+def write_route(comm: CommLowering, instance: NodeOnGroup) -> None:
+    """The Route or the Return of a border on a group."""
+    node, group, program = instance.node, instance.group, comm.program
+    read, made = input_layout_of(program, instance, 0), output_layout_of(program, instance, 0)
+    rows, out = operand(comm, instance, 0), comm.values.at[made]
+    assert rows is not None
+    if node.op_type != TO_EXPERTS:
+        _write(comm, instance, fmt.RETURN, (rows, out), (read, made))
+        return
+    experts = output_layout_of(program, instance, 1)
+    sets = _sets(comm, instance)[0]
+    sent, counts = (comm.job.derived_on(group, out, f".{word}") for word in ("sent", "counts"))
+    shape = comm.values.local_shape(input_layout_of(program, instance, 1))
+    for value, own in ((sent, shape), (counts, (2 * len(sets[0]),))):
+        of = ir.Value(name=str(value), type=_NUMBERS, shape=None if own is None else ir.Shape(own))
+        comm.values.add(of, ValueInfo("tensor(int64)", own, 8))
+        comm.job.declare(group, value, of, own)
+    op = _write(
+        comm,
+        instance,
+        fmt.ROUTE,
+        (rows, out),
+        (read, made),
+        (operand(comm, instance, 1),),
+        (comm.values.at[experts], sent, counts),
+    )
+    comm.declare(experts, comm.values.at[experts])
+    comm.pulls[instance] = ((op, group),)
+
+
+def write_dual(
+    comm: CommLowering, instance: NodeOnGroup, values: tuple[Value, Value], of: tuple[ShardedValue, ShardedValue]
+) -> None:
+    """The dual of a border's Route or Return: `values` are the cotangents of its output and of its rows, `of` their versions."""
+    _write(comm, instance, fmt.RETURN if instance.node.op_type == TO_EXPERTS else fmt.ROUTE, values, of)
+
+
+def _sets(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """The sets of ranks that share the experts of a border, and their name."""
+    choice = comm.program.choices[instance]
+    return comm.subgroups(choice.mesh, choice.axes[choice.pulled], instance.group)
+
+
+def _write(
+    comm: CommLowering,
+    instance: NodeOnGroup,
+    op_type: str,
+    values: tuple[Value, Value],
+    of: tuple[ShardedValue, ShardedValue],
+    ids: tuple[Value | None, ...] = (),
+    more: tuple[Value, ...] = (),
+) -> Comm:
+    """Writes a Route or a Return of the first of `values`, which makes the second; with `ids` one that makes `more`."""
+    program, node = comm.program, instance.node
+    border = node if node.op_type == TO_EXPERTS else node.inputs[1].producer() if node.inputs[1] is not None else None
+    assert border is not None
+    sets, group = _sets(comm, instance)
+    version = input_layout_of(program, NodeOnGroup(border, instance.group), 1)
+    shape, info = comm.values.local_shape(version), comm.values[of[0].value]
+    row = tuple([dim for dim in (of[0].value.shape or ())[1:] if isinstance(dim, int)])
+    amount = _bytes(shape, math.prod(row) * (info.item_bytes or 1), len(sets[0]))
+    cause = f"rows for the experts of '{program.paths[border].rpartition('.route')[0]}'"
+    tag, way = len(comm.events), tuple((one.group, one.layout) for one in of)
+    comm.events.append(
+        Event(tag, op_type, of[1].value, values[1], sets, group, shape, amount, cause, way=(way[0], way[1]))
+    )
+    attributes: dict[str, int | str | tuple[int, ...]] = {
+        fmt.GROUP: group,
+        fmt.OWNERS: tuple(range(len(sets[0]))),
+        fmt.ROWS: border.attributes.get_int("experts", 0),
+        fmt.ROW: row,
+    }
+    inputs: tuple[Value | None, ...] = (values[0], *ids)
+    if not ids:
+        ((route, _),) = comm.pulls[NodeOnGroup(border, instance.group)]
+        inputs = (values[0], *((None,) if op_type == fmt.ROUTE else ()), *route.outputs[2:4])
+    op = Comm(op_type, inputs, (values[1], *more), attributes, tag, of[1].value, cause, amount)
+    comm.append(instance.group, op)
+    comm.declare(of[1], values[1])
+    return op
+
+
+def _bytes(shape: tuple[int | str, ...] | None, row: int, ranks: int) -> str:
+    """The bytes that a rank receives where rows are even over the experts: those of the other ranks."""
+    counts = [read(str(dim)) for dim in shape or ()]
+    if shape is None or any(one is None for one in counts):
+        return "unknown"
+    share = Fraction(ranks - 1, ranks) * row
+    found = as_dim(normal(sympy.Mul(sympy.Rational(share.numerator, share.denominator), *counts), {}))
+    return str(found) if isinstance(found, int) else str(found.value)

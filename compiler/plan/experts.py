@@ -1,0 +1,49 @@
+"""`experts` of a plan: along which mesh axis the experts of a layer are sharded, whole experts on each rank.
+
+experts: {axis: dp}
+experts: {"layers.*.mlp": {axis: ep}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from partc.compiler.plan.groups import frame_in
+from partc.runtime.options import Options, Refused, Remedy, or_empty
+from pydantic import Field, ValidationInfo, field_validator
+
+_LAW = "each rank along the axis has as many whole experts"
+
+
+class ExpertsEntry(Options):
+    """The mesh axis that shards the experts of a layer."""
+
+    axis: Annotated[str, Remedy("write experts: {axis: dp}, an axis of the mesh")] = Field(
+        description="The mesh axis along which experts are sharded. Where it shards the tokens, too, these go to their experts' ranks."
+    )
+
+    @field_validator("axis")
+    @classmethod
+    def _known(cls, axis: str, info: ValidationInfo) -> str:
+        mesh = frame_in(info).mesh
+        if mesh is not None and axis not in dict(mesh):
+            there = f"the mesh has the axes {', '.join(dict(mesh))}" if mesh else "there is no mesh"
+            raise Refused(
+                f"'{axis}' is not an axis of the mesh", f"{there}; {_LAW}", "name one of the mesh: {dp: 2, ep: 4}"
+            )
+        return axis
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """The experts of the layers that the pattern matches are sharded along this axis."""
+
+    pattern: str
+    axis: str
+    where: str
+
+
+def everywhere(value: object) -> object:
+    """An entry by itself holds for all layers."""
+    return {"**": value} if isinstance(value, dict) and "axis" in value else or_empty(value)

@@ -1,0 +1,188 @@
+"""Pass: products with matrices that a router picks become products of rows with their experts' matrices.
+
+Exporters pick a matrix for each entry, a token and one of its choices, and multiply it with that entry's row alone. The matrices are copied
+for each entry, which is most of the time of such a layer:
+
+    P = GatherND(W [experts, b, a], ids [m, 1])   y [m, b, 1] = MatMul(P [m, b, a], x [m, a, 1])
+->  y [m, b] = ExpertMatMul(x [m, a], W, ids [m])
+
+A form is known by its data flow, from indices of a TopK or an ArgMax over as many elements as there are experts to the first dim of a
+constant of three dims; so each index names an expert. The product keeps its path. Rows stay in the order of their entries, so all that is
+computed between two products, and after them, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
+from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.program import Typed
+from partc.compiler.ir.value_info import ValueInfo
+from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS, TRANSPOSED
+from partc.compiler.ops.node import axes_of, axis_of, dims, same
+from partc.compiler.ops.registry import CONTRIB
+from partc.compiler.ops.rule import OWN
+from partc.compiler.rewrite.products import Picked, picked
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.runtime.units import first_of
+
+_MOVES = frozenset(("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
+"""Ops whose results are elements of their first input."""
+_DIMS = 3
+"""The dims of experts' weights: an expert, and those of its matrix."""
+
+
+def routed(program: Typed) -> Typed:
+    """The program with each such product replaced; a warning names matrices that are still copied.
+
+    Raises CompileError where these are to be quantized: no other form has a product for that.
+    """
+    work = _Routing(program)
+    for node in [node for node in work.graph if _is(node, "MatMul")]:
+        work.replace(node)
+    if problems := [*work.unquantized()]:
+        raise CompileError(problems)
+    copied = [
+        work.paths[node]
+        for node in work.graph
+        if node.op_type in ("Gather", "GatherND") and work.picked(node.outputs[0])
+    ]
+    if copied:
+        fact = f"{first_of(copied)}: the matrices of experts are copied for each token; only products of a row with each are not"
+        return work.done(warnings=(*program.warnings, fact))
+    return work.done() if work.changed else program
+
+
+class _Routing(Rewriting[Typed]):
+    def __init__(self, program: Typed) -> None:
+        super().__init__(program)
+        self.changed = False
+        self.constants = set(self.graph.initializers.values())
+        for node in self.graph:
+            if self.constants.issuperset(program.reads[node]):
+                self.constants.update(node.outputs)
+
+    def picked(self, value: ir.Value | None) -> Picked | None:
+        """The matrices that a value is; None where no router picks them of a constant."""
+        found = picked(value)
+        shape, extents = (dims(found.weights), dims(found.ids)) if found else (None, None)
+        if found is None or shape is None or extents is None or found.weights not in self.constants:
+            return None
+        is_index = _is(found.nodes[0], "GatherND")
+        if len(shape) != _DIMS or len(extents) != 1 + is_index or (is_index and extents[1] != 1):
+            return None
+        return found if isinstance(shape[0], int) and _are_choices(found.ids, shape[0]) else None
+
+    def unquantized(self) -> Iterator[Problem]:
+        """Weights that a plan quantizes and that are still read as floats."""
+        for value in self.graph.initializers.values():
+            blocks: ExpertBlocks | None = value.meta.get(EXPERT_BLOCKS)
+            if blocks is not None and (use := next(iter(value.uses()), None)) is not None:
+                fact = f"'{self.paths[use.node]}' picks matrices of '{value.name}', which cannot be quantized"
+                law = "the product of one row with each matrix that a router picks has a quantized form"
+                yield Problem(
+                    blocks.where, fact, law, f"leave out '{value.name}': null behind a pattern keeps its weights"
+                )
+
+    def replace(self, node: ir.Node) -> None:
+        """Puts the product of rows with their experts' matrices in the place of a node that is one."""
+        for side in (0, 1):
+            found, rows = self.picked(node.inputs[side]), node.inputs[1 - side]
+            shape, axis = dims(rows), _DIMS - 1 - side
+            if found is None or rows is None or shape is None or len(shape) != _DIMS or shape[axis] != 1:
+                continue
+            if same(shape[0], (dims(node.inputs[side]) or shape)[0]):
+                self._put(node, found, rows, axis, (side == 0) != found.swapped)
+                self.changed = True
+                return
+
+    def _put(self, node: ir.Node, matrices: Picked, rows: ir.Value, axis: int, transposed: bool) -> None:
+        """Puts it in the place of a product; `axis`: the dim of 1 of the rows, and of the product."""
+        out, experts = node.outputs[0], matrices.ids
+        old = [*matrices.nodes, *filter(None, map(_producer, (rows, experts))), node]
+        if len(dims(experts) or ()) > 1:
+            experts = self._without(node, experts, 1, ".experts")
+        product = self._but(out, axis, f"{name_of(out)}.product")
+        rows, weights = self._without(node, rows, axis, ".rows"), matrices.weights
+        blocks: ExpertBlocks | None = weights.meta.get(EXPERT_BLOCKS)
+        if blocks is None:
+            how = [ir.AttrInt64(TRANSPOSED, 1)] if transposed else []
+            self.put(node, EXPERT_MATMUL, [rows, weights, experts], [product], attributes=how, domain=OWN)
+        else:
+            packed, scales = (self._stack(weights, word) for word in ("blocks", "scales"))
+            how = ir.convenience.convert_attributes(blocks.attributes)
+            operands = [rows, packed, experts, scales]
+            self.put(node, EXPERT_MATMUL_N_BITS, operands, [product], attributes=how, domain=OWN)
+            self.before.model.opset_imports.setdefault(CONTRIB, 1)
+        for reader in [use.node for use in out.uses() if _is(use.node, "Squeeze") and not out.is_graph_output()]:
+            if axes_of(reader, _DIMS) == (axis,):
+                self.take_place(product, reader.outputs[0], reader)
+                old.append(reader)
+        if out.uses() or out.is_graph_output():
+            whole = self.like(out, name_of(out))
+            self.put(
+                node, "Unsqueeze", [product, self.constant(self.free(f"{out.name}.axes"), [axis])], [whole], ".row"
+            )
+            self.take_place(whole, out, node)
+        self.drop(old)
+        if blocks is not None and not weights.uses():
+            del self.graph.initializers[name_of(weights)], self.values[weights]
+
+    def _stack(self, weights: ir.Value, word: str) -> ir.Value:
+        """The blocks or the scales of experts' weights, which all products with these share."""
+        blocks: ExpertBlocks = weights.meta[EXPERT_BLOCKS]
+        name = f"{weights.name}.{blocks.attributes['bits']}bits.{word}"
+        if name not in self.graph.initializers:
+            tensor = blocks.blocks if word == "blocks" else blocks.scales
+            kind, shape = ir.TensorType(tensor.dtype), tuple(tensor.shape.numpy())
+            value = ir.Value(name=name, type=kind, shape=ir.Shape(shape), const_value=tensor)
+            self.graph.register_initializer(value)
+            self.values[value] = ValueInfo(type_text(kind), shape, tensor.dtype.bitwidth // 8)
+        return self.graph.initializers[name]
+
+    def _without(self, node: ir.Node, value: ir.Value, axis: int, suffix: str) -> ir.Value:
+        """A value without a dim of 1: what an Unsqueeze has given the dim, or a Squeeze of it in front of `node`."""
+        made = _producer(value)
+        if made is not None and _is(made, "Unsqueeze") and axes_of(made, len(dims(value) or ())) == (axis,):
+            assert made.inputs[0] is not None
+            return made.inputs[0]
+        narrow = self._but(value, axis, self.free(f"{node.outputs[0].name}{suffix}"))
+        axes = self.constant(self.free(f"{narrow.name}.axes"), [axis])
+        self.put(node, "Squeeze", [value, axes], [narrow], suffix)
+        return narrow
+
+    def _but(self, value: ir.Value, axis: int, name: str) -> ir.Value:
+        """A new value as `value` is, without a dim."""
+        info = self.values[value]
+        kept = [dim for k, dim in enumerate(dims(value) or ()) if k != axis]
+        made = ir.Value(name=name, type=value.type, shape=ir.Shape(kept))
+        shape = None if info.shape is None else tuple(dim for k, dim in enumerate(info.shape) if k != axis)
+        self.values[made] = replace(info, shape=shape)
+        return made
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return None if value is None else value.producer()
+
+
+def _is(node: ir.Node, op_type: str) -> bool:
+    return node.op_type == op_type and node.domain in ("", "ai.onnx")
+
+
+def _are_choices(ids: ir.Value, experts: int) -> bool:
+    """Whether ids are places among as many elements as there are experts."""
+    node = ids.producer()
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return False
+    source = node.inputs[0]
+    if node.op_type in _MOVES and source is not None:
+        return _are_choices(source, experts)
+    shape = dims(source)
+    if shape is None or not (node.op_type == "ArgMax" or (node.op_type == "TopK" and ids is node.outputs[1])):
+        return False
+    return shape[axis_of(node, len(shape), 0 if node.op_type == "ArgMax" else -1)] == experts
