@@ -69,6 +69,16 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     return replace(source, model=work.model)
 
 
+def layers_unrolled(source: Source) -> Source:
+    """The source with the loops written out whose turns have slices of weights: layers, which a proposed plan names one by one."""
+    if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
+        return source
+    whole = _Unrolling(source.model)
+    splits = {node: node.inputs[0] for node in whole.graph if OF_TURNS in node.metadata_props}
+    layers = {whole.origins[node] for node, stack in splits.items() if stack is not None and stack.is_initializer()}
+    return replace(source, model=_Unrolling(source.model, frozenset(layers)).model)
+
+
 def _patterns(plan: Plan) -> Iterator[str]:
     """The patterns of a plan that name modules and nodes."""
     for one in (plan.placement, plan.sharding, plan.quantize, plan.target):

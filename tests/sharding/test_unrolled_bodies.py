@@ -16,6 +16,9 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.torch.torch_model import torch_model_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.propose import propose
+from partc.compiler.unroll import layers_unrolled
 from partc.runtime import load_local
 from partc.runtime.artifact.graph.onnx_graph import all_nodes
 from training_equivalence import same_training
@@ -81,6 +84,15 @@ def test_layers_of_a_scan_train(plan: str, tmp_path: Path) -> None:
     same_training(
         lambda: Source(from_proto(layered(), Path("model.onnx"))), plan + TRAIN, tmp_path, steps, rtol=1e-4, atol=1e-5
     )
+
+
+def test_turns_with_weights_are_proposed_as_layers() -> None:
+    """A stage has the weights of its turns."""
+    source = layers_unrolled(Source(from_proto(layered(), Path("model.onnx"))))
+    plan, missing = propose(source, "model.onnx", Degrees(1, 1, 2))
+    assert not missing
+    assert '"layers.[0-5]": 0' in plan
+    assert '"layers.[6-11]": 1' in plan
 
 
 FORMS = {
