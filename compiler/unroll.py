@@ -8,8 +8,8 @@ A node of turn k has the body's name of it, within `layers.k`, so rules place an
 which branch, is computed here from constants: integers and booleans, such as the counter of a `while`. A body that no rule speaks of stays
 as it is. One that cannot be written out has the reason in its metadata (`UNKNOWN_TURNS`), which the refusal of a rule quotes.
 
-A weight that turns read slice by slice is a parameter of its own for each turn (`rewrite/packed.py`); training lists it as a part of the
-stack, so checkpoints are the same whether turns were written out or not.
+A weight that turns read slice by slice, or look up by their number, is a weight of its own for each turn: in a training a part of the stack
+(`rewrite/packed.py`), so checkpoints are the same whether turns were written out or not, else one from the beginning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, body_paths, free_name, node_paths
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.graph import OF_TURNS, UNKNOWN_TURNS, bodies, name_of, nodes_of, take_out
+from partc.compiler.ir.computed import AbsentTensor, Box, ComputedTensor, WidenedTensor, full_box, is_absent, shard_of
+from partc.compiler.ir.graph import (
+    GRADIENT_FORM,
+    OF_TURNS,
+    OWN_BACKWARD,
+    STOPS_GRADIENT,
+    UNKNOWN_TURNS,
+    bodies,
+    name_of,
+    nodes_of,
+    take_out,
+)
 from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import matched_nodes
 from partc.compiler.ops.registry import draws
@@ -36,6 +47,8 @@ from partc.compiler.start import start
 
 MOST_NODES = 20_000
 """The most nodes that a body is written out into."""
+_EAGER = 1 << 16
+"""Bytes of a stack whose elements are in memory."""
 _LARGEST = 1 << 12
 """Elements of a constant that is computed here."""
 _WITH_BODIES = frozenset({"If", "Loop", "Scan"})
@@ -61,11 +74,14 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
         return source
     patterns = [] if plan is None else [*dict.fromkeys(_patterns(plan))]
-    work = _Unrolling(source.model, None if patterns else frozenset())
+    unstacks = plan is not None and (
+        plan.train is None or bool(plan.adapters)
+    )  # else the stack is a parameter, of which these are parts
+    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks)
     if plan is not None and patterns:
         named = work.named_by(patterns, source, plan, name)
         if named != work.loops:
-            work = _Unrolling(source.model, named)
+            work = _Unrolling(source.model, named, unstacks=unstacks)
     return replace(source, model=work.model)
 
 
@@ -100,13 +116,16 @@ class _Stay:
 class _Unrolling:
     """A copy of a model in which bodies are written out: all that can be, or those of the nodes whose paths are in `only`.
 
+    `unstacks`: whether the elements of a stack of weights, which turns read, are weights of their own from the beginning.
+
     `loops`: the paths of the model's loops that are written out.
     """
 
-    def __init__(self, source: ir.Model, only: frozenset[str] | None = None) -> None:
+    def __init__(self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False) -> None:
         self.model = source.clone()
         self.model.meta.update(source.meta)
         self.graph = self.model.graph
+        self.unstacks = unstacks
         self.loops: frozenset[str] = frozenset()
         self.numbers: dict[ir.Value, Array | None] = {}
         self.origins: dict[ir.Node, str] = {}
@@ -114,6 +133,7 @@ class _Unrolling:
         self.paths = node_paths(self.model)
         self.initializers: dict[ir.Value, ir.Value] = {}
         """Maps the initializers of bodies to those of the main graph."""
+        self.constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self.replaced: dict[ir.Value, ir.Value] = {}
         """Maps each value that is no longer read to the one that is read in its place."""
         self.several: set[str] = set()
@@ -131,6 +151,8 @@ class _Unrolling:
             if only is None or node.op_type == "If" or self.paths[node] in only:
                 self.budget = MOST_NODES
                 self._write_out(node, self.paths[node])
+        self._drop_unread()
+        self._unstack()
         self._drop_unread()
 
     def named_by(self, patterns: Sequence[str], source: Source, plan: Plan, name: str) -> frozenset[str]:
@@ -241,17 +263,14 @@ class _Unrolling:
             name_of(value).removeprefix(f"{base}.") if value.is_initializer() else f"in{at}"
             for at, value in enumerate(operands)
         ]
-        slices = [
-            self._slices(node, value, axis % len(value.shape or ()), turns, f"{base}.{label}", origin)
+        elements = [
+            self._elements(node, value, axis % len(value.shape or ()), turns, base, label, origin)
             for value, axis, label in zip(operands, in_axes, labels, strict=True)
         ]
         stacks: list[list[ir.Value]] = [[] for _ in range(outs)]
         for k in range(turns):
-            elements = [
-                self._squeezed(node, some[turns - 1 - k if turned else k], axis, f"{base}.{k}.{label}", origin)
-                for some, axis, turned, label in zip(slices, in_axes, in_turned, labels, strict=True)
-            ]
-            made = self._inlined(node, "body", [*states, *elements], f"{base}.{k}", origin)
+            given = [some[turns - 1 - k if turned else k] for some, turned in zip(elements, in_turned, strict=True)]
+            made = self._inlined(node, "body", [*states, *given], f"{base}.{k}", origin)
             states = made[:first]
             for at, value in enumerate(made[first:]):
                 stacks[at].append(self._unsqueezed(node, value, out_axes[at], f"{base}.{k}.out{at}", origin))
@@ -299,6 +318,8 @@ class _Unrolling:
             out = inner.outputs[0]
             if len(inner.outputs) == 1 and (number := self._number(out, self.numbers)) is not None:
                 self._forward(out, self._constant(number, name_of(out)))
+            elif (weight := _handed_on(inner)) is not None:
+                self._forward(out, weight)
         self._note_several(nodes)
         for inner in nodes:
             if inner.op_type in _WITH_BODIES:
@@ -324,7 +345,10 @@ class _Unrolling:
                 if name_of(value) in self.graph.initializers
                 else name_of(value)
             )
-            made = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+            tensor = value.const_value
+            assert tensor is not None
+            shape = ir.Shape(tensor.shape.numpy())
+            made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
             made.meta.update(value.meta)
             self.value_names.add(name)
             self.graph.register_initializer(made)
@@ -365,25 +389,88 @@ class _Unrolling:
         self._name(node, path, origin)
         return node
 
-    def _slices(
-        self, before: ir.Node, value: ir.Value, axis: int, turns: int, path: str, origin: str
+    def _elements(
+        self, before: ir.Node, value: ir.Value, axis: int, turns: int, base: str, label: str, origin: str
     ) -> list[ir.Value]:
-        """A value cut into slices of one along an axis, which they still have."""
-        if turns == 1:
-            return [value]
-        older = self.opset < _NEWER_AXES
-        sizes = [] if older else [self._constant(np.ones(turns, np.int64), f"{path}.sizes")]
-        node = ir.Node("", "Split", [value, *sizes], [ir.AttrInt64("axis", axis)], num_outputs=turns)
-        if older:
-            node.attributes["split"] = ir.AttrInt64s("split", [1] * turns)
-        node.metadata_props.update(before.metadata_props)
-        node.metadata_props[OF_TURNS] = str(axis)
-        self.graph.insert_before(before, node)
-        self._name(node, path, origin)
-        return list(node.outputs)
+        """What each turn sees of a value, along an axis."""
+        alone = value.is_initializer() and len(list(value.uses())) == 1
+        tensor = value.const_value if self.unstacks and alone else None
+        if tensor is not None and not isinstance(tensor, WidenedTensor):
+            return [self._weight(_element(tensor, axis, k, f"{base}.{k}.{label}")) for k in range(turns)]
+        slices, older = [value], self.opset < _NEWER_AXES
+        if turns > 1:
+            sizes = [] if older else [self._constant(np.ones(turns, np.int64), f"{base}.{label}.sizes")]
+            node = ir.Node("", "Split", [value, *sizes], [ir.AttrInt64("axis", axis)], num_outputs=turns)
+            if older:
+                node.attributes["split"] = ir.AttrInt64s("split", [1] * turns)
+            node.metadata_props.update(before.metadata_props)
+            node.metadata_props[OF_TURNS] = str(axis)
+            self.graph.insert_before(before, node)
+            self._name(node, f"{base}.{label}", origin)
+            slices = list(node.outputs)
+        return [
+            self._with_axis("Squeeze", before, some, axis, f"{base}.{k}.{label}", origin)
+            for k, some in enumerate(slices)
+        ]
 
-    def _squeezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
-        return self._with_axis("Squeeze", before, value, axis, path, origin)
+    def _unstack(self) -> None:
+        """Has turns that look up their weights in a stack, by their number, read weights of their own, or marks what they read."""
+        for stack in list(self.graph.initializers.values()):
+            readers = [use.node for use in stack.uses() if use.idx == 0]
+            rows = [self._row(node) for node in readers]
+            axes = {row[0] for row in rows if row is not None}
+            tensor = stack.const_value
+            if len(axes) != 1 or None in rows or len(readers) < len(list(stack.uses())) or tensor is None:
+                continue
+            if not self.unstacks or isinstance(tensor, WidenedTensor):
+                for node in readers:
+                    node.metadata_props[OF_TURNS] = str(*axes)
+                continue
+            weights: dict[tuple[int, int, bool], ir.Value] = {}
+            for node, row in zip(readers, rows, strict=True):
+                if row is not None and row not in weights:
+                    weights[row] = self._weight(_element(tensor, *row[:2], f"{name_of(stack)}.{row[1]}", keeps=row[2]))
+                if row is not None:
+                    self._forward(node.outputs[0], weights[row])
+
+    def _row(self, node: ir.Node) -> tuple[int, int, bool] | None:
+        """The axis and the place of the one element of its operand that a node of a turn takes, and whether the axis stays."""
+        shape = None if node.inputs[0] is None else node.inputs[0].shape
+        if (
+            node not in self.origins
+            or shape is None
+            or not shape.is_static()
+            or node.op_type not in ("Gather", "Slice")
+        ):
+            return None
+        numbers = [self._number(value, self.numbers) for value in node.inputs[1:]]
+        sizes = shape.numpy()
+        if node.op_type == "Gather":
+            (at,), axis = numbers, node.attributes.get_int("axis", 0) % len(sizes)
+            return (axis, int(at) % sizes[axis], False) if at is not None and at.ndim == 0 else None
+        if len(numbers) != 3 or any(one is None for one in numbers):
+            return None
+        taken = list(zip(*(one.ravel().tolist() for one in numbers if one is not None), strict=False))
+        ranges = {axis % len(sizes): range(*slice(begin, end).indices(sizes[axis])) for begin, end, axis in taken}
+        cut = {axis: places for axis, places in ranges.items() if len(places) < sizes[axis]}
+        if len(cut) != 1 or len(places := next(iter(cut.values()))) != 1:
+            return None
+        if len(taken) > 1:  # the others take all of their dims
+            kept = [one for one in taken if one[2] % len(sizes) in cut]
+            for k, number in enumerate(kept[0]):
+                node.replace_input_with(k + 1, self._constant(np.array([number]), f"{node.name}.bound{k}"))
+        return next(iter(cut)), places[0], True
+
+    def _weight(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A new weight of the model."""
+        value = ir.Value(
+            name=free_name(str(tensor.name), self.value_names),
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(tensor.shape.numpy()),
+            const_value=tensor,
+        )
+        self.graph.register_initializer(value)
+        return value
 
     def _unsqueezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
         return self._with_axis("Unsqueeze", before, value, axis, path, origin)
@@ -417,13 +504,17 @@ class _Unrolling:
         take_out(self.graph, node)
 
     def _constant(self, numbers: Array, name: str) -> ir.Value:
-        """A new initializer."""
+        """An initializer of these numbers, the same for all turns."""
+        key = numbers.dtype.str, numbers.shape, numbers.tobytes()
+        if key in self.constants:
+            return self.constants[key]
         name = free_name(name, self.value_names) if name in self.graph.initializers else name
         self.value_names.add(name)
         tensor = ir.Tensor(numbers, name=name)
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
         self.graph.register_initializer(value)
         self.numbers[value] = numbers
+        self.constants[key] = value
         return value
 
     def _base(self, node: ir.Node) -> str:
@@ -443,6 +534,7 @@ class _Unrolling:
         for value in [value for value in self.numbers if value.is_initializer() and not value.uses()]:
             if value.name in self.graph.initializers and not value.is_graph_output():
                 del self.graph.initializers[name_of(value)]
+                self.constants = {key: one for key, one in self.constants.items() if one is not value}
 
     def _number(self, value: ir.Value | None, memo: dict[ir.Value, Array | None]) -> Array | None:
         """The integers or booleans that a value always has; None where only the run says them."""
@@ -473,6 +565,30 @@ class _Unrolling:
         if node.op_type in ("Div", "Mod") and any((one < 0).any() for one in operands if one is not None):
             return None
         return _evaluated(node, operands, self.opset)
+
+
+def _handed_on(node: ir.Node) -> ir.Value | None:
+    """The weight that a node of a turn hands on as it is, as a state that all turns share; None for other nodes."""
+    marked = {STOPS_GRADIENT, OWN_BACKWARD, GRADIENT_FORM} & node.metadata_props.keys()
+    value = node.inputs[0] if node.op_type == "Identity" and not marked else None
+    return value if value is not None and value.is_initializer() else None
+
+
+def _element(tensor: ir.TensorProtocol, axis: int, k: int, name: str, *, keeps: bool = False) -> ir.TensorProtocol:
+    """The element of a stack along an axis, which it `keeps` or not; of a large one it is read when it is written."""
+    shape = tensor.shape.numpy()
+    shape = (*shape[:axis], *([1] if keeps else []), *shape[axis + 1 :])
+
+    def compute(box: Box) -> Array:
+        if keeps:
+            return shard_of(tensor, (*box[:axis], slice(k, k + 1), *box[axis + 1 :]))
+        return shard_of(tensor, (*box[:axis], slice(k, k + 1), *box[axis:])).squeeze(axis)
+
+    if is_absent(tensor):
+        return AbsentTensor(tensor.dtype, shape, name)
+    if tensor.nbytes > _EAGER:
+        return ComputedTensor(compute, tensor.dtype, shape, name)
+    return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=tensor.dtype, name=name)
 
 
 def _evaluated(node: ir.Node, operands: Sequence[Array | None], opset: int) -> Array | None:

@@ -117,9 +117,8 @@ def command(
         with CompileProgress() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)
         chosen, source = report.program.plan, sources[0]
-        if (
-            chosen.pipeline or chosen.precision or chosen.quantize or chosen.adapters
-        ):  # what these do, they do not do in bodies
+        others = (chosen.train, chosen.pipeline, chosen.precision, chosen.quantize, chosen.adapters)
+        if any(others):  # which do not do all that they do in bodies, too
             source = unrolled(source, chosen, model.name)
         source = adapted(quantized(source, chosen, model.name), chosen, model.name)
         torch_model = None if source.quantized or source.adapted else torch_models[0]

@@ -40,7 +40,7 @@ of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
 UNKNOWN_TURNS = "partc.unknown_turns"
 """The metadata of a node whose bodies are not written out: why, and on a second line what to do about it."""
 OF_TURNS = "partc.of_turns"
-"""The metadata of a Split whose outputs are read by the turns of a loop that is written out, one each: its axis."""
+"""The metadata of a node that takes the elements of a stack for the turns of a loop that is written out, one each: their axis."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

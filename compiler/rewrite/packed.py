@@ -107,7 +107,8 @@ class _Unpacking(Rewriting[Typed]):
         if source is None:
             return
         weight, dim = source
-        if len(list(weight.uses())) == 1 and weight.const_value is not None and self._taking_norms(weight) is None:
+        by_turns = all(OF_TURNS in use.node.metadata_props for use in weight.uses()) or len(list(weight.uses())) == 1
+        if by_turns and weight.const_value is not None and self._taking_norms(weight) is None:
             self._take_apart(weight, dim, [1] * _extent(weight, dim))
 
     def node(self, node: ir.Node, rule: ShardingRule) -> None:

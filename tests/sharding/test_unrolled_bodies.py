@@ -73,8 +73,8 @@ def test_layers_of_a_scan_are_cut(opset: int) -> None:
     """Every layer has one AllReduce, and ranks half of its weights."""
     program = same_as_whole(layered(opset), TENSOR_PARALLEL, batch(3, 6), rtol=1e-4, atol=1e-5, checked=True)
     assert counted(program)["AllReduce"] == LAYERS
-    held = [one.value for one in program.parts[0].weights if str(one.value).startswith("UP")]
-    assert [one.shape for one in held] == [(1, WIDTH, HIDDEN // 2)] * LAYERS
+    shapes = {str(one.value): one.value.shape for one in program.parts[0].weights}
+    assert {shapes[f"layers.{k}.UP"] for k in range(LAYERS)} == {(WIDTH, HIDDEN // 2)}
 
 
 @pytest.mark.parametrize("plan", [TENSOR_PARALLEL, STAGES], ids=["tp", "stages"])
@@ -172,6 +172,54 @@ def test_turns_are_those_of_the_loop(form: str) -> None:
         batch(4, 6), rtol=1e-5, atol=1e-5, checked=True,
     )  # fmt: skip
     assert not [node for node in program.model.graph if node.op_type in ("Scan", "Loop")]
+
+
+LOOKED_UP = {
+    "a state that is handed on": """net (float[4, 6] x) => (float[4, 6] y)
+<int64 trips = {4}> {
+    [layers] y, unused = Loop <body = turn (int64 i, bool on, float[4, 6] a, float[4, 6, 6] all)
+        => (bool on2, float[4, 6] c, float[4, 6, 6] all2) {
+        on2 = Identity(on)
+        w = Gather(all, i)
+        [one] p = MatMul(a, w)
+        c = Tanh(p)
+        all2 = Identity(all) }> (trips, "", x, STACK)
+}""",
+    "a slice of all axes": """net (float[4, 6] x) => (float[4, 6] y)
+<int64 trips = {4}, int64[1] zero = {0}, int64[2] zeros = {0, 0}, int64[3] sizes = {1, 6, 6}, int64[3] axes = {0, 1, 2}> {
+    [layers] y = Loop <body = turn (int64 i, bool on, float[4, 6] a) => (bool on2, float[4, 6] c) {
+        on2 = Identity(on)
+        row = Unsqueeze(i, zero)
+        begin = Concat<axis = 0>(row, zeros)
+        end = Add(begin, sizes)
+        some = Slice(STACK, begin, end, axes)
+        w = Squeeze(some, zero)
+        [one] p = MatMul(a, w)
+        c = Tanh(p) }> (trips, "", x)
+}""",
+}
+
+
+@pytest.mark.parametrize("form", LOOKED_UP)
+def test_a_stack_that_turns_look_up_is_cut(form: str, tmp_path: Path) -> None:
+    """As jax2onnx writes scans and loops: each rank has the weights of its turns, also in training."""
+    proto, plan = (
+        weighed(LOOKED_UP[form], {"STACK": (4, 6, 6)}),
+        "ranks: 2\nplacement: {'layers.[0-1]': 0, 'layers.[2-3]': 1}\n",
+    )
+    program = same_as_whole(proto, plan, batch(4, 6), rtol=1e-5, atol=1e-5, checked=True)
+    for rank in (0, 1):
+        held = [one.value.shape for one in program.parts[rank].weights if len(one.value.shape or ()) > 1]
+        assert sum(np.prod(shape) for shape in held) == 2 * 6 * 6
+    if "Slice" in LOOKED_UP[form]:
+        return  # a loop that slices by its turn has no gradient as it stands, to compare with
+    steps = [{**batch(4, 6), "t": np.ones((4, 6), np.float32)} for _ in range(2)]
+    trained = same_training(
+        lambda: Source(from_proto(proto, Path("model.onnx"))), plan + TRAIN, tmp_path, steps, rtol=1e-4, atol=1e-4
+    )
+    for rank in (0, 1):
+        kept = [one.value.shape for one in trained.parts[rank].state if one.kind == "parameter"]
+        assert kept == [(1, 6, 6)] * 2
 
 
 CHOICES = """net (float[4, 6] x, bool c) => (float[4, 6] y)
