@@ -21,6 +21,7 @@ from partc.compiler.proposal.propose import propose
 from partc.compiler.unroll import layers_unrolled
 from partc.runtime import load_local
 from partc.runtime.artifact.graph.onnx_graph import all_nodes
+from random_bodies import different
 from training_equivalence import same_training
 
 HEAD = '<ir_version: 8, opset_import: ["" : {opset}]>\n'
@@ -172,6 +173,11 @@ def test_turns_are_those_of_the_loop(form: str) -> None:
         batch(4, 6), rtol=1e-5, atol=1e-5, checked=True,
     )  # fmt: skip
     assert not [node for node in program.model.graph if node.op_type in ("Scan", "Loop")]
+
+
+def test_random_bodies_are_written_out() -> None:
+    """Loops, branches and scans in each other: all whose turns are known, with the numbers of the loops."""
+    assert [text for seed in range(12) if (text := different(seed)[0])] == []
 
 
 LOOKED_UP = {
