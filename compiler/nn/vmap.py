@@ -12,9 +12,11 @@ parameters and call `vmap` itself; what it reads besides its arguments is the sa
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -26,6 +28,7 @@ from partc.compiler.ir.graph import take_out
 from partc.compiler.nn.batching import Batch, NotBatchedError
 
 Axes: TypeAlias = "int | Sequence[int | None] | None"
+_SCOPES = ("pkg.onnxscript.name_scopes", "pkg.onnxscript.class_hierarchy")
 _LAW = "an entry for each argument: the dim of its records, or None for one that all records share"
 
 
@@ -61,7 +64,8 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int]
                 batch.take(record, _moved(op, argument, axis, 0))
         try:
             for node in graph:
-                batch.node(node)
+                with _within_module_of(builder, node):
+                    batch.node(node)
         except NotBatchedError as error:
             raise CompileError(Problem(where, *error.args)) from None
         places = _out_axes(made, out_axes, where)
@@ -71,6 +75,17 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int]
         return type(results)(joined) if several else joined[0]
 
     return of_all
+
+
+@contextmanager
+def _within_module_of(builder: GraphBuilder, node: ir.Node) -> Iterator[None]:
+    """Within, nodes are in the module of a node that was traced."""
+    names, classes = (ast.literal_eval(node.metadata_props.get(key, "[]")) for key in _SCOPES)
+    outside, builder._scope_stack = builder._scope_stack, list(zip(names, classes, strict=True))
+    try:
+        yield
+    finally:
+        builder._scope_stack = outside
 
 
 def _axes(arguments: Sequence[object], given: Axes, where: str) -> list[int | None]:

@@ -172,6 +172,12 @@ def test_records_are_as_in_a_loop(ranks: int, steps: list[dict[str, Any]], loope
     )
 
 
+def test_nodes_have_the_modules_that_the_function_calls() -> None:
+    """Those that move dims of records, too, so a plan names modules as of any model."""
+    model = trace(Net(nn.vmap), [Spec("x", (RECORDS, 12), ir.DataType.FLOAT)], ["y"], "model.py")
+    assert {"up.Transpose", "up.Unsqueeze", "up.MatMul", "up.Squeeze", "up.Add"} <= {node.name for node in model.graph}
+
+
 REFUSED = {
     "nn.vmap(pair, (0,))(op, x, x)": (
         "in_axes is (0,), and the function is called with 2 arguments",
