@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,7 +11,7 @@ from typing import Literal
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import Declared
-from partc.compiler.ir.graph import OWN_NAME, name_of
+from partc.compiler.ir.graph import OWN_NAME, UNKNOWN_TURNS, name_of
 from partc.compiler.ir.program import Annotated, Loaded
 from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
@@ -183,7 +184,7 @@ def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
         if all(value in constant for value in reads):
             constant.update(node.outputs)
             named.update(node.outputs if of_weights else ())
-        elif of_weights:
+        elif any(value in named for value in node.inputs):  # and not in its bodies alone
             found.append(node)
     return found
 
@@ -270,21 +271,29 @@ def nothing_matched(program: Loaded, pattern: str, where: str) -> Problem:
         node, body, inner = found
         path = program.paths[node]
         fact = f"'{pattern}' matches {inner.op_type} '{inner.name}' alone, inside of the {body} of {node.op_type} ('{path}')"
-        law = f"a body runs whole, where its {node.op_type} does: only the run says which branch, or how many passes, there are"
-        return Problem(where, fact, law, f"write '{path}', or take the node out of the body")
+        why, _, help = node.metadata_props.get(UNKNOWN_TURNS, "").partition("\n")
+        law = f"a body runs whole, where its {node.op_type} does, unless it is written out turn by turn: {why}"
+        return Problem(where, fact, law, f"write '{path}', or {help or 'take the node out of the body'}")
     return _nothing(pattern, where, [*modules_of(program.paths.values()), *program.paths.values()], "module or node")
 
 
 def _inside(program: Loaded, pattern: str) -> Iterator[tuple[ir.Node, str, ir.Node]]:
-    """The nodes in bodies that a pattern matches by name, each behind the node of the main graph and the attribute that hold it."""
+    """The nodes in bodies that a pattern matches by name, each after the node of the main graph and the attribute that hold it.
+
+    A node of a turn, `layers.3.up`, is named with any number that the pattern has.
+    """
     matches = compile_pattern(pattern).matches
+    turns = {"0", *re.findall(r"\d+", pattern)}
     for node, path in program.paths.items():
+        module = path.rpartition(".")[0]
+        bases = ["", path, module, *(f"{base}.{k}" for base in (path, module) for k in turns)]
         for attribute in node.attributes.values():
             if attribute.type != ir.AttributeType.GRAPH:
                 continue
             for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
                 name = inner.name or ""  # a node of a body may have none in its file
-                if any(map(matches, (name, str(inner.meta.get(OWN_NAME) or name), f"{path}.{name}"))):
+                own, name = str(inner.meta.get(OWN_NAME) or name), name.removeprefix(f"{path}.{attribute.name}.")
+                if matches(own) or any(matches(f"{base}.{name}".strip(".")) for base in bases):
                     yield node, attribute.name, inner
 
 

@@ -52,6 +52,7 @@ from partc.compiler.tasks.localize import localize
 from partc.compiler.training.microbatch_model import in_parts, only_totals
 from partc.compiler.training.parameter_server import serve
 from partc.compiler.training_passes import add_training, differentiate, pipeline, update
+from partc.compiler.unroll import unrolled
 from partc.compiler.unsound import as_user_error
 from partc.compiler.verify import is_requested, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
@@ -187,7 +188,7 @@ def programs_of(
 
     `on_end` and `on_start` are told of the passes of the step; `on_start` also of the evaluation, the prefill, or the encoder, as a whole.
     """
-    source = adapted(quantized(source, plan, name), plan, name)
+    source = adapted(quantized(unrolled(source, plan, name), plan, name), plan, name)
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in COMPILE_ORDER:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}

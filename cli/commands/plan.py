@@ -233,13 +233,13 @@ def command(
         from partc.cli.machine.trials import run_fastest
         from partc.cli.simulation.search import Options, searched
         from partc.compiler.search.candidate import Fixed
+        from partc.compiler.unroll import layers_unrolled
 
         fixed = Fixed(tp, dp, stages)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
         with kept():
-            found = searched(
-                load(model, compare=not no_compare, keep=not no_cache, weights=weights), name, request, run_fastest
-            )
+            source = layers_unrolled(load(model, compare=not no_compare, keep=not no_cache, weights=weights))
+            found = searched(source, name, request, run_fastest)
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)
@@ -258,6 +258,7 @@ def command(
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
     from partc.compiler.quantize import quantized, reordered
+    from partc.compiler.unroll import layers_unrolled
 
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:
@@ -269,6 +270,8 @@ def command(
     generation = None if length is None else Generation.over(degrees, length, slots, cache)
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache, weights=weights)
+    if degrees.tp > 1 or degrees.stages > 1:
+        source = layers_unrolled(source)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
     rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml") if section else None
     if section or not reordered(source):  # what is in another order is proposed as the float model

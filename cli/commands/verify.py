@@ -98,6 +98,7 @@ def command(
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
     from partc.compiler.quantize import quantized
+    from partc.compiler.unroll import unrolled
     from partc.runtime.training.data import of_batch
 
     sources: list[Source] = []
@@ -115,7 +116,11 @@ def command(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileProgress() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)
-        source = adapted(quantized(sources[0], report.program.plan, model.name), report.program.plan, model.name)
+        chosen, source = report.program.plan, sources[0]
+        others = (chosen.train, chosen.pipeline, chosen.precision, chosen.quantize, chosen.adapters)
+        if any(others):  # which do not do all that they do in bodies, too
+            source = unrolled(source, chosen, model.name)
+        source = adapted(quantized(source, chosen, model.name), chosen, model.name)
         torch_model = None if source.quantized or source.adapted else torch_models[0]
         case = Case(model, plan, report, {}, Path(scratch), mpi, source, devices, torch_model)
         for line in _quantization(sources[0], report.program.plan, model.name) if source.quantized else ():

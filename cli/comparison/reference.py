@@ -30,7 +30,6 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
 
     `shards`: those of the batch over ranks. A microbatch has the records that it has on all of these, for statistics may be its own.
     """
-    from partc.compiler.frontend.source import Source
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.rules import Dataset
     from partc.compiler.rewrite.unrolled import unrolled
@@ -55,7 +54,8 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
         target=(),
     )
     declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None, targets=())
-    report = compile_source(Source(unrolled(source.model.clone(), dict(plan.mesh)), declared), alone, out)
+    whole = replace(source, model=unrolled(source.model.clone(), dict(plan.mesh)), declared=declared)
+    report = compile_source(whole, alone, out)
     return Compiled(report.program, out)
 
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
@@ -30,11 +31,34 @@ def wrong_device(device: object, where: str) -> Iterator[Problem]:
         yield Problem(where, f"device is {device!r}", law, "write 'cpu', or leave it out")
 
 
+_vmaps: ContextVar[tuple[str, ...]] = ContextVar("partc_vmaps", default=())
+"""The lines of the calls of `vmap` whose functions are being called, the outermost first."""
+
+
+@contextmanager
+def within_vmap(where: str) -> Iterator[None]:
+    """Within, a function of one record is called."""
+    token = _vmaps.set((*_vmaps.get(), where))
+    try:
+        yield
+    finally:
+        _vmaps.reset(token)
+
+
+def _refuse_in_vmap(call: TracedCall, name: str) -> None:
+    """Raises CompileError for a call inside of a function of one record, where a dim is hidden."""
+    if _vmaps.get():
+        fact = f"'{name}' is called inside of vmap, at {_vmaps.get()[-1]}"
+        law = f"the tensors of a {call.verb} are those of all records, and inside of vmap a dim is hidden"
+        raise CompileError(Problem(call.where, fact, law, f"{call.verb} a function that calls vmap"))
+
+
 def note_call(module: object, arguments: Sequence[object], result: object) -> None:
     """Records the inputs and outputs of a traced module, if `shard` was called on it."""
     record = recorder()
     for call in record.shards if record else ():
         if call.target is module:
+            _refuse_in_vmap(call, call.name)
             region = Region("", None, _tensors(arguments), _tensors([result]))
             call.check(region)
             call.regions.append(region)
@@ -62,6 +86,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
             help = "call it with op first"
             raise CompileError(Problem(call.where, fact, law, help))
         builder, record = op.builder, recorder()
+        _refuse_in_vmap(call, call.name)
         if record and builder.parent is not None:
             fact = f"'{call.name}' is called in a body of If, Loop or Scan, whose ops run whole"
             raise CompileError(Problem(call.where, fact, help=f"{call.verb} what is outside of it"))

@@ -32,6 +32,8 @@ _COUNTED = re.compile(r"_node_\d+$")
 _COUNTER = re.compile(r"_\d+")
 # torch numbers a module's second call in its path: `relu@1`.
 _CALL = re.compile(r"@\d+")
+# torch traces a module that calls cond, scan or while_loop below a root of its own.
+_TRACED_ROOT = re.compile(r"_export_root(\.|\Z)")
 _TORCH_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
 
 
@@ -47,6 +49,13 @@ class _Name:
 def node_paths(model: ir.Model) -> dict[ir.Node, str]:
     """The path of every node of the main graph, in the graph's order; no two are equal."""
     return _paths(_names(model.graph), "")
+
+
+def body_paths(body: ir.Graph, owner: str, prefix: str) -> dict[ir.Node, str]:
+    """The paths of a body's nodes below the turns of it: their names without `prefix`, else as of a main graph in the module `owner`."""
+    if all((node.name or "").startswith(prefix) for node in body):
+        return {node: (node.name or "").removeprefix(prefix) for node in body}
+    return _paths(_names(body), owner)
 
 
 def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
@@ -204,7 +213,7 @@ def _torch_name(node: ir.Node) -> _Name:
 @lru_cache(maxsize=4096)
 def _torch_scope(text: str) -> str | None:
     """The module of a node with these scopes; None where torch does not know one of them."""
-    modules = [_CALL.sub("", entry) for entry in _entries(text)[:-1]]
+    modules = [_TRACED_ROOT.sub("", _CALL.sub("", entry), count=1) for entry in _entries(text)[:-1]]
     return modules[-1] if modules and _TORCH_UNKNOWN not in modules else None
 
 

@@ -49,8 +49,8 @@ def trace(module: onnxscript.nn.Module, inputs: Sequence[Spec], outputs: Sequenc
             parameter.const_value = contents[path]
     _add_outputs(builder, _named_outputs(result, outputs, where), where)
     _refuse_strangers(graph, parameters, where)
-    for path, parameter in parameters.items():
-        if not parameter.uses():
+    for path, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
             del graph.initializers[path]
     _refuse_without_values(graph, where)
     _drop_absent_inputs(graph)

@@ -41,6 +41,10 @@ BY_EXPERT = "partc.by_expert"
 """Key of `ir.Node.meta` of the borders of sharded experts and of what is between them: the mesh axis, and the line that says so. Key of the
 `ir.Value.meta` of what is between them: a shard has as many rows as come to the rank in a step.
 """
+UNKNOWN_TURNS = "partc.unknown_turns"
+"""The metadata of a node whose bodies are not written out: why, and on a second line what to do about it."""
+OF_TURNS = "partc.of_turns"
+"""The metadata of a node that takes the elements of a stack for the turns of a loop that is written out, one each: their axis."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

@@ -37,6 +37,7 @@ from partc.compiler.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm2d, Layer
 from partc.compiler.nn.op import Op
 from partc.compiler.nn.parameter import Parameter, seed
 from partc.compiler.nn.pool import AdaptiveAvgPool2d, AvgPool2d, GlobalAvgPool2d, MaxPool2d
+from partc.compiler.nn.vmap import vmap
 
 __all__ = [
     "GELU",
@@ -72,4 +73,5 @@ __all__ = [
     "init",
     "seed",
     "stop_gradient",
+    "vmap",
 ]

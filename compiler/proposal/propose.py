@@ -16,7 +16,7 @@ from partc.compiler.cost.machine import Machine
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import OF_TURNS, name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, step_program
@@ -68,7 +68,10 @@ def propose(
     generation = None if generation is None else generation.of_model(source.model.graph, source.declared.decoding)
     batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     frame = degrees.frame
-    program = run_passes(start(*parsed(source, frame, name)), routed)
+    has_stacks = any(
+        OF_TURNS in node.metadata_props for node in source.model.graph
+    )  # whose weights are those of their layers
+    program = run_passes(start(*parsed(source, frame, name)), unpack if has_stacks else routed)
     stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:

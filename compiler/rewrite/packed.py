@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.computed import WidenedTensor, box_of, full_box
-from partc.compiler.ir.graph import has_computed_target, name_of
+from partc.compiler.ir.graph import OF_TURNS, has_computed_target, name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
@@ -49,15 +49,18 @@ Parts = tuple[int, list[ir.Value]]
 
 
 def unpack(program: Typed) -> Typed:
-    """The program with the packed weights taken apart that a colwise rule speaks of.
+    """The program with the packed weights taken apart that a colwise rule speaks of, and stacks of weights that turns read one by one.
 
     Raises CompileError where a rule says `packed` and the weight has no such parts.
     """
     rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
-    if program.plan.ranks == 1 or not rules:
+    stacks = [node for node in program.paths if OF_TURNS in node.metadata_props]
+    if not stacks and (program.plan.ranks == 1 or not rules):
         return program
     work = _Unpacking(program)
-    for node, rule in rules.items():
+    for node in stacks:
+        work.stack(node)
+    for node, rule in rules.items() if program.plan.ranks > 1 else ():
         if node in work.paths and node not in work.constants:
             work.node(node, rule)
     if work.problems:
@@ -92,6 +95,21 @@ class _Unpacking(Rewriting[Typed]):
         for value, learned in training.parameters.items():
             parameters |= dict.fromkeys(self.split.get(value, [value]), learned)
         return self.done(training=replace(training, parameters=parameters))
+
+    def stack(self, node: ir.Node) -> None:
+        """Takes a weight apart into those of turns; not where something else reads it, or the optimizer takes norms of whole parameters."""
+        operand = node.inputs[0]
+        source = (
+            source_of(operand, int(node.metadata_props[OF_TURNS]))
+            if node in self.paths and operand is not None
+            else None
+        )
+        if source is None:
+            return
+        weight, dim = source
+        by_turns = all(OF_TURNS in use.node.metadata_props for use in weight.uses()) or len(list(weight.uses())) == 1
+        if by_turns and weight.const_value is not None and self._taking_norms(weight) is None:
+            self._take_apart(weight, dim, [1] * _extent(weight, dim))
 
     def node(self, node: ir.Node, rule: ShardingRule) -> None:
         """Takes the weight of one node apart, if the rule or the graph says into what."""

@@ -69,4 +69,4 @@ def test_a_plan_cannot_speak_of_a_node_in_a_body(line: str, tmp_path: Path) -> N
     pattern = "inn*" if "target" in line else "inner"
     told = f"plan.yaml:2: '{pattern}' matches Add 'inner' alone, inside of the body of Loop ('outer')\n  a body runs whole, "
     assert str(caught.value).startswith(told)
-    assert str(caught.value).endswith("help: write 'outer', or take the node out of the body")
+    assert str(caught.value).endswith("help: write 'outer', or give it a constant trip count")

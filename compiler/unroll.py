@@ -1,0 +1,644 @@
+"""Writes bodies out before any pass: of a Scan or Loop of a known number of turns that a plan speaks of, and of an If of a known condition.
+
+    layers = Scan(x, weights [12, 64, 64]) {h = MatMul(x, w)}   ->   layers.0.w, layers.1.w, ... = Split(weights)
+                                                                     layers.0.h = MatMul(x, layers.0.w)
+                                                                     layers.1.h = MatMul(layers.0.h, layers.1.w)
+
+A node of turn k has the body's name of it, within `layers.k`, so rules place and shard it as any other node. How many turns there are, and
+which branch, is computed here from constants: integers and booleans, such as the counter of a `while`. A body that no rule speaks of stays
+as it is. One that cannot be written out has the reason in its metadata (`UNKNOWN_TURNS`), which the refusal of a rule quotes.
+
+A weight that turns read slice by slice, or look up by their number, is a weight of its own for each turn: in a training a part of the stack
+(`rewrite/packed.py`), so checkpoints are the same whether turns were written out or not, else one from the beginning.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.frontend.functions import CALLS
+from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, body_paths, free_name, node_paths
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.computed import AbsentTensor, Box, ComputedTensor, WidenedTensor, full_box, is_absent, shard_of
+from partc.compiler.ir.graph import (
+    GRADIENT_FORM,
+    OF_TURNS,
+    OWN_BACKWARD,
+    STOPS_GRADIENT,
+    UNKNOWN_TURNS,
+    bodies,
+    name_of,
+    nodes_of,
+    take_out,
+)
+from partc.compiler.ir.value_info import Array
+from partc.compiler.matching import matched_nodes
+from partc.compiler.ops.registry import draws
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import Plan
+from partc.compiler.start import start
+
+MOST_NODES = 20_000
+"""The most nodes that a body is written out into."""
+_EAGER = 1 << 16
+"""Bytes of a stack whose elements are in memory."""
+_LARGEST = 1 << 12
+"""Elements of a constant that is computed here."""
+_WITH_BODIES = frozenset({"If", "Loop", "Scan"})
+_OWN_NAME = re.compile(r"(If|Loop|Scan)(_\d+)?")
+_NEWER_AXES = 13
+"""The opset from which Split, Squeeze and Unsqueeze take their sizes and axes as an input."""
+_COMPUTED = frozenset(
+    (
+        *("Abs", "Add", "And", "Cast", "Concat", "Div", "Equal", "Expand", "Gather", "Greater", "GreaterOrEqual"),
+        *("Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range", "ReduceMax"),
+        *("ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze"),
+        *("Where", "Xor"),
+    )
+)
+"""Ops that are computed here, of integers and booleans."""
+
+
+def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
+    """The source with each If of a constant condition as its branch, and the loops written out in which the plan names a node.
+
+    The source itself where it has neither.
+    """
+    if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
+        return source
+    patterns = [] if plan is None else [*dict.fromkeys(_patterns(plan))]
+    unstacks = plan is not None and (
+        plan.train is None or bool(plan.adapters)
+    )  # else the stack is a parameter, of which these are parts
+    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks)
+    if plan is not None and patterns:
+        named = work.named_by(patterns, source, plan, name)
+        if named != work.loops:
+            work = _Unrolling(source.model, named, unstacks=unstacks)
+    return replace(source, model=work.model)
+
+
+def layers_unrolled(source: Source) -> Source:
+    """The source with the loops written out whose turns have slices of weights: layers, which a proposed plan names one by one."""
+    if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
+        return source
+    whole = _Unrolling(source.model)
+    splits = {node: node.inputs[0] for node in whole.graph if OF_TURNS in node.metadata_props}
+    layers = {whole.origins[node] for node, stack in splits.items() if stack is not None and stack.is_initializer()}
+    return replace(source, model=_Unrolling(source.model, frozenset(layers)).model)
+
+
+def _patterns(plan: Plan) -> Iterator[str]:
+    """The patterns of a plan that name modules and nodes."""
+    for one in (plan.placement, plan.sharding, plan.quantize, plan.target):
+        yield from map(operator.attrgetter("pattern"), one)
+    yield from (rule.entry.on for rule in plan.adapters if rule.entry.on is not None)
+    if plan.pipeline is not None:
+        yield from (pattern for stage in plan.pipeline.stages for pattern, _ in stage.patterns)
+        yield from (pattern for rule in plan.pipeline.recompute for pattern in rule.patterns)
+
+
+@dataclass(frozen=True)
+class _Stay:
+    """Why a body stays as it is."""
+
+    reason: str
+    help: str = ""
+
+
+class _Unrolling:
+    """A copy of a model in which bodies are written out: all that can be, or those of the nodes whose paths are in `only`.
+
+    `unstacks`: whether the elements of a stack of weights, which turns read, are weights of their own from the beginning.
+
+    `loops`: the paths of the model's loops that are written out.
+    """
+
+    def __init__(self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False) -> None:
+        self.model = source.clone()
+        self.model.meta.update(source.meta)
+        self.graph = self.model.graph
+        self.unstacks = unstacks
+        self.loops: frozenset[str] = frozenset()
+        self.numbers: dict[ir.Value, Array | None] = {}
+        self.origins: dict[ir.Node, str] = {}
+        """Maps each node that was in a body to the path of the model's node that had it."""
+        self.paths = node_paths(self.model)
+        self.initializers: dict[ir.Value, ir.Value] = {}
+        """Maps the initializers of bodies to those of the main graph."""
+        self.constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self.replaced: dict[ir.Value, ir.Value] = {}
+        """Maps each value that is no longer read to the one that is read in its place."""
+        self.several: set[str] = set()
+        """The modules of several nodes with bodies, whose turns are not called by the module alone."""
+        self.value_names = {name_of(value) for value in (*self.graph.inputs, *self.graph.initializers.values())}
+        self.value_names |= {value.name or "" for node in nodes_of(self.graph) for value in node.outputs}
+        self.node_names = set(self.paths.values())
+        imports = self.graph.opset_imports
+        self.opset = imports.get("", imports.get("ai.onnx", 1))
+        self.budget = MOST_NODES
+        _learn_shapes(self.model)
+        first = [node for node in self.graph if node.op_type in _WITH_BODIES]
+        self._note_several(first)
+        for node in first:
+            if only is None or node.op_type == "If" or self.paths[node] in only:
+                self.budget = MOST_NODES
+                self._write_out(node, self.paths[node])
+        self._drop_unread()
+        self._unstack()
+        self._drop_unread()
+
+    def named_by(self, patterns: Sequence[str], source: Source, plan: Plan, name: str) -> frozenset[str]:
+        """The paths of the model's loops in whose bodies a pattern names a node, and does not name the loop itself."""
+        program = start(replace(source, model=self.model), replace(plan, train=None, generate=None), name)
+        hit = set[str]()
+        for pattern in patterns:
+            matches = compile_pattern(pattern).matches
+            nodes = (node for node in matched_nodes(program, pattern) if node in self.origins)
+            hit |= {path for path in dict.fromkeys(self.origins[node] for node in nodes) if not matches(path)}
+        return frozenset(hit) & self.loops
+
+    def _write_out(self, node: ir.Node, origin: str) -> None:
+        """Writes out the bodies of a node, and of those in them in turn."""
+        before = self.budget
+        match node.op_type:
+            case "If":
+                why = self._branch(node, origin)
+            case "Loop":
+                why = self._loop(node, origin)
+            case _:
+                why = self._scan(node, origin)
+        if why is None:
+            self.loops |= {origin} if node.op_type != "If" or origin != self.paths[node] else frozenset()
+        else:
+            self.budget = before
+            node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
+
+    def _branch(self, node: ir.Node, origin: str) -> _Stay | None:
+        """Puts the branch that runs in the place of an If."""
+        condition = self._number(node.inputs[0], self.numbers)
+        if condition is None:
+            return _Stay("only the run says which branch there is", "take the node out of the branch")
+        name = "then_branch" if condition.all() else "else_branch"
+        made = self._inlined(node, name, [], self._base(node), origin)
+        self._replace(node, made)
+        return None
+
+    def _loop(self, node: ir.Node, origin: str) -> _Stay | None:
+        """Puts the turns of a Loop in its place."""
+        body = node.attributes["body"].as_graph()
+        turns = self._turns(node, body)
+        states: Sequence[ir.Value | None] = node.inputs[2:]
+        stacked = len(body.outputs) - len(node.inputs) + 1
+        if isinstance(turns, int) and not turns and stacked:
+            return _Stay("it has no turn, and stacks what turns make")
+        if isinstance(turns, _Stay) or (why := self._drawing(body)) is not None:
+            return turns if isinstance(turns, _Stay) else why
+        base, rank = self._base(node), len(body.inputs[0].shape or ())
+        stacks: list[list[ir.Value]] = [[] for _ in range(stacked)]
+        going = self._constant(np.full([1] * len(body.inputs[1].shape or ()), True), f"{base}.going")
+        for k in range(turns):
+            turn = self._constant(np.full([1] * rank, k, np.int64), f"{base}.{k}.turn")
+            made = self._inlined(node, "body", [turn, going, *states], f"{base}.{k}", origin)
+            states = made[1 : 1 + len(states)]
+            for at, value in enumerate(made[1 + len(states) :]):
+                stacks[at].append(self._unsqueezed(node, value, 0, f"{base}.{k}.out{at}", origin))
+        results = [self._joined(node, stack, 0, f"{base}.out{at}", origin) for at, stack in enumerate(stacks)]
+        self._replace(node, [*states, *results])
+        return None
+
+    def _turns(self, node: ir.Node, body: ir.Graph) -> int | _Stay:
+        """The number of turns of a Loop, by its trip count, and its condition after each turn."""
+        most = None if node.inputs[0] is None else self._number(node.inputs[0], self.numbers)
+        if node.inputs[0] is not None and most is None:
+            return _Stay("only the run says how many turns there are", "give it a constant trip count")
+        limit = None if most is None else int(most.item())
+        going = np.array(True) if node.inputs[1] is None else self._number(node.inputs[1], self.numbers)
+        states, turns, size = [self._number(value, self.numbers) for value in node.inputs[2:]], 0, _extent(body)
+        while going is not None and going.all() and (limit is None or turns < limit):
+            turns += 1
+            if turns * size > self.budget:
+                return self._too_long("more than " * (limit is None) + f"{limit or turns:,}", size)
+            rank = len(body.inputs[0].shape or ())
+            memo: dict[ir.Value, Array | None] = dict(zip(body.inputs[2:], states, strict=True))
+            memo |= {body.inputs[0]: np.full([1] * rank, turns - 1, np.int64), body.inputs[1]: going}
+            going, *states = (self._number(value, memo) for value in body.outputs[: 1 + len(states)])
+        return turns if going is not None else _Stay("only the run says after how many turns its condition ends it")
+
+    def _scan(self, node: ir.Node, origin: str) -> _Stay | None:
+        """Puts the turns of a Scan in its place."""
+        body, count = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
+        first = len(node.inputs) - count
+        states: Sequence[ir.Value | None] = node.inputs[:first]
+        operands = [value for value in node.inputs[first:] if value is not None]
+        outs = len(node.outputs) - first
+        if self.opset < 9 or len(operands) < count or len(body.outputs) != first + outs:
+            return _Stay("it has a form of opset 8")
+        in_axes, in_turned, out_axes, out_turned = (
+            node.attributes.get_ints(f"scan_{side}_{kind}") or [0] * number
+            for side, number in (("input", count), ("output", outs))
+            for kind in ("axes", "directions")
+        )
+        sizes = {value: _size(value, axis) for value, axis in zip(operands, in_axes, strict=True)}
+        turns = next((size for size in sizes.values() if size is not None), None)
+        if turns is None or turns == 0:
+            value = operands[0]
+            reason = (
+                f"only the run says how long '{value.name}' is along axis {in_axes[0]}, and how many turns there are"
+            )
+            return _Stay("it has no turn" if turns == 0 else reason, "give this dim a fixed size in the model")
+        if turns * _extent(body) > self.budget:
+            return self._too_long(f"{turns:,}", _extent(body))
+        if (why := self._drawing(body)) is not None:
+            return why
+        base = self._base(node)
+        labels = [
+            name_of(value).removeprefix(f"{base}.") if value.is_initializer() else f"in{at}"
+            for at, value in enumerate(operands)
+        ]
+        elements = [
+            self._elements(node, value, axis % len(value.shape or ()), turns, base, label, origin)
+            for value, axis, label in zip(operands, in_axes, labels, strict=True)
+        ]
+        stacks: list[list[ir.Value]] = [[] for _ in range(outs)]
+        for k in range(turns):
+            given = [some[turns - 1 - k if turned else k] for some, turned in zip(elements, in_turned, strict=True)]
+            made = self._inlined(node, "body", [*states, *given], f"{base}.{k}", origin)
+            states = made[:first]
+            for at, value in enumerate(made[first:]):
+                stacks[at].append(self._unsqueezed(node, value, out_axes[at], f"{base}.{k}.out{at}", origin))
+        results = [
+            self._joined(node, stack[::-1] if turned else stack, axis, f"{base}.out{at}", origin)
+            for at, (stack, axis, turned) in enumerate(zip(stacks, out_axes, out_turned, strict=True))
+        ]
+        self._replace(node, [*states, *results])
+        return None
+
+    def _too_long(self, turns: str, size: int) -> _Stay:
+        written = "" if self.budget == MOST_NODES else f", of which {self.budget:,} are left here"
+        reason = f"it has {turns} turns of {size:,} node{'s' * (size != 1)}, and a body is written out into at most {MOST_NODES:,}{written}"
+        return _Stay(reason, "take fewer turns a loop")
+
+    def _drawing(self, body: ir.Graph) -> _Stay | None:
+        """Why a body stays that draws from one seed: its turns would draw the same numbers."""
+        for node in nodes_of(body):
+            if draws(node) and "seed" in node.attributes:
+                fact = f"its {node.op_type} draws on from turn to turn with one seed, and written out each turn would begin with it"
+                return _Stay(fact, "leave out the seed")
+        return None
+
+    def _inlined(
+        self, node: ir.Node, attribute: str, values: Sequence[ir.Value | None], base: str, origin: str
+    ) -> list[ir.Value]:
+        """The results of a body whose nodes are put in front of `node`, with `values` as its inputs; within the module `base`."""
+        body, path = node.attributes[attribute].as_graph(), self.paths[node]
+        names = body_paths(body, path.rpartition(".")[0], f"{path}.{attribute}.")
+        copy = body.clone(allow_outer_scope_values=True)
+        given = dict(zip(copy.inputs, values, strict=True))
+        for own, value in zip(body.initializers.values(), copy.initializers.values(), strict=True):
+            given[value] = self._hoisted(own)
+        results, nodes = list(copy.outputs), list(copy)
+        copy.outputs.clear()
+        copy.initializers.clear()
+        for old, new in given.items():
+            if new is not None:
+                self._forward(old, new)
+        copy.remove(nodes)
+        self.graph.insert_before(node, nodes)
+        self.budget -= len(nodes)
+        for inner, written in zip(nodes, body, strict=True):
+            self._name(inner, f"{base}.{names[written]}", origin, written.name or "")
+            out = inner.outputs[0]
+            if len(inner.outputs) == 1 and (number := self._number(out, self.numbers)) is not None:
+                self._forward(out, self._constant(number, name_of(out)))
+            elif (weight := _handed_on(inner)) is not None:
+                self._forward(out, weight)
+        self._note_several(nodes)
+        for inner in nodes:
+            if inner.op_type in _WITH_BODIES:
+                self._write_out(inner, origin)
+        return [self._now(value) for value in results]
+
+    def _forward(self, old: ir.Value, new: ir.Value) -> None:
+        """All that reads `old` reads `new`."""
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
+
+    def _now(self, value: ir.Value) -> ir.Value:
+        """The value that readers of a value read now."""
+        while value in self.replaced:
+            value = self.replaced[value]
+        return value
+
+    def _hoisted(self, value: ir.Value) -> ir.Value:
+        """The initializer of the main graph that a body's is, for all turns."""
+        if value not in self.initializers:
+            name = (
+                free_name(name_of(value), self.value_names)
+                if name_of(value) in self.graph.initializers
+                else name_of(value)
+            )
+            tensor = value.const_value
+            assert tensor is not None
+            shape = ir.Shape(tensor.shape.numpy())
+            made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+            made.meta.update(value.meta)
+            self.value_names.add(name)
+            self.graph.register_initializer(made)
+            self.initializers[value] = made
+        return self.initializers[value]
+
+    def _name(self, node: ir.Node, path: str, origin: str, old: str = "") -> None:
+        """Gives a node a path, its results and what is in its bodies names within it."""
+        path = free_name(path, self.node_names)
+        scope, _, own = path.rpartition(".")
+        node.name, self.paths[node], self.origins[node] = path, path, origin
+        node.meta.pop(CALLS, None)
+        if TORCH_SCOPES in node.metadata_props:
+            node.metadata_props[TORCH_SCOPES] = repr(["", scope, own])
+        elif ONNXSCRIPT_SCOPES in node.metadata_props:
+            node.metadata_props[ONNXSCRIPT_SCOPES] = repr(["", scope])
+        for k, value in enumerate(node.outputs):
+            if value.name != "":
+                value.name = free_name(path if len(node.outputs) == 1 else f"{path}.{k}", self.value_names)
+        for body in bodies(node):
+            for value in (*body.inputs, *body.initializers.values()):
+                value.name = free_name(f"{path}.{value.name}", self.value_names)
+        for inner in nodes_of([body for graph in bodies(node) for body in graph]):
+            if old and (inner.name or "").startswith(f"{old}."):
+                inner.name = f"{path}{(inner.name or '').removeprefix(old)}"
+            for value in inner.outputs:
+                if value.name:
+                    value.name = free_name(f"{path}.{value.name}", self.value_names)
+
+    def _put(
+        self, before: ir.Node, op_type: str, inputs: Sequence[ir.Value], path: str, origin: str, **attributes: int
+    ) -> ir.Node:
+        """A new node of one result in front of another one."""
+        extra = ir.convenience.convert_attributes(attributes)
+        node = ir.Node("", op_type, inputs, extra)
+        node.metadata_props.update(before.metadata_props)
+        self.graph.insert_before(before, node)
+        self._name(node, path, origin)
+        return node
+
+    def _elements(
+        self, before: ir.Node, value: ir.Value, axis: int, turns: int, base: str, label: str, origin: str
+    ) -> list[ir.Value]:
+        """What each turn sees of a value, along an axis."""
+        alone = value.is_initializer() and len(list(value.uses())) == 1
+        tensor = value.const_value if self.unstacks and alone else None
+        if tensor is not None and not isinstance(tensor, WidenedTensor):
+            return [self._weight(_element(tensor, axis, k, f"{base}.{k}.{label}")) for k in range(turns)]
+        slices, older = [value], self.opset < _NEWER_AXES
+        if turns > 1:
+            sizes = [] if older else [self._constant(np.ones(turns, np.int64), f"{base}.{label}.sizes")]
+            node = ir.Node("", "Split", [value, *sizes], [ir.AttrInt64("axis", axis)], num_outputs=turns)
+            if older:
+                node.attributes["split"] = ir.AttrInt64s("split", [1] * turns)
+            node.metadata_props.update(before.metadata_props)
+            node.metadata_props[OF_TURNS] = str(axis)
+            self.graph.insert_before(before, node)
+            self._name(node, f"{base}.{label}", origin)
+            slices = list(node.outputs)
+        return [
+            self._with_axis("Squeeze", before, some, axis, f"{base}.{k}.{label}", origin)
+            for k, some in enumerate(slices)
+        ]
+
+    def _unstack(self) -> None:
+        """Has turns that look up their weights in a stack, by their number, read weights of their own, or marks what they read."""
+        for stack in list(self.graph.initializers.values()):
+            readers = [use.node for use in stack.uses() if use.idx == 0]
+            rows = [self._row(node) for node in readers]
+            axes = {row[0] for row in rows if row is not None}
+            tensor = stack.const_value
+            if len(axes) != 1 or None in rows or len(readers) < len(list(stack.uses())) or tensor is None:
+                continue
+            if not self.unstacks or isinstance(tensor, WidenedTensor):
+                for node in readers:
+                    node.metadata_props[OF_TURNS] = str(*axes)
+                continue
+            weights: dict[tuple[int, int, bool], ir.Value] = {}
+            for node, row in zip(readers, rows, strict=True):
+                if row is not None and row not in weights:
+                    weights[row] = self._weight(_element(tensor, *row[:2], f"{name_of(stack)}.{row[1]}", keeps=row[2]))
+                if row is not None:
+                    self._forward(node.outputs[0], weights[row])
+
+    def _row(self, node: ir.Node) -> tuple[int, int, bool] | None:
+        """The axis and the place of the one element of its operand that a node of a turn takes, and whether the axis stays."""
+        shape = None if node.inputs[0] is None else node.inputs[0].shape
+        if (
+            node not in self.origins
+            or shape is None
+            or not shape.is_static()
+            or node.op_type not in ("Gather", "Slice")
+        ):
+            return None
+        numbers = [self._number(value, self.numbers) for value in node.inputs[1:]]
+        sizes = shape.numpy()
+        if node.op_type == "Gather":
+            (at,), axis = numbers, node.attributes.get_int("axis", 0) % len(sizes)
+            return (axis, int(at) % sizes[axis], False) if at is not None and at.ndim == 0 else None
+        if len(numbers) != 3 or any(one is None for one in numbers):
+            return None
+        taken = list(zip(*(one.ravel().tolist() for one in numbers if one is not None), strict=False))
+        ranges = {axis % len(sizes): range(*slice(begin, end).indices(sizes[axis])) for begin, end, axis in taken}
+        cut = {axis: places for axis, places in ranges.items() if len(places) < sizes[axis]}
+        if len(cut) != 1 or len(places := next(iter(cut.values()))) != 1:
+            return None
+        if len(taken) > 1:  # the others take all of their dims
+            kept = [one for one in taken if one[2] % len(sizes) in cut]
+            for k, number in enumerate(kept[0]):
+                node.replace_input_with(k + 1, self._constant(np.array([number]), f"{node.name}.bound{k}"))
+        return next(iter(cut)), places[0], True
+
+    def _weight(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A new weight of the model."""
+        value = ir.Value(
+            name=free_name(str(tensor.name), self.value_names),
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(tensor.shape.numpy()),
+            const_value=tensor,
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    def _unsqueezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
+        return self._with_axis("Unsqueeze", before, value, axis, path, origin)
+
+    def _with_axis(self, op_type: str, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
+        if self.opset < _NEWER_AXES:
+            node = self._put(before, op_type, [value], path, origin)
+            node.attributes["axes"] = ir.AttrInt64s("axes", [axis])
+        else:
+            node = self._put(before, op_type, [value, self._constant(np.array([axis]), f"{path}.axes")], path, origin)
+        return node.outputs[0]
+
+    def _joined(self, before: ir.Node, values: Sequence[ir.Value], axis: int, path: str, origin: str) -> ir.Value:
+        return self._put(before, "Concat", values, path, origin, axis=axis).outputs[0]
+
+    def _replace(self, node: ir.Node, results: Sequence[ir.Value | None]) -> None:
+        """Gives the readers of a node's results others, and takes it out; an output of the model keeps its name."""
+        for old, new in zip(node.outputs, results, strict=True):
+            if new is None or old.name == "":
+                continue
+            name = name_of(old)
+            if old.is_graph_output():
+                old.name = free_name(f"{name}.whole", self.value_names)
+                if new.producer() not in self.origins or new.is_graph_output():
+                    new = self._put(node, "Identity", [new], f"{self._base(node)}.{name}", self.paths[node]).outputs[0]
+                new.name, new.type, new.shape = name, new.type or old.type, new.shape or old.shape
+                for k, value in enumerate(self.graph.outputs):
+                    if value is old:
+                        self.graph.outputs[k] = new
+            self._forward(old, new)
+        take_out(self.graph, node)
+
+    def _constant(self, numbers: Array, name: str) -> ir.Value:
+        """An initializer of these numbers, the same for all turns."""
+        key = numbers.dtype.str, numbers.shape, numbers.tobytes()
+        if key in self.constants:
+            return self.constants[key]
+        name = free_name(name, self.value_names) if name in self.graph.initializers else name
+        self.value_names.add(name)
+        tensor = ir.Tensor(numbers, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        self.numbers[value] = numbers
+        self.constants[key] = value
+        return value
+
+    def _base(self, node: ir.Node) -> str:
+        """The module of what comes out of a node: its path, or the module in which it is by the name of its op, and alone."""
+        module, _, own = self.paths[node].rpartition(".")
+        return module if module and module not in self.several and _OWN_NAME.fullmatch(own) else self.paths[node]
+
+    def _note_several(self, nodes: Sequence[ir.Node]) -> None:
+        modules = [self.paths[node].rpartition(".")[0] for node in nodes if node.op_type in _WITH_BODIES]
+        self.several |= {module for module in modules if modules.count(module) > 1}
+
+    def _drop_unread(self) -> None:
+        """Takes out what only decided on turns and branches."""
+        for node in reversed(list(self.graph)):
+            if node in self.origins and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+                take_out(self.graph, node)
+        for value in [value for value in self.numbers if value.is_initializer() and not value.uses()]:
+            if value.name in self.graph.initializers and not value.is_graph_output():
+                del self.graph.initializers[name_of(value)]
+                self.constants = {key: one for key, one in self.constants.items() if one is not value}
+
+    def _number(self, value: ir.Value | None, memo: dict[ir.Value, Array | None]) -> Array | None:
+        """The integers or booleans that a value always has; None where only the run says them."""
+        if value is None:
+            return None
+        if value not in memo:
+            memo[value] = self._computed(value, memo)
+        return memo[value]
+
+    def _computed(self, value: ir.Value, memo: dict[ir.Value, Array | None]) -> Array | None:
+        constant = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+        if constant is not None:
+            small = constant.size <= _LARGEST and (constant.dtype.is_integer() or constant.dtype == ir.DataType.BOOL)
+            return constant.numpy() if small else None
+        node = value.producer()
+        if (
+            node is None
+            or node.domain not in ("", "ai.onnx")
+            or len(node.outputs) != 1
+            or node.op_type not in _COMPUTED
+        ):
+            return None
+        if node.op_type in ("Shape", "Size"):
+            return _extents(node)
+        operands = [self._number(operand, memo) for operand in node.inputs]
+        if any(one is None and operand is not None for one, operand in zip(operands, node.inputs, strict=True)):
+            return None
+        if node.op_type in ("Div", "Mod") and any((one < 0).any() for one in operands if one is not None):
+            return None
+        return _evaluated(node, operands, self.opset)
+
+
+def _handed_on(node: ir.Node) -> ir.Value | None:
+    """The weight that a node of a turn hands on as it is, as a state that all turns share; None for other nodes."""
+    marked = {STOPS_GRADIENT, OWN_BACKWARD, GRADIENT_FORM} & node.metadata_props.keys()
+    value = node.inputs[0] if node.op_type == "Identity" and not marked else None
+    return value if value is not None and value.is_initializer() else None
+
+
+def _element(tensor: ir.TensorProtocol, axis: int, k: int, name: str, *, keeps: bool = False) -> ir.TensorProtocol:
+    """The element of a stack along an axis, which it `keeps` or not; of a large one it is read when it is written."""
+    shape = tensor.shape.numpy()
+    shape = (*shape[:axis], *([1] if keeps else []), *shape[axis + 1 :])
+
+    def compute(box: Box) -> Array:
+        if keeps:
+            return shard_of(tensor, (*box[:axis], slice(k, k + 1), *box[axis + 1 :]))
+        return shard_of(tensor, (*box[:axis], slice(k, k + 1), *box[axis:])).squeeze(axis)
+
+    if is_absent(tensor):
+        return AbsentTensor(tensor.dtype, shape, name)
+    if tensor.nbytes > _EAGER:
+        return ComputedTensor(compute, tensor.dtype, shape, name)
+    return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=tensor.dtype, name=name)
+
+
+def _evaluated(node: ir.Node, operands: Sequence[Array | None], opset: int) -> Array | None:
+    """The result of a node; None where it is large, or no integers and booleans."""
+    from onnx.reference import ReferenceEvaluator
+
+    names = [f"x{k}" if one is not None else "" for k, one in enumerate(operands)]
+    attributes = [ir.serde.serialize_attribute(one) for one in node.attributes.values()]
+    proto = onnx.NodeProto(op_type=node.op_type, input=names, output=["y"], attribute=attributes)
+    ports = [onnx.ValueInfoProto(name=name) for name in names if name]
+    graph = onnx.GraphProto(name="constant", node=[proto], input=ports, output=[onnx.ValueInfoProto(name="y")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    feeds = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
+    try:
+        (made,) = ReferenceEvaluator(model).run(None, feeds)
+    except Exception:  # the op's own kinds, for operands that do not fit: the run refuses them
+        return None
+    array = np.asarray(made)
+    return array if array.dtype.kind in "iub" and array.size <= _LARGEST else None
+
+
+def _extents(node: ir.Node) -> Array | None:
+    """What Shape and Size make of a value of a known shape."""
+    shape = None if node.inputs[0] is None else node.inputs[0].shape
+    if shape is None or not shape.is_static():
+        return None
+    extents = np.array(shape.numpy(), np.int64)
+    if node.op_type == "Size":
+        return np.array(extents.prod(), np.int64)
+    return extents[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(extents))]
+
+
+def _extent(body: ir.Graph) -> int:
+    """The number of nodes in a body."""
+    return max(1, sum(1 for _ in nodes_of(body)))
+
+
+def _size(value: ir.Value, axis: int) -> int | None:
+    """The length of a value along an axis; None where it is not fixed."""
+    size = None if value.shape is None else value.shape[axis]
+    return size if isinstance(size, int) else None
+
+
+def _learn_shapes(model: ir.Model) -> None:
+    """Gives what nodes make the types and shapes that follow from the inputs'; those that a file declares are trusted in nothing."""
+    copy = model.clone()
+    infer_shapes(copy, {})
+    for node, other in zip(nodes_of(model.graph), nodes_of(copy.graph), strict=True):
+        for value, shaped in zip(node.outputs, other.outputs, strict=True):
+            value.type, value.shape = value.type or shaped.type, shaped.shape
+        for body, inner in zip(bodies(node), bodies(other), strict=True):
+            for value, shaped in zip(body.inputs, inner.inputs, strict=True):
+                value.type, value.shape = value.type or shaped.type, shaped.shape
