@@ -13,6 +13,8 @@ from partc.compiler.ir.programs import Value
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.plan.precision import GradientMessages
+from partc.compiler.tasks.packed_sums import packed_sum, row_kind
 
 Key = TypeVar("Key", bound=Hashable)
 Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
@@ -59,11 +61,11 @@ class _Bucket:
 class Buckets:
     """Collects values by kind of collective, ranks and type; a bucket of `limit` bytes is moved at once.
 
-    `what` names it in the dumps: `gradients of 8 parameters`.
+    `what` names it in the dumps: `gradients of 8 parameters`. `packed`: how sums travel in fewer bits.
     """
 
-    def __init__(self, comm: CommLowering, limit: int, what: str) -> None:
-        self.comm, self.filling, self.what = comm, Filling[tuple[str, str, str]](limit), what
+    def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
+        self.comm, self.filling, self.what, self.packed = comm, Filling[tuple[str, str, str]](limit), what, packed
         self._open: dict[tuple[str, str, str], _Bucket] = {}
 
     def add(
@@ -81,7 +83,8 @@ class Buckets:
         Those of one `kind` are side by side in a bucket: what has the same done to it afterwards.
         """
         info = self.comm.values[value]
-        key = (type(move).__name__, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
+        kind_of_move = type(move).__name__ + (row_kind(move) if self.packed else "")
+        key = (kind_of_move, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
@@ -108,6 +111,9 @@ class Buckets:
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]
         terms, made = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
-        self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
+        if self.packed:
+            packed_sum(self.comm, self.packed, bucket.move, terms, made, bucket.elements, cause)
+        else:
+            self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
         for k in order:
             bucket.then[k]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import ModelProto
-from partc.runtime.artifact.format import CACHE, MANIFEST, PIECE, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import CACHE, MANIFEST, OF_A_PLAN, PIECE, Law, Manifest, Shape, StateRecord
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
 from partc.runtime.artifact.tensors.dtypes import dense
@@ -181,7 +181,9 @@ def _check_file(
                     file, f"its first value is '{said}', and {MANIFEST} makes it '{text}'", title, help=_AGAIN
                 )
         elif (
-            record.kind not in ("optimizer", SCALE, CACHE) and not isinstance(record.initial, Law) and manifest.is_main
+            record.kind not in ("optimizer", CACHE, *OF_A_PLAN)
+            and not isinstance(record.initial, Law)
+            and manifest.is_main
         ):
             # the other programs of an artifact run over the tensors of the main one, and have no values of their own
             yield Violation(
