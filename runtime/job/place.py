@@ -60,9 +60,8 @@ def surrounding_job(environment: Mapping[str, str]) -> Place | None:
         return _place(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if "PMI_RANK" in environment:
         size = "SLURM_STEP_NUM_TASKS"  # srun --mpi=pmi2, unless the ranks are those of a launcher that srun has started
-        return _place(
-            environment, "PMI_RANK", size if environment.get(size) == environment.get("PMI_SIZE") else "PMI_SIZE"
-        )
+        is_slurm = environment.get(size) == environment.get("PMI_SIZE", "")
+        return _place(environment, "PMI_RANK", size if is_slurm else "PMI_SIZE")
     step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "1")
     if step.isdecimal() and int(step) < _INTERACTIVE_STEP and tasks.isdecimal() and int(tasks) > 1:
         return _place(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
