@@ -67,6 +67,8 @@ class Buckets:
     def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
         self.comm, self.filling, self.what, self.packed = comm, Filling[tuple[str, str, str]](limit), what, packed
         self._open: dict[tuple[str, str, str], _Bucket] = {}
+        self._waiting: list[Callable[[], None]] = []
+        """What writes the sums of the packed bucket that was sent last, and what is to be called then."""
 
     def add(
         self,
@@ -101,6 +103,7 @@ class Buckets:
         self.filling.open.clear()
         for key in list(self._open):
             self._move(key)
+        self._finish()
 
     def _move(self, key: tuple[str, str, str]) -> None:
         bucket = self._open.pop(key)
@@ -111,9 +114,18 @@ class Buckets:
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]
         terms, made = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
+        then = [bucket.then[k] for k in order]
         if self.packed:
-            packed_sum(self.comm, self.packed, bucket.move, terms, made, bucket.elements, cause)
-        else:
-            self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
-        for k in order:
-            bucket.then[k]()
+            sums = packed_sum(self.comm, self.packed, bucket.move, terms, made, bucket.elements, cause)
+            self._finish()
+            self._waiting = [sums, *then]
+            return
+        self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
+        for one in then:
+            one()
+
+    def _finish(self) -> None:
+        """Writes the sums of a packed bucket whose messages are on their way."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one()

@@ -17,7 +17,7 @@ before the AllToAll, along its second after it. The Reshape to blocks says so (`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -62,10 +62,13 @@ def packed_sum(
     outputs: Sequence[Value],
     elements: int,
     cause: str,
-) -> None:
-    """Writes what makes of `partial` gradients, of `elements` in all, their sums over ranks, or shares of them."""
+) -> Callable[[], None]:
+    """Sends `partial` gradients, of `elements` in all; the result writes their sums over ranks, or shares of them.
+
+    What it writes waits for the messages, so it is called when more has been written that can be computed meanwhile.
+    """
     assert isinstance(move, Sum)
-    _PackedSum(comm, rules, move, outputs[0], cause).write(partial, outputs, elements)
+    return _PackedSum(comm, rules, move, outputs[0], cause).begin(partial, outputs, elements)
 
 
 class _PackedSum:
@@ -76,20 +79,24 @@ class _PackedSum:
         self.group, self.mesh, self.axes, self.others = move.group, move.after.mesh, move.axes, _other_axes(move)
         self.ranks = math.prod(self.mesh[axis] for axis in self.axes)
 
-    def write(self, partial: Sequence[Value], outputs: Sequence[Value], elements: int) -> None:
-        """Writes all of it."""
+    def begin(self, partial: Sequence[Value], outputs: Sequence[Value], elements: int) -> Callable[[], None]:
+        """Writes what sends the gradients; the result writes all else."""
         share = -(-elements // (self.ranks * self.rules.block)) * self.rules.block
         scatters, whole, others = isinstance(self.move, mv.ReduceScatter), self.ranks * share, self.others
         row = self._row(partial, elements, share)
         stacks = f"{'..' if scatters else '.'},.->..; linear 0; stacks"
         rows = self._packed(row, whole, "part", stacks)
         rows = self._moved(rows, (self.ranks, self.ranks, share), (self.axes, (), others), ((), self.axes, others))
-        parts = self._unpacked(rows, [self.ranks, share], "parts")
-        total = self._op("ReduceSum", [parts, self._constant("rows", [0])], "share", keepdims=0)
-        if not scatters:
-            shares = self._packed(total, share, "share")
-            total = self._unpacked(self._moved(shares, (1, whole), (others, self.axes), (others, ())), [whole], "sums")
-        self._take_apart(total, share if scatters else whole, outputs)
+
+        def finish() -> None:
+            parts = self._unpacked(rows, [self.ranks, share], "parts")
+            total = self._op("ReduceSum", [parts, self._constant("rows", [0])], "share", keepdims=0)
+            if not scatters:
+                shares = self._moved(self._packed(total, share, "share"), (1, whole), (others, self.axes), (others, ()))
+                total = self._unpacked(shares, [whole], "sums")
+            self._take_apart(total, share if scatters else whole, outputs)
+
+        return finish
 
     def _row(self, partial: Sequence[Value], elements: int, share: int) -> Value:
         """The gradients one after the other, filled up with zeros; with ZeRO a row of each rank's shares."""
