@@ -142,19 +142,11 @@ def test_each_job_of_an_array_trains_for_itself(slurm: Slurm, folder: Path) -> N
 def test_the_signal_before_the_end_of_the_time_saves(slurm: Slurm, folder: Path) -> None:
     """Slurm looks each half minute for jobs whose time ends; the training is long enough for that."""
     last = f"exec {shlex.join(line('signal', epochs=100 * FULL))}"
-    number = submitted(slurm, script(folder, "signal", "--ntasks=4", "--time=1", "--signal=B:USR1@55", last=last))
+    number = submitted(slurm, script(folder, "signal", "--ntasks=4", "--time=2", "--signal=B:USR1@50", last=last))
     job = ended(slurm, number)
     assert job["ExitCode"] == "75:0", job
     assert "stopped by SIGUSR1 after step" in (folder / "signal.out").read_text()
     assert has_saved(folder, "signal")
-
-
-def runs_again(slurm: Slurm, number: str) -> bool:
-    """Whether a requeued job runs, which Slurm would have wait for two minutes."""
-    state = slurm.job(number)["JobState"]
-    if state == "PENDING":
-        slurm.run("scontrol", "update", f"jobid={number}", "starttime=now")
-    return state in ("RUNNING", *ENDED)
 
 
 def resumed(folder: Path, name: str) -> int:
@@ -180,7 +172,11 @@ def test_a_job_that_is_requeued_three_times_ends_as_an_undisturbed_one(slurm: Sl
         urgent = submitted(slurm, script(folder, "urgent", "--partition=urgent", f"--ntasks={SLOTS}", last="true"))
         until(lambda count=times: slurm.job(number)["Restarts"] == str(count))
         assert ended(slurm, urgent)["ExitCode"] == "0:0"
-        until(lambda: runs_again(slurm, number))
+        until(lambda: slurm.job(number)["JobState"] == "PENDING")
+        slurm.run(
+            "scontrol", "update", f"jobid={number}", "starttime=now+3"
+        )  # else in two minutes; at once it is refused
+        until(lambda: slurm.job(number)["JobState"] in ("RUNNING", *ENDED))
     assert ended(slurm, number)["ExitCode"] == "0:0"
     assert resumed(folder, way) == 3
     said = (folder / f"{way}.out").read_text()
