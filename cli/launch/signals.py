@@ -50,6 +50,10 @@ class Signals:
         """Whether the ranks were asked to save and end, or are to be."""
         return bool(self._asked)
 
+    def give_up(self) -> None:
+        """Counts the request to save and end as one to end: the launcher has heard it, too, and has ended the ranks before they saved."""
+        self.noted += [] if self.noted else sorted(self._asked)[:1]
+
     @property
     def exit_code(self) -> int | None:
         """The exit code that the first signal asks for; None where none has come."""

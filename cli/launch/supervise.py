@@ -290,6 +290,8 @@ def supervise(
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
+    if signals.is_requested and process.returncode and heard.failure is None and heard.ended() is None:
+        signals.give_up()
     if signals.exit_code:
         return Outcome(signals.exit_code)
     return _verdict(process.returncode, heard, run_dir, where, local, failed)

@@ -16,12 +16,14 @@ from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import (
     ADAPTER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BYTES,
     CACHE,
     DOMAIN,
     OPTIMIZER,
     PHASE,
     REDUCE_SCATTER,
+    REST,
     SCALE,
     Manifest,
 )
@@ -51,7 +53,7 @@ class TrainingStats:
 
 def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, CACHE: 0, ADAPTER: 0}
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, REST: 0, CACHE: 0, ADAPTER: 0}
     for record in manifest.state:
         if rank in record.ranks:
             found[record.kind] += manifest.state_bytes_of(record, rank)
@@ -70,6 +72,7 @@ def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapp
         and node.op_type in (ALL_REDUCE, REDUCE_SCATTER)
         and not gradients.isdisjoint(node.output)
     ]
+    packed = _packed_gradients(model)
     kept = state_bytes(manifest, rank)
     return TrainingStats(
         rank=rank,
@@ -79,8 +82,8 @@ def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapp
         parameters=kept["parameter"],
         optimizer=kept["optimizer"],
         statistics=kept["statistics"],
-        buckets=len(buckets),
-        bucket_bytes=sum(_stated_bytes(node, sizes) for node in buckets),
+        buckets=len(buckets) + sum(node.op_type == ALL_TO_ALL for node in packed) // 2,  # codes and scales
+        bucket_bytes=sum(_stated_bytes(node, sizes) for node in (*buckets, *packed)),
     )
 
 
@@ -97,6 +100,14 @@ def _gradients(model: ModelProto) -> set[str]:
             name = makers[name].input[0]
             found.add(name)
     return found
+
+
+def _packed_gradients(model: ModelProto) -> list[NodeProto]:
+    """The collectives of gradients that travel in eight bits: what is unpacked behind a Reshape."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    unpacked = [name for node in model.graph.node if node.op_type == "DequantizeLinear" for name in node.input]
+    moved = [makers.get(makers[name].input[0]) for name in unpacked if name in makers and makers[name].input]
+    return [node for node in moved if node is not None and node.domain == DOMAIN]
 
 
 def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:

@@ -18,7 +18,7 @@ from partc.compiler.ops.node import LETTERS
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entry_of, rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.runtime.artifact.format import REDUCTIONS, SUM
+from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
 from partc.runtime.artifact.graph.factors import Factors
 
 Typed = tuple[int, tuple[int | str | None, ...]]
@@ -44,6 +44,8 @@ class NodeFactors:
     def of(self, step: Compute) -> str:
         """The text of a node, empty where nothing is known of it."""
         node, source = step.node, step.source
+        if FACTORS in node.metadata_props:
+            return node.metadata_props[FACTORS]
         key = node.domain, node.op_type
         if key not in self._entries:
             entry = entry_of(node)

@@ -291,7 +291,7 @@ class State:
     version: ShardedValue
     next: Value | None
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale", "cache", "adapter"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale", "rest", "cache", "adapter"]
     parameter: str = ""
     initial: float | Law = 0.0
     target: str = ""

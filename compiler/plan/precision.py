@@ -95,3 +95,23 @@ class PrecisionRules(PlacedOptions):
         if "loss_scale" not in self.model_fields_set and self.compute == "float16":
             return LossScale()
         return self.loss_scale
+
+
+class GradientMessages(Options):
+    """Gradients that travel as blocks of integers, each with its scale."""
+
+    bits: Literal[8] = Field(8, description="Bits of a number.")
+    block: int = Field(256, ge=8, le=1 << 16, description="Numbers that share a scale.")
+    keep_rest: bool = Field(
+        True, description="What rounding leaves of a gradient is added to that of the next step, and is in checkpoints."
+    )
+
+
+class MessageRules(PlacedOptions):
+    """The form in which values travel between ranks."""
+
+    KEY = "messages"
+
+    gradients: Annotated[GradientMessages, Remedy("write gradients: {bits: 8, block: 256, keep_rest: true}")] = Field(
+        description="Sums of gradients over ranks, of float32: blocks of integers of 8 bits."
+    )

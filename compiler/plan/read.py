@@ -117,6 +117,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         train=train,
         pipeline=pipeline,
         precision=entries.precision.placed(where) if entries.precision else None,
+        messages=entries.messages.placed(where) if entries.messages else None,
         quantize=tuple(
             QuantizeRule(pattern, blocks, where("quantize", pattern)) for pattern, blocks in entries.quantize.items()
         ),

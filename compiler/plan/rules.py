@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.compiler.plan.experts import ExpertsRule
     from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
-    from partc.compiler.plan.precision import PrecisionRules
+    from partc.compiler.plan.precision import MessageRules, PrecisionRules
     from partc.compiler.plan.quantize import QuantizeRule
     from partc.compiler.plan.target import TargetRule
     from partc.compiler.plan.training.rules import TrainRules
@@ -176,6 +176,7 @@ class Plan(RankRules):
     train: TrainRules | None = None
     pipeline: PipelineRules | None = None
     precision: PrecisionRules | None = None
+    messages: MessageRules | None = None
     quantize: tuple[QuantizeRule, ...] = ()
     target: tuple[TargetRule, ...] = ()
     generate: GenerateRules | None = None

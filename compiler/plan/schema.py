@@ -19,7 +19,7 @@ from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
-from partc.compiler.plan.precision import PrecisionRules, low_type
+from partc.compiler.plan.precision import MessageRules, PrecisionRules, low_type
 from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
@@ -286,6 +286,9 @@ class PlanEntries(DataEntries):
     precision: Annotated[PrecisionRules | None, Remedy(_precision)] = Field(
         None, description="Computation in 16 bits, with weights and sums in float32."
     )
+    messages: Annotated[
+        MessageRules | None, Remedy("write messages: {gradients: {bits: 8, block: 256, keep_rest: true}}")
+    ] = Field(None, description="Messages between ranks in fewer bits.")
     quantize: Annotated[
         QuantizeEntries, _or_none(QuantizeEntries), Remedy('write quantize: {"**.up_proj": {bits: 4, block: 32}}')
     ] = Field(
@@ -335,6 +338,12 @@ class PlanEntries(DataEntries):
             if self.generate is not None and other is not None:
                 law = "a program that makes tokens neither learns nor runs microbatches"
                 raise Refused(f"'generate' beside '{key}'", law, f"leave out '{key}', or 'generate'", "generate")
+        if self.messages is not None and self.train is None:
+            law = "gradients are of a training"
+            raise Refused("'messages.gradients' without 'train'", law, "leave out 'messages'", "messages")
+        if self.messages is not None and self.precision is not None and self.precision.messages is not None:
+            law = "a gradient travels in one form"
+            raise Refused("'messages.gradients' beside 'precision.messages'", law, "leave out one of them", "messages")
         if self.quantize and self.train is not None and not any(one.train for one in self.adapters.values()):
             law = "a quantized weight has no gradient, but for an adapter that is added to it"
             raise Refused(

@@ -13,6 +13,8 @@ from partc.compiler.ir.programs import Value
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.plan.precision import GradientMessages
+from partc.compiler.tasks.packed_sums import packed_sum, row_kind
 
 Key = TypeVar("Key", bound=Hashable)
 Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
@@ -59,12 +61,14 @@ class _Bucket:
 class Buckets:
     """Collects values by kind of collective, ranks and type; a bucket of `limit` bytes is moved at once.
 
-    `what` names it in the dumps: `gradients of 8 parameters`.
+    `what` names it in the dumps: `gradients of 8 parameters`. `packed`: how sums travel in fewer bits.
     """
 
-    def __init__(self, comm: CommLowering, limit: int, what: str) -> None:
-        self.comm, self.filling, self.what = comm, Filling[tuple[str, str, str]](limit), what
+    def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
+        self.comm, self.filling, self.what, self.packed = comm, Filling[tuple[str, str, str]](limit), what, packed
         self._open: dict[tuple[str, str, str], _Bucket] = {}
+        self._waiting: list[Callable[[], None]] = []
+        """What writes the sums of the packed bucket that was sent last, and what is to be called then."""
 
     def add(
         self,
@@ -81,7 +85,8 @@ class Buckets:
         Those of one `kind` are side by side in a bucket: what has the same done to it afterwards.
         """
         info = self.comm.values[value]
-        key = (type(move).__name__, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
+        kind_of_move = type(move).__name__ + (row_kind(move) if self.packed else "")
+        key = (kind_of_move, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
@@ -98,6 +103,7 @@ class Buckets:
         self.filling.open.clear()
         for key in list(self._open):
             self._move(key)
+        self._finish()
 
     def _move(self, key: tuple[str, str, str]) -> None:
         bucket = self._open.pop(key)
@@ -108,6 +114,18 @@ class Buckets:
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]
         terms, made = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
+        then = [bucket.then[k] for k in order]
+        if self.packed:
+            sums = packed_sum(self.comm, self.packed, bucket.move, terms, made, bucket.elements, cause)
+            self._finish()
+            self._waiting = [sums, *then]
+            return
         self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
-        for k in order:
-            bucket.then[k]()
+        for one in then:
+            one()
+
+    def _finish(self) -> None:
+        """Writes the sums of a packed bucket whose messages are on their way."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one()

@@ -25,11 +25,13 @@ from typing import Literal, TypeAlias, cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
 from partc.compiler.ir.training import Training
+from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.layout.reshard import lower
@@ -38,7 +40,9 @@ from partc.compiler.lower.local_view import AccumulatedGradient, Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, sum_spellings
+from partc.compiler.tasks.packed_sums import can_be_packed
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
+from partc.runtime.units import first_of
 
 Over: TypeAlias = str | Literal[True] | None
 """The mesh axis whose ranks share the work; True: all ranks that hold the same."""
@@ -72,6 +76,10 @@ def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> 
     return next(fits, None) if shards > 1 else None
 
 
+def _moves(source: ShardedValue, target: ShardedValue) -> tuple[mv.Move, ...]:
+    return lower(source.layout, target.layout, source.group, target.group)
+
+
 class GradientReduction:
     """Adds cotangents up; `gradients` are those of parameters, in the order in which they are ready.
 
@@ -90,7 +98,11 @@ class GradientReduction:
         self.reserved: dict[Value, Ranks] = {}
         """Maps each value to the ranks on which it is a parameter's gradient."""
         self._sent: dict[Value, Ranks] = {}
-        self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient")
+        self.messages = program.plan.messages
+        packed = self.messages.gradients if self.messages else None
+        self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", packed)
+        self.refused: list[str] = []
+        """Parameters whose gradients do not travel in eight bits as the plan says, each with the reason."""
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
         """Maps each parameter to the sum of its gradients over the microbatches, before and after one more."""
@@ -128,6 +140,10 @@ class GradientReduction:
         defs = self._own_homes(defs)
         main = defs[0]
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
+        if self.messages and not all(
+            one.layout == share.layout or can_be_packed(_moves(one, share)) for one in gradients
+        ):
+            share = main  # what ranks add up by more than one collective they all update
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.at[main]}.grad"
         if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in gradients):
@@ -144,12 +160,14 @@ class GradientReduction:
             gradients = rounded
         if len(gradients) == 1:
             ((version, terms),) = gradients.items()
-            moves = lower(version.layout, target.layout, version.group, target.group)
-            if can_join(moves):
+            moves = _moves(version, target)
+            if can_join(moves) if self.messages is None else can_be_packed(moves) and value.dtype == ir.DataType.FLOAT:
                 self._bucketed(
                     value, version, self._sum(self.comm, version, terms), target, cast(Fused, moves[0]), defs, wanted
                 )
                 return
+        if self.messages and (len(gradients) > 1 or any(one != target for one in gradients)):
+            self.refused.append(f"'{value.name}'")
         self._ready(value, self._total(self.update, gradients, target, wanted), target, defs)
 
     def table(
@@ -183,7 +201,12 @@ class GradientReduction:
         return sorted(found, key=defs.index)
 
     def flush(self) -> None:
-        """Reduces the gradients of buckets that are not full, and gathers rows."""
+        """Reduces the gradients of buckets that are not full, and gathers rows; CompileError for one that cannot be packed."""
+        if self.messages and self.refused:
+            fact = f"the gradients of {first_of(self.refused)} do not travel in eight bits"
+            law = "a gradient of float32 does, whose terms one set of ranks adds up in one AllReduce or ReduceScatter"
+            help_ = "leave out 'messages', or write precision: {messages: bfloat16}; or place the readers of each parameter on one group"
+            raise CompileError(Problem(self.messages.where("gradients"), fact, law, help_))
         take_apart = self.rows.flush()
         self.buckets.flush()
         take_apart()

@@ -249,13 +249,17 @@ class Collective(Record):
     made: LayoutRecord | None = None
 
 
-GRADIENT_NORM, SCALE, CACHE, ADAPTER = "gradient_norm", "scale", "cache", "adapter"
+GRADIENT_NORM, SCALE, REST, CACHE, ADAPTER = "gradient_norm", "scale", "rest", "cache", "adapter"
 """The output of a step that is the norm of its gradients, where the plan reports it. Kinds of state: the loss scale and its count of steps,
-replaced also where a step changes nothing else; a decoder's keys and values; a stack of weights of adapters, which no step replaces."""
+replaced also where a step changes nothing else; what rounding has left of messages; a decoder's keys and values; a stack of weights of
+adapters, which no step replaces."""
+OF_A_PLAN = (SCALE, REST)
+"""The kinds of state that go with a plan, not with a model: a checkpoint without them, or with others, fits."""
 
 
 class TensorRecord(Record):
-    """A tensor kept from step to step: a parameter, what an optimizer keeps of one, statistics, the scale of the loss, a decoder's cache.
+    """A tensor kept from step to step: a parameter, what an optimizer keeps of one, statistics, the scale of the loss, what is left of
+    messages, a decoder's cache.
 
     `value` is its name in the rank files, an input there. `tensor` is its global name, which checkpoints use: `fc1.weight`,
     `fc1.weight.momentum`; a tensor that lies in several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or
@@ -265,7 +269,7 @@ class TensorRecord(Record):
 
     value: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "scale", "cache", "adapter"]
+    kind: Literal["parameter", "optimizer", "statistics", "scale", "rest", "cache", "adapter"]
     type: str
     shape: list[int]
     ranks: Ranks

@@ -30,6 +30,7 @@ from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
+from partc.runtime.checker.training.packed import check_packed
 from partc.runtime.checker.training.section import check_training
 from partc.runtime.checker.training.slot_rows import check_slots
 from partc.runtime.checker.training.state import check_state
@@ -90,6 +91,7 @@ CHECKS = (
     Check(
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
     ),
+    Check("messages of few bits", TRAINING, lambda one: check_packed(one.manifest, one.models), SOUND),
     Check("that copies stay equal", TRAINING, check_copies, SOUND),
     Check("that nodes of one name are one", TRAINING, check_alike, SOUND),
 )

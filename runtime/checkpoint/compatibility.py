@@ -1,8 +1,8 @@
 """Whether a checkpoint fits a program: it holds the tensors that the program keeps, and no others, by name, shape and type.
 
 To go on with a run everything must fit: parameters, statistics, and what the optimizer keeps. To begin a new one from weights
-(`--init`) the optimizer's part does not matter. All that does not fit is one error. The scale of a loss goes with neither: a run in float32
-and one in float16 go on with each other's checkpoints.
+(`--init`) the optimizer's part does not matter. All that does not fit is one error. The scale of a loss, and what is left of messages, go
+with neither: a run in float32 and one in float16, or on other ranks, go on with each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -118,8 +118,13 @@ def _slot_problems(checkpoint: Checkpoint, wanted: Mapping[str, StateRecord]) ->
             yield f"{checkpoint.path}: has '{name}' {_saved_text(found)}, which the program lacks"
 
 
+def fits(record: StateRecord, held: TensorRecord | None) -> bool:
+    """Whether a checkpoint has a tensor of this shape and type."""
+    return held is not None and _text(record) == _saved_text(held)
+
+
 def _difference(checkpoint: Checkpoint, record: StateRecord, held: TensorRecord) -> Iterator[str]:
-    if _text(record) != _saved_text(held):
+    if not fits(record, held):
         yield f"{checkpoint.path}: '{record.tensor}' is {_saved_text(held)}; the program's is {_text(record)}"
 
 

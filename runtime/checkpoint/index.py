@@ -51,7 +51,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(saving|old|removed)")
 SAVING, OLD, REMOVED = "saving", "old", "removed"
 
-Kind = Literal["parameter", "optimizer", "statistics", "scale", "ema"]
+Kind = Literal["parameter", "optimizer", "statistics", "scale", "rest", "ema"]
 EMA: Literal["ema"] = "ema"
 """The kind of the moving average of a parameter, and the last part of its name."""
 

@@ -59,7 +59,9 @@ def surrounding_job(environment: Mapping[str, str]) -> Place | None:
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _place(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if "PMI_RANK" in environment:
-        return _place(environment, "PMI_RANK", "PMI_SIZE")
+        size = "SLURM_STEP_NUM_TASKS"  # srun --mpi=pmi2, unless the ranks are those of a launcher that srun has started
+        is_slurm = environment.get(size) == environment.get("PMI_SIZE", "")
+        return _place(environment, "PMI_RANK", size if is_slurm else "PMI_SIZE")
     step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "1")
     if step.isdecimal() and int(step) < _INTERACTIVE_STEP and tasks.isdecimal() and int(tasks) > 1:
         return _place(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -118,7 +120,7 @@ def refuse_alone(environment: Mapping[str, str], size: int, library: str, launch
     started = "several" if place.size is None else str(place.size)
     raise UsageError(
         f"the launcher of {place.launcher} started {started} processes, and the MPI library that mpi4py loads, {library}, "
-        f"finds one: the launcher is of another MPI\n  {_remedy(environment, library, 'pmix')}"
+        f"finds one: the launcher is of another MPI\n  {_remedy(environment, library)}"
     )
 
 
@@ -134,12 +136,13 @@ def refuse_pmix(environment: Mapping[str, str], about: str) -> None:
     launcher = "PMIx (PMIX_NAMESPACE)" if place is None else place.launcher
     raise UsageError(
         f"the launcher of {launcher} started this process, and the MPI library that mpi4py loads, {library}, "
-        f"cannot begin under it: it was built without PMIx\n  {_remedy(environment, library, 'pmi2')}"
+        f"cannot begin under it: it was built without PMIx\n  {_remedy(environment, library)}"
     )
 
 
-def _remedy(environment: Mapping[str, str], library: str, protocol: str) -> str:
+def _remedy(environment: Mapping[str, str], library: str) -> str:
     if "SLURM_PROCID" in environment:
+        protocol = "pmi2" if library.startswith(("MPICH", "Intel")) else "pmix"
         return f"help: srun --mpi={protocol}, or another of `srun --mpi=list` that {library} knows; `partc doctor` shows the library"
     return (
         f'help: start with the launcher of {library}, or pip install "partc[mpi]", which brings a library and its launcher; '

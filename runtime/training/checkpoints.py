@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from ..artifact.format import SCALE
+from ..artifact.format import OF_A_PLAN
 from ..checkpoint.background import BackgroundSave
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
+from ..checkpoint.compatibility import OPTIMIZER, check_compatible, fits, is_weights_file, matching_weights
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import ADAPTER, CheckpointIndex
 from ..checkpoint.lock import Lock
@@ -127,7 +127,10 @@ class Checkpoints:
             checkpoint = self._together(whole.averaged) if averaged else whole
             self._together(lambda: check_compatible(checkpoint, self._kept, self._optimizer))
             held = checkpoint.index.tensors
-            self._read(checkpoint, {one.tensor for one in self._kept if one.kind != SCALE or one.tensor in held})
+            self._read(
+                checkpoint,
+                {one.tensor for one in self._kept if one.kind not in OF_A_PLAN or fits(one, held.get(one.tensor))},
+            )
             return checkpoint.index
 
         self.source, index = take_newest_intact(path, take, option, self._program.rank, self._program.all_gather_text)

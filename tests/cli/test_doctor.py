@@ -104,6 +104,12 @@ def _told_of_open_mpi(other: Callable[..., tuple[bool, str]]) -> Callable[..., t
         ({"PMI_RANK": "1", "PMI_SIZE": "5"}, 1, "PMI_SIZE=5"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 1, "OMPI_COMM_WORLD_SIZE=2"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 1, "--mpi=pmix"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"},
+            1,
+            "of Slurm (SLURM_STEP_NUM_TASKS=4)",
+        ),
+        ({"PMI_RANK": "1"}, 1, "MPICH or one of its family"),
         ({"PMIX_RANK": "2"}, 1, "of PMIx (PMIX_RANK=2) started several processes"),
         ({"PMIX_RANK": "0"}, 1, ""),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 1, ""),

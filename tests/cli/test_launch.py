@@ -388,6 +388,15 @@ def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.Capt
     assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err
 
 
+def test_a_launcher_that_hears_a_request_to_save_and_ends_ends_the_job_by_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """`scancel` signals all processes of a batch script, the launcher too."""
+    with RunDir(2) as run_dir, Signals(("SIGTERM",)) as signals:
+        command = ["sh", "-c", "kill -TERM $PPID; exit 1"]
+        outcome = supervise(command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, signals)
+    assert (outcome, signals.noted) == (Outcome(128 + signal.SIGTERM), [signal.SIGTERM])
+    assert capfd.readouterr().err == ""
+
+
 WAITS = """
 import time
 from partc.cli import interruption

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +136,20 @@ def linears(folder: Path) -> dict[str, np.ndarray]:
 def test_outputs_of_two_hosts_are_those_of_the_unsharded_model(hosts: TwoHosts, tmp_path: Path) -> None:
     want = linears(tmp_path)
     assert finished(begun(hosts, 2, tmp_path, "run", "build", "--input", "in.npz", "-o", "out.npz")) == (0, "")
+    with np.load(tmp_path / "out.npz") as have:
+        same(have["y"], want["y"], "y", 1e-5, 1e-5)
+
+
+def test_hosts_that_lose_each_other_for_a_while_wait_and_continue(hosts: TwoHosts, tmp_path: Path) -> None:
+    want = linears(tmp_path)
+    words = ("run", "build", "--input", "in.npz", "-o", "out.npz", "--repeat", "3000", "--stall", "1", "--quiet")
+    process = begun(hosts, 2, tmp_path, *words)
+    until(lambda: process.poll() is not None or _stepping(hosts))
+    assert process.stderr is not None
+    with hosts.cut_off():
+        report = next((line for line in process.stderr if "has waited" in line), "")
+    assert re.match(r"partc: rank \d has waited \d+ s: ", report), report
+    assert finished(process)[0] == 0
     with np.load(tmp_path / "out.npz") as have:
         same(have["y"], want["y"], "y", 1e-5, 1e-5)
 

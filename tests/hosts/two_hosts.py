@@ -55,6 +55,18 @@ class TwoHosts:
     link: str
     """What the link is made of."""
 
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Each host loses all that it sends to the other one while the block lasts."""
+        routes = [(end, f"blackhole {other}") for end, other in zip(self.processes, reversed(_ADDRESSES), strict=True)]
+        for end, route in routes:
+            _do(end, f"ip route add {route}")
+        try:
+            yield
+        finally:
+            for end, route in routes:
+                _do(end, f"ip route del {route}")
+
     def inside(self, host: int) -> list[str]:
         """What begins a command on a host."""
         process = self.processes[host]

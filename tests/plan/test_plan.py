@@ -313,6 +313,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "max_reshard_bytes",
         "train",
         "precision",
+        "messages",
         "quantize",
         "adapters",
         "generate",

@@ -2,6 +2,7 @@
 
     mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a term of a sum, and the result is one then
     ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of a largest value it makes a largest one
+    .,.->..; linear 0; stacks            a term becomes one row of a value that has the terms of all ranks as rows
 
 Each letter stands for one dim, and equal letters for dims of which ranks have the same shards. `.` is a dim that corresponds to none, `-`
 an operand that is absent or no tensor. `sum`, `max`, `min`: letters of inputs that the outputs lack. What is not said is not known.
@@ -18,7 +19,7 @@ from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 
 WHOLE = "."
-_ABSENT, _LINEAR, _RISES, _MOVES = "-", "linear", "rises", "moves"
+_ABSENT, _LINEAR, _RISES, _MOVES, _STACKS = "-", "linear", "rises", "moves", "stacks"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Factors:
 
     `reductions`: by letter that no output has the reduction over it. `linear`: the inputs that may be terms of a sum, all of them together
     where it is `joint`, else one. `rises`: the largest of several results is the result of the largest of one operand. `moves`: elements
-    are only moved, so that this is true of all operands together.
+    are only moved, so that this is true of all operands together. `stacks`: the result is one of the rows that are to be added.
     """
 
     inputs: tuple[str | None, ...]
@@ -37,6 +38,7 @@ class Factors:
     joint: bool = False
     rises: bool = False
     moves: bool = False
+    stacks: bool = False
 
     def __str__(self) -> str:
         sides = [",".join([_ABSENT if one is None else one for one in side]) for side in (self.inputs, self.outputs)]
@@ -46,7 +48,8 @@ class Factors:
                 words.append(f"{reduction} {letters}")
         if self.linear:
             words.append(f"{_LINEAR} {(' + ' if self.joint else ', ').join(map(str, self.linear))}")
-        return "; ".join([*words, *([_MOVES] if self.moves else [_RISES] if self.rises else [])])
+        ends = {_STACKS: self.stacks, _MOVES: self.moves, _RISES: self.rises and not self.moves}
+        return "; ".join([*words, *[word for word, holds in ends.items() if holds]])
 
 
 def read_factors(text: str) -> Factors:
@@ -56,7 +59,7 @@ def read_factors(text: str) -> Factors:
     if not arrow:
         raise ValueError(text)
     linear: tuple[int, ...] = ()
-    joint = rises = moves = False
+    joint = rises = moves = stacks = False
     for word in words:
         what, _, said = word.partition(" ")
         if what in REDUCTIONS:
@@ -64,11 +67,11 @@ def read_factors(text: str) -> Factors:
         elif what == _LINEAR:
             joint = "+" in said
             linear = tuple(int(number) for number in said.replace("+", ",").split(","))
-        elif word in (_RISES, _MOVES):
-            rises, moves = word == _RISES, word == _MOVES
+        elif word in (_RISES, _MOVES, _STACKS):
+            rises, moves, stacks = word == _RISES, word == _MOVES, word == _STACKS
         else:
             raise ValueError(text)
-    return Factors(_operands(left), _operands(right), reductions, linear, joint, rises, moves)
+    return Factors(_operands(left), _operands(right), reductions, linear, joint, rises, moves, stacks)
 
 
 def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Factors | None:
@@ -102,7 +105,7 @@ def _operands(text: str) -> tuple[str | None, ...]:
 def partial_of(factors: Factors, terms: Mapping[int, str]) -> str:
     """The reduction that makes whole what a node makes of partial inputs, each with its reduction; empty where none does."""
     kinds = {*terms.values()}
-    if len(kinds) != 1:
+    if len(kinds) != 1 or factors.stacks:
         return ""
     (kind,) = kinds
     if kind != SUM:

@@ -128,7 +128,7 @@ def misuse(node: NodeProto, factors: Factors | None, reductions: Mapping[str, st
     `reductions`: by value of which it is known its reduction, '' of one that is not partial.
     """
     terms = {k: reductions[name] for k, name in enumerate(node.input) if reductions.get(name)}
-    if not terms or factors is None:
+    if not terms or factors is None or factors.stacks:
         return ""
     first, kind = next(iter(terms.items()))
     op, name = node.op_type, node.input[first]

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import ModelProto
-from partc.runtime.artifact.format import ADAPTER, CACHE, MANIFEST, PIECE, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import (
+    ADAPTER,
+    CACHE,
+    MANIFEST,
+    OF_A_PLAN,
+    PIECE,
+    Law,
+    Manifest,
+    Shape,
+    StateRecord,
+)
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
 from partc.runtime.artifact.tensors.dtypes import dense
@@ -181,7 +191,7 @@ def _check_file(
                     file, f"its first value is '{said}', and {MANIFEST} makes it '{text}'", title, help=_AGAIN
                 )
         elif (
-            record.kind not in ("optimizer", SCALE, CACHE, ADAPTER)
+            record.kind not in ("optimizer", CACHE, ADAPTER, *OF_A_PLAN)
             and not isinstance(record.initial, Law)
             and manifest.is_main
         ):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from partc.runtime.artifact.format import SCALE, Manifest, StateRecord
+from partc.runtime.artifact.format import OF_A_PLAN, Manifest, StateRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.files.counted import CHECKPOINT_INDEX, parse_json
 from partc.runtime.files.regular import read_regular
@@ -72,7 +72,9 @@ def import_checkpoint(
     """
     if manifest.training is None:
         raise UsageError("the artifact has no training program\n  help: compile it with a plan that has `train:`")
-    records = [one.model_copy(update={"ranks": [0], "boxes": None}) for one in manifest.state if one.kind != SCALE]
+    records = [
+        one.model_copy(update={"ranks": [0], "boxes": None}) for one in manifest.state if one.kind not in OF_A_PLAN
+    ]
     records = [*{one.tensor: one for one in records}.values()]
     source = _opened(path, records, weights_only)
     taken, unused = _matched(source, records)

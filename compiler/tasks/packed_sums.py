@@ -1,0 +1,235 @@
+"""Sums of gradients that travel in eight bits: an AllToAll and an AllGather of blocks of integers, each block with its scale.
+
+Each of P ranks has its part of a partial sum: the gradients of a bucket one after the other, as P shares of L numbers, whole blocks.
+
+    codes   [P, L] int8       round(number / scale), scale = the largest magnitude of the block / 127
+    AllToAll                  of codes, and of scales: each rank has its share of all parts
+    share   [L] float32       the sum of codes * scale in the order of the ranks
+    AllGather                 of the share's codes and scales, likewise: all ranks have the same bits
+
+With ZeRO nothing is gathered: each rank updates its share. With `keep_rest` what rounding leaves of a part, and of a share, is state, and
+is added in the next step. Blocks of b numbers take 1 + 4 / b bytes a number, in place of 4.
+
+A value of a collective is never partial here: the parts of all ranks are the rows of one value [P, P, L], sharded along its first dim
+before the AllToAll, along its second after it. The Reshape to blocks says so (`stacks` of `partc.factors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.programs import State, Value
+from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.value_info import ValueInfo
+from partc.compiler.layout import moves as mv
+from partc.compiler.layout.layout import Layout
+from partc.compiler.lower.comm import CommLowering, computed
+from partc.compiler.lower.reshard import reshard
+from partc.compiler.plan.precision import GradientMessages
+from partc.runtime.artifact.format import FACTORS, REST
+
+Sum: TypeAlias = mv.AllReduce | mv.ReduceScatter
+Cuts: TypeAlias = tuple[tuple[int, ...], ...]
+_LARGEST, _LEAST = 127, float(np.finfo(np.float32).tiny)
+"""The largest code; the scale of a block of zeros, which divides them."""
+
+
+def can_be_packed(moves: Sequence[mv.Move]) -> bool:
+    """Whether a reshard is one sum over ranks."""
+    return len(moves) == 1 and isinstance(moves[0], Sum) and moves[0].reduce == "sum"
+
+
+def row_kind(move: mv.Move) -> str:
+    """Equal for the sums whose gradients may be one row: the dim that is scattered, and the axes along which ranks have other shards."""
+    return f"{move.dim if isinstance(move, mv.ReduceScatter) else ''} {_other_axes(move)}"
+
+
+def _other_axes(move: mv.Move) -> tuple[int, ...]:
+    axes = {axis for cut in move.after.cuts for axis in cut}
+    return tuple(sorted(axes - {*move.axes})) if isinstance(move, Sum) else ()
+
+
+def packed_sum(
+    comm: CommLowering,
+    rules: GradientMessages,
+    move: mv.Move,
+    partial: Sequence[Value],
+    outputs: Sequence[Value],
+    elements: int,
+    cause: str,
+) -> Callable[[], None]:
+    """Sends `partial` gradients, of `elements` in all; the result writes their sums over ranks, or shares of them.
+
+    What it writes waits for the messages, so it is called when more has been written that can be computed meanwhile.
+    """
+    assert isinstance(move, Sum)
+    return _PackedSum(comm, rules, move, outputs[0], cause).begin(partial, outputs, elements)
+
+
+class _PackedSum:
+    """Writes the sum of one bucket, of which values are named after `base`."""
+
+    def __init__(self, comm: CommLowering, rules: GradientMessages, move: Sum, base: Value, cause: str) -> None:
+        self.comm, self.rules, self.move, self.base, self.cause = comm, rules, move, base, cause
+        self.group, self.mesh, self.axes, self.others = move.group, move.after.mesh, move.axes, _other_axes(move)
+        self.ranks = math.prod(self.mesh[axis] for axis in self.axes)
+
+    def begin(self, partial: Sequence[Value], outputs: Sequence[Value], elements: int) -> Callable[[], None]:
+        """Writes what sends the gradients; the result writes all else."""
+        share = -(-elements // (self.ranks * self.rules.block)) * self.rules.block
+        scatters, whole, others = isinstance(self.move, mv.ReduceScatter), self.ranks * share, self.others
+        row = self._row(partial, elements, share)
+        stacks = f"{'..' if scatters else '.'},.->..; linear 0; stacks"
+        rows = self._packed(row, whole, "part", stacks)
+        rows = self._moved(rows, (self.ranks, self.ranks, share), (self.axes, (), others), ((), self.axes, others))
+
+        def finish() -> None:
+            parts = self._unpacked(rows, [self.ranks, share], "parts")
+            total = self._op("ReduceSum", [parts, self._constant("rows", [0])], "share", keepdims=0)
+            if not scatters:
+                shares = self._moved(self._packed(total, share, "share"), (1, whole), (others, self.axes), (others, ()))
+                total = self._unpacked(shares, [whole], "sums")
+            self._take_apart(total, share if scatters else whole, outputs)
+
+        return finish
+
+    def _row(self, partial: Sequence[Value], elements: int, share: int) -> Value:
+        """The gradients one after the other, filled up with zeros; with ZeRO a row of each rank's shares."""
+        scatters = isinstance(self.move, mv.ReduceScatter)
+        rows = [self._shares(one) if scatters else self._reshaped(one, [-1], "flat") for one in partial]
+        row = rows[0] if len(rows) == 1 else self._op("Concat", rows, "joined", axis=int(scatters))
+        fill = share - elements // self.ranks if scatters else self.ranks * share - elements
+        pads = [0, 0, 0, fill] if scatters else [0, fill]
+        return self._op("Pad", [row, self._constant("pads", pads)], "filled") if fill else row
+
+    def _shares(self, partial: Value) -> Value:
+        """A gradient as a row of each rank's share."""
+        assert isinstance(self.move, mv.ReduceScatter)
+        dim, shape = self.move.dim, _sizes(partial)
+        if dim:
+            shape = [*shape[:dim], self.ranks, shape[dim] // self.ranks, *shape[dim + 1 :]]
+            order = [dim, *(k for k in range(len(shape)) if k != dim)]
+            partial = self._op("Transpose", [self._reshaped(partial, shape, "divided")], "ranks_first", perm=order)
+        return self._reshaped(partial, [self.ranks, -1], "shares")
+
+    def _packed(self, numbers: Value, count: int, word: str, factors: str = "") -> tuple[Value, Value]:
+        """Codes and scales of so many numbers; with `keep_rest` the last step's rest is added before, and the new one kept."""
+        shape = [count // self.rules.block, self.rules.block]
+        blocks = self._reshaped(numbers, shape, f"{word}.blocks", factors)
+        rest = self.comm.job.derived_on(self.group, self.base, f".{word}.{REST}")
+        if self.rules.keep_rest:
+            blocks = self._op("Add", [blocks, rest], f"{word}.carried")
+        magnitudes = self._op("Abs", [blocks], f"{word}.magnitudes")
+        last = self._constant("last", [1])
+        largest = self._op("ReduceMax", [magnitudes, last], f"{word}.largest", keepdims=0)
+        steps = self._op("Div", [largest, self._number("steps", _LARGEST)], f"{word}.steps")
+        steps = self._op("Max", [steps, self._number("least", _LEAST)], f"{word}.least_steps")
+        # A maximum passes over NaN, and a code cannot be one: the scale is.
+        zeros = self._op(
+            "ReduceSum", [self._op("Sub", [blocks, blocks], f"{word}.zeros"), last], f"{word}.zero", keepdims=0
+        )
+        scales = self._op("Add", [steps, zeros], f"{word}.scales")
+        codes = self._op(
+            "QuantizeLinear", [blocks, scales], f"{word}.codes", axis=0, output_dtype=int(ir.DataType.INT8)
+        )
+        if self.rules.keep_rest:
+            sent = self._op("DequantizeLinear", [codes, scales], f"{word}.sent", axis=0)
+            following = self.comm.job.derived_on(self.group, rest, ".next")
+            self._write("Sub", [blocks, sent], [following])
+            self._keep(rest, following, shape)
+        return codes, scales
+
+    def _moved(
+        self, packed: tuple[Value, Value], shape: Sequence[int], before: Cuts, after: Cuts
+    ) -> tuple[Value, Value]:
+        """Codes and scales in another layout; `shape` is that of the codes but for `others`, along which ranks have other shards."""
+        made = []
+        for given, kind, numbers in zip(
+            packed, (ir.DataType.INT8, ir.DataType.FLOAT), (1, self.rules.block), strict=True
+        ):
+            apart = [math.prod(self.mesh[axis] for axis in self.others if axis in cut) for cut in before]
+            whole = [size * times for size, times in zip([*shape[:-1], shape[-1] // numbers], apart, strict=True)]
+            value = self._value(str(given), kind, whole)
+            source, target = (ShardedValue(value, self.group, Layout(self.mesh, cuts)) for cuts in (before, after))
+            local = [int(size) for size in self.comm.values.local_shape(source) or ()]
+            leaves = self.comm.job.derived_on(self.group, given, ".leaving")
+            self._write("Reshape", [given, self._constant("local", local)], [leaves])
+            self.comm.declare(source, leaves)
+            arrives = self.comm.job.derived_on(self.group, given, ".arrived")
+            made.append(reshard(self.comm, source, leaves, target, arrives, self.cause))
+        codes, scales = made
+        return codes, scales
+
+    def _unpacked(self, packed: tuple[Value, Value], shape: Sequence[int], word: str) -> Value:
+        codes, scales = packed
+        codes = self._reshaped(codes, [-1, self.rules.block], f"{word}.codes")
+        scales = self._reshaped(scales, [-1], f"{word}.scales")
+        return self._reshaped(self._op("DequantizeLinear", [codes, scales], f"{word}.blocks", axis=0), shape, word)
+
+    def _take_apart(self, total: Value, length: int, outputs: Sequence[Value]) -> None:
+        """Writes the sum of each gradient out of those of the bucket."""
+        counts = [math.prod(_sizes(one)) for one in outputs]
+        flat = [self.comm.job.derived_on(self.group, one, ".flat") for one in outputs]
+        if fill := length - sum(counts):
+            counts.append(fill)
+            flat.append(self.comm.job.derived_on(self.group, self.base, ".fill"))
+        if len(flat) == 1:
+            flat = [total]
+        else:
+            self._write("Split", [total, self._constant("counts", counts)], flat, axis=0)
+        for row, one in zip(flat, outputs, strict=False):
+            self._write("Reshape", [row, self._constant("shape", _sizes(one))], [one])
+
+    def _keep(self, rest: Value, following: Value, shape: Sequence[int]) -> None:
+        """Lists a rest as state, a tensor of which each rank has its own blocks."""
+        axes = (*self.others, *self.axes)
+        shards = math.prod(self.mesh[axis] for axis in axes)
+        value = self._value(str(rest), ir.DataType.FLOAT, [shape[0] * shards, shape[1]])
+        home = ShardedValue(value, self.group, Layout(self.mesh, (axes, ())))
+        for one in (rest, following):
+            self.comm.declare(home, one)
+        state = State(rest, home, following, self.comm.job.derived(str(rest)), "rest")
+        self.comm.job.state.add(self.group, rest, state)
+
+    def _value(self, name: str, kind: ir.DataType, shape: Sequence[int]) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
+        return self.comm.values.add(value, ValueInfo(type_text(value.type), tuple(shape), kind.bitwidth // 8))
+
+    def _constant(self, word: str, numbers: Sequence[int]) -> Value:
+        return self.comm.constant(self.group, self.base, word, [*numbers])
+
+    def _number(self, word: str, number: float) -> Value:
+        made = self.comm.job.derived_on(self.group, self.base, f".{word}")
+        return self.comm.job.constant(self.group, made, np.array(number, np.float32))
+
+    def _reshaped(self, value: Value, shape: Sequence[int], word: str, factors: str = "") -> Value:
+        return self._op("Reshape", [value, self._constant("sizes", shape)], word, factors)
+
+    def _op(
+        self, op_type: str, inputs: Sequence[Value], word: str, factors: str = "", **attributes: int | Sequence[int]
+    ) -> Value:
+        made = self.comm.job.derived_on(self.group, self.base, f".{word}")
+        self._write(op_type, inputs, [made], factors, **attributes)
+        return made
+
+    def _write(
+        self,
+        op_type: str,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        factors: str = "",
+        **attributes: int | Sequence[int],
+    ) -> None:
+        step = computed(op_type, inputs, outputs, None, None, **attributes)
+        if factors:
+            step.node.metadata_props[FACTORS] = factors
+        self.comm.append(self.group, step)
+
+
+def _sizes(value: Value) -> list[int]:
+    return [int(size) for size in value.shape or ()]
