@@ -22,6 +22,7 @@ from partc.compiler.plan.precision import PrecisionRules, low_type
 from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
+from partc.compiler.plan.stored import FREE, StoredEntry, StoredSettings
 from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.artifact.format import MOST_RANKS
@@ -162,6 +163,7 @@ ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
 QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
+StoredEntries: TypeAlias = dict[PatternText, StoredEntry]
 AdapterEntries: TypeAlias = dict[Annotated[str, Field(pattern=r"^[\w.:/@+-]+$", max_length=256)], AdapterForm]
 
 
@@ -245,6 +247,16 @@ class PlanEntries(DataEntries):
         {},
         description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, pull, or a "
         "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
+    )
+    parameters: Annotated[
+        StoredEntries, _or_none(StoredEntries), Remedy('write parameters: {"layers.*": {stored: dp}}')
+    ] = Field(
+        {},
+        description="Modules whose parameters ranks store in shards, by pattern: {stored: dp, after_forward: free}. They are gathered "
+        "where they are read, a module in one message. '**' takes all parameters.",
+    )
+    stored: Annotated[StoredSettings, Remedy("write stored: {ahead: 1}")] = Field(
+        StoredSettings(), description="When the parameters that `parameters` stores are gathered."
     )
     outputs: Annotated[
         OutputEntries,
@@ -332,6 +344,11 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
+        freed = [pattern for pattern, one in self.parameters.items() if one.after_forward == FREE]
+        if self.stored.gather == "step" and freed:
+            law = "what is gathered once a step is there for the passes of all microbatches"
+            fact = f"'gather: step', and 'after_forward: free' of '{freed[0]}'"
+            raise Refused(fact, law, "leave out one of them", "stored")
         if refused := refused_adapters(
             self.adapters, trains=self.train is not None, generates=self.generate is not None
         ):

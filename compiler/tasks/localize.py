@@ -26,6 +26,7 @@ from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
@@ -35,7 +36,13 @@ from partc.compiler.lower.model_collectives import is_written, write_forward
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
+from partc.compiler.sharding.values.versions import (
+    ValueVersions,
+    can_share,
+    find_versions,
+    replicated_outputs,
+    undivided_units,
+)
 from partc.compiler.tasks.local_forms import local_forms
 
 
@@ -80,7 +87,8 @@ def localize(program: Targeted) -> Localized:
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
     _keep_caches(program, versions, comm)
-    told = replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
+    told = undivided_units(program, versions) if program.kind is ProgramKind.STEP else []
+    told += replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
     local = LocalView(versions, comm, forms)
     return program.into(Localized, local=local, warnings=(*program.warnings, *told))
 

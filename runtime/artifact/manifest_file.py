@@ -30,6 +30,7 @@ from .format import (
     Port,
     Record,
     StateRecord,
+    StoredRecord,
     SymbolRecord,
     TensorRecord,
     TrainingRecord,
@@ -40,7 +41,7 @@ from .generation import GenerationRecord
 from .ranks import Programs, Ranks
 
 _COMMON = tuple(ArtifactRecord.model_fields)
-_OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files")
+_OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files", "stored")
 
 
 def _all_inside(paths: list[str]) -> list[str]:
@@ -65,6 +66,7 @@ class ProgramRecord(Record):
     kept: dict[str, str | list[str]] = Field({})
     symbols: dict[str, SymbolRecord] = Field({})
     groups: dict[str, list[Ranks]] = Field({})
+    stored: StoredRecord | None = None
 
 
 class ManifestFile(ArtifactRecord):
