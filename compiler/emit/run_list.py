@@ -163,7 +163,7 @@ class _Cutter:
     scattering: list[list[str]] = field(default_factory=list)
     """The results of scattered sums that began before the last gather of a stored parameter, and since then."""
     unread: list[str] = field(default_factory=list)
-    """What the last gather of a stored parameter gives, where nothing reads it: it is waited for when the next one begins."""
+    """The results of the last gather of a stored parameter that nothing reads: they are waited for when the next one begins."""
     deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
     """Nodes of which only updates read, which run right before the next of them."""
 

@@ -249,7 +249,7 @@ class _Regions:
         return next((k for k, step in enumerate(here) if isinstance(step, Comm) and step.tag in later), len(here)) - 1
 
     def track(self, key: Key, label: Label) -> Track:
-        """Where the regions of a unit are that a reader of this label has."""
+        """The track with the regions of a unit that a reader of this label has."""
         return key.ranks, label if self.divided and key in self.freed else None
 
     def _tracks(self, readers: _Readers, labels: Sequence[Label]) -> dict[Track, list[Region]]:
@@ -308,7 +308,7 @@ class _Gathers:
     def __init__(self, regions: _Regions) -> None:
         self.regions, self.units = regions, regions.units
         self.read: dict[Place, set[Value]] = {}
-        """By region the parameters that a rank reads there."""
+        """Maps each region to the parameters that a rank reads there."""
         firsts: dict[Key, Place] = {}
         for readers in regions.readers:
             for track, runs in readers.tracks.items():
@@ -321,7 +321,7 @@ class _Gathers:
         self.events = {event.tag: event for event in regions.program.events}
         self.messages: dict[Place, list[Comm]] = {}
         self.gathered: dict[Place, Key] = {}
-        """By region the unit that is gathered for it, in the order in which they are written."""
+        """Maps each region to its unit, in the order in which gathers are written."""
         self.sizes: dict[Value, int] = {}
         """The bytes of each value that is gathered."""
         self.casts: dict[Value, Op] = {}

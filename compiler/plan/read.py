@@ -116,7 +116,6 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         stored=StoredRules(
             tuple(entry.rule(pattern, where("parameters", pattern)) for pattern, entry in entries.parameters.items()),
             **dict(entries.stored),
-            where=where("stored"),
         ),
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,

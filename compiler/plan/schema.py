@@ -22,7 +22,7 @@ from partc.compiler.plan.precision import PrecisionRules, low_type
 from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
-from partc.compiler.plan.stored import FREE, StoredEntry, StoredSettings
+from partc.compiler.plan.stored import StoredEntry, StoredSettings, refused_storage
 from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.artifact.format import MOST_RANKS
@@ -344,11 +344,8 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
-        freed = [pattern for pattern, one in self.parameters.items() if one.after_forward == FREE]
-        if self.stored.gather == "step" and freed:
-            law = "what is gathered once a step is there for the passes of all microbatches"
-            fact = f"'gather: step', and 'after_forward: free' of '{freed[0]}'"
-            raise Refused(fact, law, "leave out one of them", "stored")
+        if refused := refused_storage(self.parameters, self.stored, generates=self.generate is not None):
+            raise refused
         if refused := refused_adapters(
             self.adapters, trains=self.train is not None, generates=self.generate is not None
         ):

@@ -11,6 +11,7 @@ module, such as `layers.3`, and of what is in none each module with parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Literal, TypeAlias
@@ -63,7 +64,6 @@ class StoredRules:
     ahead: int = 1
     gather: Often | None = None
     reduce: Often = "step"
-    where: str = ""
 
 
 def _axis(value: object, info: ValidationInfo) -> str | Literal[True]:
@@ -80,7 +80,7 @@ def _axis(value: object, info: ValidationInfo) -> str | Literal[True]:
 
 
 class StoredEntry(Options):
-    """How ranks store the parameters of the modules that a pattern matches."""
+    """An entry of `parameters`: the storage of the modules that a pattern matches."""
 
     stored: Annotated[str | Literal[True], PlainValidator(_axis, json_schema_input_type=str | bool)] = Field(
         description="The mesh axis whose ranks store a shard each of what they would all have; true: all ranks that hold the same."
@@ -115,3 +115,20 @@ class StoredSettings(Options):
         description="How often gradients are reduced: step adds whole gradients of microbatches and reduces once; microbatch reduces "
         "those of each, and adds shards.",
     )
+
+
+def refused_storage(entries: Mapping[str, StoredEntry], settings: StoredSettings, *, generates: bool) -> Refused | None:
+    """The refusal of `parameters` and `stored` together; None where they fit."""
+    if not entries:
+        help_ = 'write parameters: {"layers.*": {stored: dp}}, or leave it out'
+        law = "it says when what 'parameters' stores in shards is gathered"
+        return Refused("'stored' without 'parameters'", law, help_, "stored") if settings.model_fields_set else None
+    if generates:
+        law = "each token would gather all that is stored"
+        return Refused("'parameters' beside 'generate'", law, "cut products instead: sharding", "parameters")
+    other = {"step": FREE, "microbatch": KEEP}.get(settings.gather or "", "")
+    if wrong := next((pattern for pattern, one in entries.items() if one.after_forward == other), None):
+        fact = f"'gather: {settings.gather}', and 'after_forward: {other}' of '{wrong}'"
+        law = "what is gathered once a step is kept for all microbatches, and what is gathered for each is freed"
+        return Refused(fact, law, "leave out one of them", "stored")
+    return None

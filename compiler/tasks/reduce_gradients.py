@@ -69,7 +69,7 @@ class GradientReduction:
         self.waiting = Counter(
             unit.name for value, unit in program.pinned.units.items() if not training.parameters[value].frozen
         )
-        """By unit of stored parameters how many gradients are to come."""
+        """Maps each unit of stored parameters to the number of gradients to come."""
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
         """Maps each parameter to the sum of its gradients over the microbatches, before and after one more."""
         if training.rules.accumulate > 1:

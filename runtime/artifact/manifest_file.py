@@ -17,9 +17,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
@@ -67,6 +75,11 @@ class ProgramRecord(Record):
     symbols: dict[str, SymbolRecord] = Field({})
     groups: dict[str, list[Ranks]] = Field({})
     stored: StoredRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing_stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        return found if self.stored is not None else {key: one for key, one in found.items() if key != "stored"}
 
 
 class ManifestFile(ArtifactRecord):

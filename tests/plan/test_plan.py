@@ -307,6 +307,8 @@ def test_the_schema_is_one_for_editors() -> None:
         "full_batch",
         "placement",
         "sharding",
+        "parameters",
+        "stored",
         "outputs",
         "target",
         "max_reshard_bytes",

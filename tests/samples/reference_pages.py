@@ -31,6 +31,8 @@ SEE = {
     "dataset": "sharding",
     "placement": "placement",
     "sharding": "sharding_models",
+    "parameters": "stored",
+    "stored": "stored",
     "outputs": "placement",
     "target": "targets",
     "max_reshard_bytes": "sharding",
@@ -45,6 +47,8 @@ SEE = {
 PARTS = {
     "SymbolEntry": "symbols",
     "ShardingEntry": "sharding",
+    "StoredEntry": "parameters",
+    "StoredSettings": "stored",
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
     "GenerateRules": "generate",

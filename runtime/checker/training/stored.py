@@ -1,6 +1,6 @@
 """Proves how stored parameters are gathered: a rank has at once what the manifest says, and reads what it gathered last.
 
-Of each rank, in the order of its file, with tasks in place of their calls:
+The laws hold in the order of each rank's file, with tasks in place of their calls:
 
     own event    a node reads what the last event before it has gathered of a parameter: what an earlier one gathered is given up by then
     as often     a unit is gathered in as many events as the manifest says
@@ -78,7 +78,7 @@ class _Gathers:
         latest: dict[str, str] = {}
         counts: Counter[str] = Counter()
         begins: list[tuple[int, int]] = []
-        """By event the place of the node before it, and its own."""
+        """The place of the node before each event, and the event's own."""
         before = -1
         for at, node in enumerate(self.model.graph.node):
             if node.op_type == "Cast" and node.input[0] in tensors:
@@ -113,7 +113,7 @@ class _Gathers:
         self._count(begins)
 
     def _tensors(self) -> dict[str, str]:
-        """By value of the file the parameter of which it is this rank's shard."""
+        """Maps each value of the file to the parameter of which it is this rank's shard."""
         found = {one.value: one.tensor for one in self.manifest.state if self.rank in one.ranks}
         for tensor in self.model.graph.initializer:
             found.setdefault(tensor.name, metadata_of(tensor, PIECE).partition("[")[0] or tensor.name)

@@ -87,7 +87,7 @@ def test_trains_as_on_one_rank(case: str, tmp_path: Path) -> None:
 
 
 def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
-    """Of n units that both passes read 2 n - 1 gathers where they are freed, n where they are kept; n ReduceScatters; updates stay."""
+    """Units that both passes read: 2 n - 1 gathers where they are freed, n where they are kept; n ReduceScatters; updates stay."""
     units = 'parameters: {"{layers.*,norm,head}": {stored: dp%s}}\n'
     layer = 4 * (12 * 36 + 36 + 12 * 12 + 12 + 12 * 48 + 48 + 48 * 12 + 12 + 4 * 12)
     norm, head = 4 * 2 * 12, 4 * 24 * 12
@@ -159,6 +159,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
             'parameters: {"**": {stored: dp, after_forward: free}}\nstored: {gather: step}\n',
             ["plan.yaml:7", "'gather: step', and 'after_forward: free'"],
         ),
+        ("stored: {ahead: 2}\n", ["plan.yaml:6", "'stored' without 'parameters'"]),
     ],
 )
 def test_refusals(more: str, facts: list[str], tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_refusals(more: str, facts: list[str], tmp_path: Path) -> None:
 
 
 def test_what_frees_nothing_is_refused(tmp_path: Path) -> None:
-    """Of two units both are there while one computes: where the plan does not ask for it, they are kept."""
+    """Both of two units are there while one computes: where the plan does not ask for it, they are kept."""
     said = 'parameters: {"layers.[0-1]": {stored: dp%s}}\n'
     with pytest.raises(CompileError, match=r"is freed, and rank 0 has .* at once, as if it was kept") as error:
         compiled(plan(2, "{dp: 2}", RECORDS, said % ", after_forward: free"), tmp_path)
