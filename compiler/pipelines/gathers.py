@@ -126,7 +126,7 @@ class _Regions:
         self.members: dict[Key, list[Parameter]] = {}
         for one in self.parameters.values():
             self.members.setdefault(one.key, []).append(one)
-        self.readers = [self._readers(unit, some) for unit, some in zip(units, labels.steps, strict=True)]
+        self.readers = [self._readers(unit) for unit in units]
         self.freed: set[Key] = set()
 
     def _parameters(self) -> Iterable[Parameter]:
@@ -155,14 +155,14 @@ class _Regions:
             else:
                 yield Parameter(key, step, event, shard, whole)
 
-    def _readers(self, unit: Unit, labels: Sequence[Label]) -> _Readers:
-        found = _Readers(bases={value: {value} for value in self.parameters})
-        fixed = {*unit.program.live_in} - unit.batch
-        back = {*unit.program.live_out}
-        for at, (step, label) in enumerate(zip(unit.steps, labels, strict=True)):
+    def _readers(self, unit: Unit) -> _Readers:
+        found, back = _Readers(bases={value: {value} for value in self.parameters}), {*unit.program.live_out}
+        fixed = {one.value for one in unit.program.weights} | {one.value for one in unit.program.state}
+        for at, step in enumerate(unit.steps):
             read = {one for value in step.reads for one in found.bases.get(value, ())}
             if not read:
-                fixed.update(step.makes if label == ONCE and isinstance(step, Compute) else ())
+                if isinstance(step, Compute) and all(one in fixed or one.constant is not None for one in step.reads):
+                    fixed.update(step.makes)
             elif self.is_gather(step):
                 continue
             elif (

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from partc.compiler import nn
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend.inputs import Spec
 from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
 from training_equivalence import run, same_training, source_of
-from training_models import gpt
+from training_models import CrossEntropy, Model, gpt
 
 SIZES: dict[str, Any] = {"width": 12, "layers": 3, "heads": 2, "vocabulary": 24, "context": 9}
 TRAIN = """
@@ -105,6 +109,53 @@ def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
         ]
 
 
+class Tied(nn.Module):
+    """A table that is the head, too, and a parameter of 7 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(22, 12)
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.scale = nn.Parameter([7], init=nn.init.normal(1.0))
+
+    def forward(self, op: Any, x: Any) -> Any:
+        h = op.Mul(self.tokens(op, x), op.ReduceMean(self.scale, keepdims=0))
+        for layer in self.layers:
+            h = op.Tanh(layer(op, h))
+        return op.MatMul(h, op.Transpose(self.tokens.weight, perm=[1, 0]))
+
+
+def tied() -> Model:
+    """Its training."""
+    inputs = tuple(Spec(name, ("batch", "seq"), ir.DataType.INT64) for name in ("x", "labels"))
+    return Model("tied", CrossEntropy(Tied()), inputs, lambda rng: {}, {})
+
+
+def test_tied_and_odd_parameters(tmp_path: Path) -> None:
+    """A table is gathered for each run of its readers; what no rank can have a half of stays whole, and is named."""
+    text = plan(2, "{dp: 2}", RECORDS, 'parameters: {"**": {stored: dp, after_forward: free}}\n')
+    rng = np.random.default_rng(4)
+    feeds = [{name: rng.integers(0, 22, (12, 5)) for name in ("x", "labels")} for _ in range(2)]
+    program = same_training(lambda: source_of(tied()), text, tmp_path, feeds, rtol=2e-5, atol=2e-3)
+    assert program.stored is not None
+    gathers = {one.unit: one.gathers for one in program.stored.units}
+    assert gathers == {"tokens": 2, "layers.0": 2, "layers.1": 2, "layers.2": 2}  # the table as the head of both passes
+    assert [text for text in program.warnings if "'scale' [7] stays whole: no dim is divisible by 2" in text]
+
+
+def test_a_model_that_is_not_trained_is_gathered_unit_by_unit(tmp_path: Path) -> None:
+    """Every program that reads stored weights has its gathers, also where some ranks do not need what is gathered last."""
+    more = f'{STORED}sharding: {{"**.mlp.project": colwise, "**.mlp.out": rowwise}}\n'
+    text = plan(4, "{dp: 2, tp: 2}", RECORDS, more).partition("train:")[0].replace(f", labels: {RECORDS}", "")
+    made = []
+    for name, one in (("stored", text), ("whole", "ranks: 1\n")):
+        compile_source(source_of(gpt(**SIZES)), parse_plan(one, "plan.yaml"), tmp_path / name, check=False)
+        assert check_artifact(tmp_path / name) == []
+        with load_local(tmp_path / name) as ranks:
+            made.append(ranks({"x": steps()[0]["x"]})["y"])
+    np.testing.assert_allclose(*made, rtol=0, atol=1e-6)
+
+
 def test_sixteen_bits_travel(tmp_path: Path) -> None:
     """Weights that products alone read are cast on their shards; the numbers are those of data parallel ranks."""
     half = "precision: {compute: bfloat16}\n"
@@ -166,6 +217,14 @@ def test_refusals(more: str, facts: list[str], tmp_path: Path) -> None:
     with pytest.raises(CompileError) as error:
         compiled(plan(5, "{dp: 5}", "[null, null]", more), tmp_path)
     assert all(fact in str(error.value) for fact in facts), str(error.value)
+
+
+def test_tokens_are_not_made_of_stored_parameters() -> None:
+    text = f"ranks: 2\nmesh: {{dp: 2}}\ngenerate: {{slots: 2, length: 80}}\n{STORED}"
+    with pytest.raises(
+        CompileError, match="'parameters' beside 'generate'\n  each token would gather all that is stored"
+    ):
+        parse_plan(text, "plan.yaml")
 
 
 def test_what_frees_nothing_is_refused(tmp_path: Path) -> None:
