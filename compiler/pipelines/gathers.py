@@ -326,6 +326,8 @@ class _Gathers:
         """The bytes of each value that is gathered."""
         self.casts: dict[Value, Op] = {}
         self.values: dict[tuple[Value, tuple[Place, ...], TaskKind], Value] = {}
+        self.times: Counter[Value] = Counter()
+        """The number of values that are called after each."""
 
     def write(self) -> tuple[Lowered, list[Unit], Labels]:
         """The units with all gathers, their labels, and the program with its events in the order of all ranks."""
@@ -430,7 +432,9 @@ class _Gathers:
         key = value, regions, task
         if key not in self.values:
             is_first = self.first.issuperset(regions) and task is TaskKind.FORWARD
-            self.values[key] = value if is_first else value.derived(_AGAIN)
+            self.times[value] += not is_first
+            number = self.times[value] if self.times[value] > 1 else ""  # the bodies of a file have names of their own
+            self.values[key] = value if is_first else value.derived(f"{_AGAIN}{number}")
         return self.values[key]
 
     def _cast(self, one: Parameter) -> Op:

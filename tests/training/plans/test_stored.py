@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from mutated import change_file, texts
 from partc.compiler import nn
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
@@ -192,6 +195,35 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     assert "which are not of one unit" in found(
         lambda data: data["units"][3]["tensors"].append(data["units"][2]["tensors"].pop())
     )
+
+
+def test_a_region_that_reads_what_another_gathered_is_named(tmp_path: Path) -> None:
+    """And one that is gathered after the update of what it gathers."""
+    compiled(PLANS["freed"], tmp_path)
+    weight = "layers.1.mlp.out.weight"
+
+    def other_region(model: onnx.ModelProto) -> None:
+        first, again = [
+            node.output for node in model.graph.node if node.op_type == "AllGather" and weight in node.input
+        ]
+        old, new = (next(name for name in names if name.startswith(weight)) for names in (again, first))
+        reader = next(node for node in model.graph.node if old in node.input)
+        reader.input[[*reader.input].index(old)] = new
+
+    def late(model: onnx.ModelProto) -> None:
+        nodes = [*model.graph.node]
+        at = max(k for k, node in enumerate(nodes) if node.op_type == "AllGather" and weight in node.input)
+        nodes.append(nodes.pop(at))
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+
+    for change, fact in (
+        (other_region, "has been gathered again since"),
+        (late, f"it reads '{weight}' after AdamWDecayed"),
+    ):
+        folder = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}.{change.__name__}")
+        change_file(folder, "rank_0000.onnx", change)
+        assert fact in texts(folder), texts(folder)
 
 
 @pytest.mark.parametrize(
