@@ -22,6 +22,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout, shards_along
 from partc.compiler.layout.mesh import normal
+from partc.compiler.plan.groups import ranks_text
 from partc.compiler.sharding.values.operands import (
     input_layout_of,
     is_derived,
@@ -243,15 +244,17 @@ def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
         whole = [value for value in read if all(home in versions.uses[value] for home in versions.defs[value])]
         if not whole:
             continue
-        sizes, group = dict(program.plan.mesh), versions.defs[whole[0]][0].group
-        shards = len(group) if rule.axis is True else sizes[rule.axis]
-        over = f"{shards} ranks" if rule.axis is True else f"the {shards} ranks of '{rule.axis}'"
+        group = versions.defs[whole[0]][0].group
+        along = len(group) if rule.axis is True else dict(program.plan.axes_of(group)).get(rule.axis, 0)
         names = first_of([f"'{value.name}' {list(value.shape or ())}" for value in whole])
+        over = f"the {along} ranks" if rule.axis is True else f"the {along} ranks of '{rule.axis}'"
+        law = f"no dim of {names} is divisible by {along}"
+        if not along:
+            over, law = f"ranks along '{rule.axis}'", f"{names} are read on {ranks_text(group)}"
         if len(whole) < len(read):
-            told.append(f"{rule.where}: {names} stay{'s' * (len(whole) == 1)} whole: no dim is divisible by {shards}")
-        elif shards > 1:
-            law = f"the ranks of its group along that axis have equal shards of a dim, and none of {names} is divisible by {shards}"
-            help_ = "store them along an axis of another size, or leave the line out"
+            told.append(f"{rule.where}: {names} {'stays' if len(whole) == 1 else 'stay'} whole on each rank: {law}")
+        elif along != 1:
+            help_ = "store them along another axis, or leave the line out"
             problems.append(Problem(rule.where, f"'{rule.pattern}': nothing can be shared by {over}", law, help_))
     if problems:
         raise CompileError(problems)
