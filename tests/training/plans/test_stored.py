@@ -58,13 +58,10 @@ def compiled(text: str, out: Path) -> Complete:
 
 PLANS = {
     "freed": plan(3, "{dp: 3}", RECORDS, STORED),
-    "kept": plan(3, "{dp: 3}", RECORDS, 'parameters: {"**": {stored: dp, after_forward: keep}}\n'),
-    "two ahead": plan(2, "{dp: 2}", RECORDS, f"{STORED}stored: {{ahead: 2}}\n"),
     "replicas": plan(4, "{replica: 2, shard: 2}", "[[replica, shard], null]", 'parameters: {"**": {stored: shard}}\n'),
     "tensor parallel": plan(
         4, "{dp: 2, tp: 2}", RECORDS, f'{STORED}sharding: {{"**.mlp.project": colwise, "**.mlp.out": rowwise}}\n'
     ),
-    "microbatches": plan(2, "{dp: 2}", RECORDS, f"{STORED}pipeline: {{microbatches: 3}}\n"),
     "microbatches, kept": plan(
         2, "{dp: 2}", RECORDS, f"{STORED}stored: {{gather: step}}\npipeline: {{microbatches: 3}}\n"
     ),
@@ -74,12 +71,11 @@ PLANS = {
         "[[replica, shard], null]",
         'parameters: {"**": {stored: shard}}\nstored: {reduce: microbatch}\npipeline: {microbatches: 3}\n',
     ),
-    "recomputed": plan(2, "{dp: 2}", RECORDS, f'{STORED}pipeline: {{microbatches: 1, recompute: ["layers.*"]}}\n'),
     "stages, recomputed": plan(
         4,
         "{pp: 2, dp: 2}",
         RECORDS,
-        f'{STORED}pipeline: {{microbatches: 3, schedule: 1f1b, recompute: ["layers.*"], '
+        f'{STORED}stored: {{ahead: 2}}\npipeline: {{microbatches: 3, schedule: 1f1b, recompute: ["layers.*"], '
         'stages: ["tokens, positions, layers.[0-1]", "layers.2, norm, head"]}\n',
     ),
 }
