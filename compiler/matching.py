@@ -10,9 +10,10 @@ from typing import Literal
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.choice import StoredUnit
 from partc.compiler.ir.declared import Declared
-from partc.compiler.ir.graph import OWN_NAME, UNKNOWN_TURNS, name_of
-from partc.compiler.ir.program import Annotated, Loaded
+from partc.compiler.ir.graph import OWN_NAME, SERVED, UNKNOWN_TURNS, name_of
+from partc.compiler.ir.program import Annotated, Loaded, Prepared
 from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
@@ -249,6 +250,30 @@ def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
         return Region(rule.text, "patterns")
     outer = next(filter(compile_pattern(pattern).matches, modules_of([path])), None)
     return Region(path.rpartition(".")[0], "nodes") if outer is None else Region(outer, "module")
+
+
+def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Problem]]:
+    """Per parameter that ranks store in shards its unit, by the last rule that matches; a problem per rule that matches nothing.
+
+    Without training these are the weights of floating-point numbers. A table that other ranks serve is theirs.
+    """
+    training, weights = program.training, program.model.graph.initializers.values()
+    served = {node.inputs[0] for node in program.model.graph if SERVED in node.meta}
+    stored = training.parameters if training is not None else [one for one in weights if _is_float(one)]
+    named = {name_of(value): value for value in stored if value not in served and value.shape}
+    problems: list[Problem] = []
+    units: dict[ir.Value, StoredUnit] = {}
+    for rule in program.plan.stored.rules:
+        found = {value: StoredUnit(unit, rule) for name, value in named.items() if (unit := rule.unit_of(name))}
+        units |= found
+        if not found and not is_unneeded(program, rule.pattern):
+            names = [*modules_of(named), *named]
+            problems.append(_nothing(rule.pattern, rule.where, names, "module with parameters"))
+    return units, problems
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
 
 
 def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:

@@ -55,8 +55,8 @@ def update(program: Localized) -> Localized:
 
 
 def pipeline(program: Lowered) -> Scheduled:
-    """Pass: `pipelines/pipeline.py`, where the plan has microbatches."""
-    if program.plan.pipeline is None:
+    """Pass: `pipelines/pipeline.py`, where the plan has microbatches, or stores parameters in shards."""
+    if program.plan.pipeline is None and not program.pinned.units:
         return program.into(Scheduled, tasks=None)
     from partc.compiler.pipelines.pipeline import pipeline as step
 

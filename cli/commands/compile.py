@@ -95,6 +95,7 @@ def command(
     with importing():
         from partc.cli.output.compile_progress import CompileProgress
         from partc.cli.output.slots import slot_lines
+        from partc.cli.output.stats import stored_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
         from partc.runtime.errors import UsageError
@@ -145,6 +146,8 @@ def command(
         console.echo(trained_line(report))
         for line in (*shared_lines(report), *table_lines(report), *evaluation_lines(report.manifest)):
             console.echo(line)
+    for line in stored_lines(report.manifest):
+        console.echo(line)
     unfused = report.program.generation.unfused if report.program.generation is not None else ()
     for line in slot_lines(report.manifest, unfused):
         console.echo(line)

@@ -258,6 +258,7 @@ def _lists_text(lists: list[list[int]]) -> str:
 
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
     from partc.cli.output.slots import slot_lines
+    from partc.cli.output.stats import stored_lines
     from partc.cli.output.training_stats import evaluation_lines
     from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
 
@@ -272,6 +273,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         yield f"sizes are for {chosen}: {batch}the maximum, or the minimum if there is no maximum; --set changes it"
     yield from evaluation_lines(artifact.manifest)
     yield from slot_lines(artifact.manifest)
+    yield from stored_lines(artifact.manifest)
     if PREFILL in artifact.programs:
         steps = {
             DECODE: "one token of every slot",

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from partc.cli.output.training_stats import state_bytes
 from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_tensor, of_text
-from partc.runtime.artifact.format import BYTES, DOMAIN, TAG
+from partc.runtime.artifact.format import BYTES, DOMAIN, TAG, Manifest
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -120,3 +122,23 @@ def _sum(texts: Iterable[str]) -> tuple[ByteCount, int]:
 def _text(known: ByteCount, unknown: int) -> str:
     parts = ([str(known)] if known.terms else []) + ([f"{unknown} unknown"] if unknown else [])
     return " + ".join(parts) or "0"
+
+
+def stored_lines(manifest: Manifest) -> list[str]:
+    """Lines about parameters that ranks store in shards: their units, what is gathered in a step, and what ranks have of it at once."""
+    if (stored := manifest.stored) is None:
+        return []
+    tensors, freed = sum(len(one.tensors) for one in stored.units), sum(one.freed for one in stored.units)
+    how = (
+        "freed after each pass"
+        if freed == len(stored.units)
+        else f"{freed} of them freed after each pass"
+        if freed
+        else "kept"
+    )
+    gathers = count(sum(one.gathers for one in stored.units), "gather")
+    peaks = "; ".join(
+        f"{size_text(one.bytes)} on rank{'s' * (len(one.ranks) > 1)} {ranks_text(one.ranks)}" for one in stored.peaks
+    )
+    units = count(len(stored.units), "unit")
+    return [f"stores {count(tensors, 'parameter')} in shards: {units}, {how}, {gathers} a step, at once {peaks}"]

@@ -429,7 +429,8 @@ class _Program:
         transport = LocalWorld(file.manifest.ranks).transport(file.rank)
         wire = wire_tags(file.manifest, transport.tags)
         shapes = {name: at_sizes(shape, self.symbols, self.of.sizes) for name, shape in values.shapes.items()}
-        kept = {record.value: record.local_shape(file.rank) for record in file.state}
+        kept = {name: tuple(tensor.dims) for name, tensor in file.tensors.items()}
+        kept |= {record.value: record.local_shape(file.rank) for record in file.state}
         works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
         aliases = in_place_aliases(
             file.steps, values.live_ranges, values.slots, (), values.have_one_type, self.updates.in_place

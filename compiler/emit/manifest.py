@@ -94,6 +94,7 @@ def manifest_of(
             _collective(program, names, event, given) for event in program.events if event.op_type != fmt.SEND
         ],
         rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
+        stored=program.stored,
         state=_state(program, names),
         training=_training(program),
         generation=program.generation.record if program.generation is not None else None,

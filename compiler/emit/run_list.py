@@ -11,6 +11,9 @@ What is right in one thread alone is in a segment of such nodes (`runtime/artifa
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
 both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
 
+A collective that gathers what the rank has from the beginning, a stored parameter, waits for the scattered sums that were under way when
+the one before it began: so whole gradients of one unit are in memory while those of the next are computed.
+
 What cuts shards for updates alone, with ZeRO, waits for the next update: the shards are needed no earlier.
 
 Decides which updates of a rank file run as one: nodes of one function whose operands are next to each other in memory.
@@ -37,7 +40,7 @@ from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RECV, SEND, TAG, TASKS
+from partc.runtime.artifact.format import ALL_GATHER, CPU, DOMAIN, OPTIMIZER, RECV, REDUCE_SCATTER, SEND, TAG, TASKS
 from partc.runtime.artifact.graph.one_thread import Key, in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise
@@ -157,6 +160,10 @@ class _Cutter:
     """Whether the open segment is one of one thread."""
     guard: str = ""
     """The condition on which an update runs."""
+    scattering: list[list[str]] = field(default_factory=list)
+    """The results of scattered sums that began before the last gather of a stored parameter, and since then."""
+    unread: list[str] = field(default_factory=list)
+    """The results of the last gather of a stored parameter that nothing reads: they are waited for when the next one begins."""
     deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
     """Nodes of which only updates read, which run right before the next of them."""
 
@@ -165,13 +172,15 @@ class _Cutter:
             self.steps.append(self.open)
             self.open, self.made = [], set()
 
-    def wait(self, names: Iterable[str]) -> None:
+    def wait(self, names: Iterable[str], closes: bool = True) -> None:
+        """Waits for values; `closes`: whether what comes next reads them, so that the open segment ends before."""
         if not self.pending:
             return
         waited = {id(step): step for name in names if (step := self.pending.get(name)) is not None}
         if not waited:
             return
-        self.close()
+        if closes:
+            self.close()
         self.steps.extend(waited.values())
         for name in [name for name, step in self.pending.items() if id(step) in waited]:
             del self.pending[name]
@@ -218,8 +227,14 @@ class _Cutter:
         last.nodes.append(index)
         last.touches = [*last.touches, *node.input]
 
-    def communicate(self, index: int, node: NodeProto) -> None:
-        """The steps of a node that communicates or copies."""
+    def communicate(self, index: int, node: NodeProto, gathers: bool = False, unread: bool = False) -> None:
+        """The steps of a node that communicates or copies; `gathers`: whether it gathers what the rank has from the beginning, and
+        `unread`: that nothing reads it here.
+        """
+        if gathers:
+            *earlier, last = self.scattering or [[]]
+            self.wait([*self.unread, *(name for some in earlier for name in some)], closes=False)
+            self.scattering, self.unread = [last, []], []
         tag = integer_of(node, TAG, 0)
         if node.op_type == SEND:
             self.give([node.input[0]], _Event(f"X{tag}", node.input))
@@ -236,6 +251,9 @@ class _Cutter:
             else:
                 self.give(call.inputs, _Event(f"A{tag}", touches))
                 wait = _Event(f"W{tag}", touches)
+                if node.op_type == REDUCE_SCATTER and self.scattering:
+                    self.scattering[-1] += call.outputs
+                self.unread += call.outputs if unread else []
                 if call.outputs:
                     self.pending |= dict.fromkeys(call.outputs, wait)
 
@@ -264,6 +282,7 @@ class _Nodes:
         }
         deferred = self._deferred(updates) if updates else set()
         cutter = _Cutter(guard=guard)
+        begun, read = {*self.begun}, {*self.outputs}.union(*self.operands)
         for index, node in enumerate(self.nodes):
             if index in calls:
                 cutter.call(calls[index])
@@ -274,7 +293,10 @@ class _Nodes:
             elif node.domain != DOMAIN:
                 cutter.compute(index, node, self.operands[index], index in self.alone)
             else:
-                cutter.communicate(index, node)
+                gathers = node.op_type == ALL_GATHER and begun.issuperset(node.input)
+                cutter.communicate(index, node, gathers, gathers and read.isdisjoint(node.output))
+            if node.op_type == "Cast" and begun.issuperset(node.input):
+                begun.update(node.output)
         cutter.close()
         cutter.wait(list(cutter.pending))
         return cutter.steps

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, layout_of
 from partc.compiler.layout.mesh import on_common_mesh
+from partc.compiler.plan.stored import StoredRule
 
 if TYPE_CHECKING:
     from partc.compiler.ops.rule import Rule
@@ -167,14 +168,24 @@ class NodeSharding:
 Operand = tuple[NodeOnGroup, int]
 
 
+@dataclass(frozen=True)
+class StoredUnit:
+    """A module whose parameters ranks store in shards and gather in one message, and the rule that says so."""
+
+    name: str
+    rule: StoredRule
+
+
 @dataclass
 class Pinned:
     """Layouts that the plan or the model gives: of operands inside of a region, of inputs and weights that arrive in a group, of outputs.
 
     `stored` is the layout in which a group keeps a weight, whichever layouts its readers take: they take it where nothing else shards them.
+    `units`: by parameter the unit with which ranks store it in shards of what they read; it says nothing of how ops compute.
     """
 
     inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
     outputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
     arriving: dict[ValueOnGroup, tuple[Layout, str]] = field(default_factory=dict)
     stored: dict[ValueOnGroup, tuple[Layout, str]] = field(default_factory=dict)
+    units: dict[ir.Value, StoredUnit] = field(default_factory=dict)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from partc.compiler.plan.rules import Plan
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
+    from partc.runtime.artifact.format import StoredRecord
     from partc.runtime.artifact.generation import GenerationRecord
 
 _OF_THE_MODEL = ("parameter", "statistics", "cache", "adapter")
@@ -201,6 +202,8 @@ class Lowered(Targeted):
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
     parts: tuple[RankProgram, ...]
     at: Mapping[ShardedValue, Value]
+    stored: StoredRecord | None = None
+    """The units of stored parameters, and what ranks have of them at once, once their gathers are placed."""
 
     @cached_property
     def distinct_programs(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:

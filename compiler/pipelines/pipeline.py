@@ -3,6 +3,7 @@
 stages       of nodes, by their placement                                   stages.py
 tasks        of the ops that ranks' programs have for one microbatch        phases.py
 again        the forward ops that backward tasks repeat                     recompute.py
+gathers      of parameters that ranks store in shards                       gathers.py
 costs        of tasks: work, bytes that are saved                           task_costs.py
 schedule     per rank the order of tasks, by name, as rows or found         schedule/
 rows         the programs of a step                                         microbatches.py
@@ -17,6 +18,7 @@ from partc.compiler.ir.program import Lowered, Scheduled, TaskOrder
 from partc.compiler.ir.programs import RankProgram, needed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipelines.batch_totals import is_per_microbatch, with_inputs
+from partc.compiler.pipelines.gathers import gathers
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.pipelines.recompute import recompute, undivided
@@ -33,10 +35,16 @@ from partc.compiler.training.microbatch_model import PART
 def pipeline(program: Lowered) -> Scheduled:
     """Makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
     rules, training = program.plan.pipeline, program.training
-    if rules is None or (training is not None and not program.kind.divides):
-        return program.into(Scheduled, tasks=None)
-    if rules.microbatches == 1 and not rules.recompute:
-        return program.into(Scheduled, tasks=None)
+    stored = bool(program.pinned.units)
+    if rules is None or (training is not None and not program.kind.divides) or rules.microbatches == 1:
+        if not stored and not (rules is not None and rules.recompute and program.kind.divides):
+            return program.into(Scheduled, tasks=None)
+        units = _units(program, None)
+        labels = labelled(units, node_stages(program))
+        if rules is not None and program.kind.divides:
+            program, units, labels = recompute(program, units, labels)
+        program, units, labels = gathers(program, units, labels, divided=False)
+        return undivided(program, units).into(Scheduled, tasks=None)
     totals = program.other_programs.get(ProgramKind.TOTALS)
     if totals is not None:
         program = with_inputs(program, totals)
@@ -49,8 +57,7 @@ def pipeline(program: Lowered) -> Scheduled:
         labels = labelled(units, stages)
         shape = _stages(stages, labels)
     program, units, labels = recompute(program, units, labels)
-    if rules.microbatches == 1:
-        return undivided(program, units).into(Scheduled, tasks=None)
+    program, units, labels = gathers(program, units, labels, divided=True)
     costs = task_costs(program, units, labels, shape, rules.microbatches)
     if rules.accumulates and not shape.is_one_each:
         schedule = in_turn(shape, rules.microbatches)

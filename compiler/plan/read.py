@@ -30,6 +30,7 @@ from partc.compiler.plan.rules import (
 )
 from partc.compiler.plan.schema import PlanEntries, PlanWithoutTraining
 from partc.compiler.plan.stages import sizes_of_groups
+from partc.compiler.plan.stored import StoredRules
 from partc.compiler.plan.target import TargetRule, meant_target
 from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.options import Refused, refusals, shown
@@ -113,6 +114,10 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         roles={name: group.ranks for name, group in entries.roles.items()},
         dataset=_dataset(entries, document),
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
+        stored=StoredRules(
+            tuple(entry.rule(pattern, where("parameters", pattern)) for pattern, entry in entries.parameters.items()),
+            **dict(entries.stored),
+        ),
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,
         pipeline=pipeline,
@@ -209,6 +214,8 @@ def _subject(steps: Steps) -> str:
             return f"sharding of '{pattern}'{_operand(inside)}"
         case ("outputs", pattern):
             return f"delivery of '{pattern}'"
+        case ("parameters", pattern, *inside):
+            return f"parameters of '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case ("pipeline", "stages", int(index), *_):
             return f"stage {index}"
         case ("train", "parameters", pattern, *inside):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.groups import Axes, axes_of, spanned, workers_of
 from partc.compiler.plan.shard_spec import ShardSpec
+from partc.compiler.plan.stored import StoredRules
 
 if TYPE_CHECKING:
     from partc.compiler.plan.adapters import AdapterRule
@@ -172,6 +173,7 @@ class Plan(RankRules):
     outputs: tuple[OutputRule, ...] = ()
     dataset: Dataset = field(default_factory=Dataset)
     sharding: tuple[ShardingRule, ...] = ()
+    stored: StoredRules = field(default_factory=StoredRules)
     max_reshard_bytes: int | None = None
     train: TrainRules | None = None
     pipeline: PipelineRules | None = None

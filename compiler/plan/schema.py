@@ -23,6 +23,7 @@ from partc.compiler.plan.precision import MessageRules, PrecisionRules, low_type
 from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
+from partc.compiler.plan.stored import StoredEntry, StoredSettings, refused_storage
 from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.artifact.format import MOST_RANKS
@@ -164,6 +165,7 @@ OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
 ExpertsEntries: TypeAlias = dict[PatternText, ExpertsEntry]
 QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
+StoredEntries: TypeAlias = dict[PatternText, StoredEntry]
 AdapterEntries: TypeAlias = dict[Annotated[str, Field(pattern=r"^[\w.:/@+-]+$", max_length=256)], AdapterForm]
 
 
@@ -257,6 +259,16 @@ class PlanEntries(DataEntries):
         description="The layers of experts whose experts are shared out along a mesh axis, by pattern, {axis: ep}; one entry instead of a "
         "mapping holds for all. Where the axis shards the tokens, too, each goes to the ranks of its experts, and the results come back.",
     )
+    parameters: Annotated[
+        StoredEntries, _or_none(StoredEntries), Remedy('write parameters: {"layers.*": {stored: dp}}')
+    ] = Field(
+        {},
+        description="Modules whose parameters ranks store in shards, by pattern: {stored: dp, after_forward: free}. They are gathered "
+        "where they are read, a module in one message. '**' takes all parameters.",
+    )
+    stored: Annotated[StoredSettings, Remedy("write stored: {ahead: 1}")] = Field(
+        StoredSettings(), description="When the parameters that `parameters` stores are gathered."
+    )
     outputs: Annotated[
         OutputEntries,
         BeforeValidator(_everywhere, json_schema_input_type=OutputEntries | DeliveredTo | None),
@@ -344,6 +356,9 @@ class PlanEntries(DataEntries):
         if self.messages is not None and self.precision is not None and self.precision.messages is not None:
             law = "a gradient travels in one form"
             raise Refused("'messages.gradients' beside 'precision.messages'", law, "leave out one of them", "messages")
+        if self.messages is not None and self.parameters:
+            law = "the gradients of stored parameters travel in the messages of their units, in float32 or bfloat16"
+            raise Refused("'messages.gradients' beside 'parameters'", law, "leave out one of them", "messages")
         if self.quantize and self.train is not None and not any(one.train for one in self.adapters.values()):
             law = "a quantized weight has no gradient, but for an adapter that is added to it"
             raise Refused(
@@ -352,6 +367,8 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
+        if refused := refused_storage(self.parameters, self.stored, generates=self.generate is not None):
+            raise refused
         if refused := refused_adapters(
             self.adapters, trains=self.train is not None, generates=self.generate is not None
         ):

@@ -46,8 +46,8 @@ from partc.compiler.schedule.stages import chain
 from partc.compiler.schedulers.choose import NAMED
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.work import ModelWork, Work
+from partc.compiler.sharding.values.operands import divided_dim
 from partc.compiler.tasks.buckets import Filling
-from partc.compiler.tasks.reduce_gradients import divided_dim
 from partc.compiler.training.optimizer_functions import FAMILIES, function, variant
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER

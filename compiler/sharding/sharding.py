@@ -41,7 +41,7 @@ from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.ir.sized import SIZES
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
-from partc.compiler.matching import sharding_rules
+from partc.compiler.matching import sharding_rules, stored_units
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.placement.computed_at_readers import following, repeatable
@@ -103,6 +103,8 @@ def shard(program: Placed) -> Sharded:
     choices = {instance: NodeSharding(_rule(instance.node, strings), meshes[instance.group]) for instance in instances}
     laws = _Laws(program)
     given, problems = seed(program, choices, rules)
+    given.units, unmatched = stored_units(program)
+    problems += unmatched
     problems += seed_local_maps(program, choices)
     if not problems:
         derived = Propagation(instances, choices, given, program.paths, laws.weigh, laws.divides_in(choices))

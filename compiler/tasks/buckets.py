@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import name_of
@@ -17,6 +17,7 @@ from partc.compiler.plan.precision import GradientMessages
 from partc.compiler.tasks.packed_sums import packed_sum, row_kind
 
 Key = TypeVar("Key", bound=Hashable)
+_Key: TypeAlias = tuple[str, str, str, str]
 Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
@@ -65,8 +66,8 @@ class Buckets:
     """
 
     def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
-        self.comm, self.filling, self.what, self.packed = comm, Filling[tuple[str, str, str]](limit), what, packed
-        self._open: dict[tuple[str, str, str], _Bucket] = {}
+        self.comm, self.filling, self.what, self.packed = comm, Filling[_Key](limit), what, packed
+        self._open: dict[_Key, _Bucket] = {}
         self._waiting: list[Callable[[], None]] = []
         """What writes the sums of the packed bucket that was sent last, and what is to be called then."""
 
@@ -79,14 +80,16 @@ class Buckets:
         made: Value,
         then: Callable[[], None] = lambda: None,
         kind: Hashable = None,
+        unit: str = "",
     ) -> None:
         """Adds `term`, of this shape, to its bucket, which makes `made` of it; `then` is called when it is written.
 
-        Those of one `kind` are side by side in a bucket: what has the same done to it afterwards.
+        Those of one `kind` are side by side in a bucket: what has the same done to it afterwards. Those of a `unit` have a bucket of their
+        own, which is full once it is closed (`close`).
         """
         info = self.comm.values[value]
         kind_of_move = type(move).__name__ + (row_kind(move) if self.packed else "")
-        key = (kind_of_move, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
+        key = (kind_of_move, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type, unit)
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
@@ -95,21 +98,27 @@ class Buckets:
         bucket.kinds.append(kind)
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
         bucket.elements += elements
-        if self.filling.add(key, elements * (info.item_bytes or 1)) is not None:
+        if not unit and self.filling.add(key, elements * (info.item_bytes or 1)) is not None:
+            self._move(key)
+
+    def close(self, unit: str) -> None:
+        """Writes the collectives of a unit."""
+        while (key := next((key for key in self._open if key[-1] == unit), None)) is not None:
             self._move(key)
 
     def flush(self) -> None:
         """Writes the collectives of buckets that are not full."""
         self.filling.open.clear()
-        for key in list(self._open):
-            self._move(key)
+        while self._open:
+            self._move(next(iter(self._open)))
         self._finish()
 
-    def _move(self, key: tuple[str, str, str]) -> None:
+    def _move(self, key: _Key) -> None:
         bucket = self._open.pop(key)
         count = len(bucket.outputs)
         name = name_of(bucket.values[0]).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
+        cause += f" of '{key[-1]}'" if key[-1] and count > 1 else ""
         first = {kind: place for place, kind in reversed([*enumerate(bucket.kinds)])}
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]

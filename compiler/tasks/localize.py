@@ -38,7 +38,13 @@ from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.routes import write_route
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
+from partc.compiler.sharding.values.versions import (
+    ValueVersions,
+    can_share,
+    find_versions,
+    replicated_outputs,
+    undivided_units,
+)
 from partc.compiler.tasks.local_forms import local_forms
 
 
@@ -88,7 +94,8 @@ def localize(program: Targeted) -> Localized:
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
     _keep_caches(program, versions, comm)
-    told = replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
+    told = undivided_units(program, versions) if program.kind is ProgramKind.STEP else []
+    told += replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
     local = LocalView(versions, comm, forms)
     return program.into(Localized, local=local, warnings=(*program.warnings, *told))
 

@@ -17,11 +17,10 @@ the state, and the shares are gathered (an AllGather).
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
@@ -32,48 +31,21 @@ from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
 from partc.compiler.ir.training import Training
 from partc.compiler.layout import moves as mv
-from partc.compiler.layout.layout import Layout
-from partc.compiler.layout.mesh import normal, on_common_mesh
+from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering, computed
 from partc.compiler.lower.local_view import AccumulatedGradient, Gradient
 from partc.compiler.lower.reshard import reshard
+from partc.compiler.plan.pipeline import MICROBATCH
+from partc.compiler.sharding.values.operands import shared_out
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, sum_spellings
 from partc.compiler.tasks.packed_sums import can_be_packed
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.runtime.units import first_of
 
-Over: TypeAlias = str | Literal[True] | None
-"""The mesh axis whose ranks share the work; True: all ranks that hold the same."""
-
-
-def shared_out(program: Targeted, version: ShardedValue, over: Over) -> ShardedValue:
-    """The version of a parameter that each rank updates: sharded further along the first divisible dim, if there is one."""
-    if not over:
-        return version
-    axes = program.plan.axes_of(version.group) or (("", len(version.group)),)
-    places = tuple(place for place, (name, _) in enumerate(axes) if over is True or name == over)
-    common = on_common_mesh(version.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
-    shape = program.values[version.value].shape
-    if common is None or shape is None:
-        return version
-    layout, marked = common
-    used = {axis for cuts in layout.cuts for axis in cuts}
-    free = tuple(axis for axis in marked.cuts[0] if axis not in used)
-    shards = math.prod(layout.mesh[axis] for axis in free)
-    dim = divided_dim(shape, [layout.num_shards(dim) for dim in range(len(shape))], shards)
-    if dim is None:
-        return version
-    cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
-    return ShardedValue(version.value, version.group, normal(Layout(layout.mesh, cuts)))
-
-
-def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
-    """The first dim of a parameter, whose dims are cut into as many shards as `cut` says, that can be divided further into `shards`."""
-    sizes = enumerate(zip(shape, cut, strict=True))
-    fits = (dim for dim, (size, own) in sizes if isinstance(size, int) and size and size % (own * shards) == 0)
-    return next(fits, None) if shards > 1 else None
+_MOST_MOVES = 2
+"""So many collectives follow each other where ranks store shards, and others have the same: a ReduceScatter, and an AllReduce of shards."""
 
 
 def _moves(source: ShardedValue, target: ShardedValue) -> tuple[mv.Move, ...]:
@@ -101,9 +73,15 @@ class GradientReduction:
         self.messages = program.plan.messages
         packed = self.messages.gradients if self.messages else None
         self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", packed)
+        self.parts = Buckets(self.comm, training.rules.bucket_bytes, "gradient")
+        """What is reduced in each microbatch."""
         self.refused: list[str] = []
         """Parameters whose gradients do not travel in eight bits as the plan says, each with the reason."""
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
+        self.waiting = Counter(
+            unit.name for value, unit in program.pinned.units.items() if not training.parameters[value].frozen
+        )
+        """Maps each unit of stored parameters to the number of gradients to come."""
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
         """Maps each parameter to the sum of its gradients over the microbatches, before and after one more."""
         if training.rules.accumulate > 1:
@@ -132,13 +110,40 @@ class GradientReduction:
         self, value: ir.Value, gradients: Mapping[ShardedValue, Sequence[Value]], defs: Sequence[ShardedValue]
     ) -> None:
         """Reduces the gradient of a parameter on the first of its definitions `defs`, and sends it to the others."""
-        if self.training.rules.accumulate > 1:
+        each = (
+            self.training.rules.accumulate > 1
+            and bool(self._unit(value))
+            and self.program.plan.stored.reduce == MICROBATCH
+        )
+        if self.training.rules.accumulate > 1 and not each:
             gradients = {
                 version: [self._added(value, version, terms, at)]
                 for at, (version, terms) in enumerate(gradients.items())
             }
-        defs = self._own_homes(defs)
-        main = defs[0]
+        self._reduce(value, gradients, self._own_homes(defs), each)
+        self._close(value)
+
+    def _close(self, value: ir.Value) -> None:
+        """Has the gradients of a stored parameter's unit reduced, where this is the last of them."""
+        if unit := self._unit(value):
+            self.waiting[unit] -= 1
+            if not self.waiting[unit]:
+                self.parts.close(unit)
+                self.buckets.close(unit)
+
+    def _unit(self, value: ir.Value) -> str:
+        """The unit of a stored parameter; empty of another one."""
+        return self.program.pinned.units[value].name if value in self.program.pinned.units else ""
+
+    def _reduce(
+        self,
+        value: ir.Value,
+        gradients: Mapping[ShardedValue, Sequence[Value]],
+        defs: Sequence[ShardedValue],
+        each: bool,
+    ) -> None:
+        """Reduces a gradient, and sends it to all definitions. `each`: that of each microbatch, of which the sum is then updated by."""
+        main, comm = defs[0], self.comm if each else self.update
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
         if self.messages and not all(
             one.layout == share.layout or can_be_packed(_moves(one, share)) for one in gradients
@@ -156,19 +161,25 @@ class GradientReduction:
             for one, terms in gradients.items():  # behind the sum over all parts of a batch
                 whole, to = self._sum(self.comm, one, terms), ShardedValue(low, one.group, one.layout)
                 made = self.comm.job.derived_on(one.group, whole, ".bfloat16")
-                rounded[to] = [self._cast(one, to, whole, made)]
+                rounded[to] = [self._cast(comm, to, whole, made)]
             gradients = rounded
         if len(gradients) == 1:
             ((version, terms),) = gradients.items()
             moves = _moves(version, target)
-            if can_join(moves) if self.messages is None else can_be_packed(moves) and value.dtype == ir.DataType.FLOAT:
-                self._bucketed(
-                    value, version, self._sum(self.comm, version, terms), target, cast(Fused, moves[0]), defs, wanted
-                )
+            if self.messages:
+                joins = can_be_packed(moves) and value.dtype == ir.DataType.FLOAT
+            else:
+                joins = 1 <= len(moves) <= _MOST_MOVES and all(can_join((move,)) for move in moves)
+            if joins:
+                total = self._sum(self.comm, version, terms)
+                self._bucketed(value, version, total, target, cast(tuple[Fused, ...], moves), defs, wanted, each)
                 return
         if self.messages and (len(gradients) > 1 or any(one != target for one in gradients)):
             self.refused.append(f"'{value.name}'")
-        self._ready(value, self._total(self.update, gradients, target, wanted), target, defs)
+        total = self._total(comm, gradients, target, wanted)
+        if each:
+            target, total = self._added_up(value, target, total)
+        self._ready(value, total, target, defs)
 
     def table(
         self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue], *, dense: bool = False
@@ -179,6 +190,14 @@ class GradientReduction:
             self.gradients += [self.rows.made_dense(one, self.cotangents[value]) for one in found] if dense else found
 
         self.rows.begin(value, terms, self._own_homes(defs), ready)
+        self._close(value)
+
+    def _added_up(self, value: ir.Value, version: ShardedValue, reduced: Value) -> tuple[ShardedValue, Value]:
+        """Adds the reduced gradient of a microbatch to the sum of those before; the sum, and its version."""
+        exact = ShardedValue(self.cotangents[value], version.group, version.layout)
+        if exact != version:
+            reduced = self._cast(self.comm, exact, reduced, self.comm.job.derived_on(exact.group, reduced, ".exact"))
+        return exact, self._added(value, exact, [reduced], 0)
 
     def _added(self, value: ir.Value, version: ShardedValue, terms: Sequence[Value], at: int) -> Value:
         """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum."""
@@ -208,6 +227,7 @@ class GradientReduction:
             help_ = "leave out 'messages', or write precision: {messages: bfloat16}; or place the readers of each parameter on one group"
             raise CompileError(Problem(self.messages.where("gradients"), fact, law, help_))
         take_apart = self.rows.flush()
+        self.parts.flush()
         self.buckets.flush()
         take_apart()
 
@@ -217,27 +237,44 @@ class GradientReduction:
         version: ShardedValue,
         given: Value,
         target: ShardedValue,
-        move: Fused,
+        moves: Sequence[Fused],
         defs: Sequence[ShardedValue],
         wanted: str,
+        each: bool,
     ) -> None:
-        shape, term = self.comm.values.local_shape(target), self.comm.values.local_shape(version)
+        """Reduces a gradient along with others by the first of `moves`, and what comes of it by the others; `each` as for `_reduce`."""
+        move, *others = moves
+        to = ShardedValue(target.value, target.group, normal(move.after)) if others else target
+        shape, term = self.comm.values.local_shape(to), self.comm.values.local_shape(version)
         assert shape is not None
         assert term is not None
-        given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial")
-        made = self.comm.job.value(target.group, wanted)
-        self.comm.job.declare(target.group, made, self.comm.values.local_value(target), shape)
+        comm = self.comm if each else self.update
+        given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial", comm)
+        made = self.comm.job.value(to.group, f"{wanted}.scattered" if others else wanted)
+        self.comm.job.declare(to.group, made, self.comm.values.local_value(to), shape)
         options = self.training.parameters[value]
         updated_alike = self.training.optimizer_of(value), options.weight_decay, self.training.lr_multiplier(value)
-        ready = partial(self._ready, value, made, target, defs)
-        self.buckets.add(move, target.value, given, term, made, ready, updated_alike)
+
+        def ready() -> None:
+            after, reduced = self._added_up(value, to, made) if each else (to, made)
+            if others:
+                if not each:  # what one collective puts next to others another one puts next to others of its own
+                    own = self.comm.job.derived_on(after.group, reduced, ".own")
+                    reduced = self._emit(self.update, after, "Identity", [reduced], own)
+                final = ShardedValue(after.value, target.group, target.layout)
+                self._bucketed(value, after, reduced, final, others, defs, f"{self.at[defs[0]]}.grad", False)
+            else:
+                self._ready(value, reduced, after, defs)
+
+        unit = self._unit(value)
+        (self.parts if each else self.buckets).add(move, to.value, given, term, made, ready, updated_alike, unit)
 
     def _ready(self, value: ir.Value, gradients: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""
         if target.value is not self.cotangents[value]:
-            rounded, target = target, ShardedValue(self.cotangents[value], target.group, target.layout)
+            target = ShardedValue(self.cotangents[value], target.group, target.layout)
             exact = self.comm.job.value(target.group, f"{self.at[defs[0]]}.grad")
-            gradients = self._cast(rounded, target, gradients, exact)
+            gradients = self._cast(self.update, target, gradients, exact)
         gradients = self._own(target, gradients, f"{self.at[defs[0]]}.grad")
         share = ShardedValue(value, target.group, target.layout)
         self.gradients.append(Gradient(value, defs[0], gradients, share))
@@ -247,18 +284,18 @@ class GradientReduction:
             own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
 
-    def _cast(self, version: ShardedValue, target: ShardedValue, given: Value, made: Value) -> Value:
+    def _cast(self, comm: CommLowering, target: ShardedValue, given: Value, made: Value) -> Value:
         to = int(target.value.dtype or ir.DataType.FLOAT)
-        self.update.append(version.group, computed("Cast", [given], [made], to=to))
+        comm.append(target.group, computed("Cast", [given], [made], to=to))
         self.comm.declare(target, made)
         return made
 
-    def _own(self, version: ShardedValue, gradients: Value, wanted: str) -> Value:
+    def _own(self, version: ShardedValue, gradients: Value, wanted: str, comm: CommLowering | None = None) -> Value:
         """A value for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
         here = ranks_of(version.group)
         if (self.reserved.get(gradients, 0) | self.comm.job.constants.ranks(gradients)) & here:
             made = self.comm.job.value(version.group, wanted)
-            gradients = self._emit(self.update, version, "Identity", [gradients], made)
+            gradients = self._emit(comm or self.update, version, "Identity", [gradients], made)
         self.reserved[gradients] = self.reserved.get(gradients, 0) | here
         return gradients
 

@@ -298,6 +298,37 @@ class StateRecord(TensorRecord):
     next: str = ""
 
 
+class StoredUnitRecord(Record):
+    """A module whose parameters `ranks` store in shards, along the mesh's `axis`, or empty over all that hold the same.
+
+    `tensors`: the names of the parameters. `bytes`: what a rank has of them while they are gathered. `freed`: whether that is given up
+    between the passes of a step. `gathers`: how many events gather them, each once a step, or in a task once a call of it.
+    """
+
+    unit: str
+    axis: str
+    ranks: Ranks
+    tensors: list[str]
+    bytes: int = Field(ge=0)
+    freed: bool
+    gathers: int = Field(ge=0)
+
+
+class StoredPeak(Record):
+    """The most bytes of gathered parameters that each of these ranks has at once."""
+
+    ranks: Ranks
+    bytes: int = Field(ge=0)
+
+
+class StoredRecord(Record):
+    """The parameters that ranks store in shards and gather in a program, `ahead` units before their readers."""
+
+    ahead: int = Field(ge=1)
+    units: list[StoredUnitRecord]
+    peaks: list[StoredPeak]
+
+
 class FileRecord(Record):
     """What a file of the artifact must be; files of weights have a CRC-32 as well, which a load compares in a third of the time.
 
@@ -341,6 +372,7 @@ class Manifest(ArtifactRecord):
 
     `name` is the program's; `is_main`: whether it is the artifact's first, which has the state's first values. `groups`: by name disjoint
     lists of ranks. `state`: what its ranks keep from step to step; `training`: of one that trains; `generation`: of one that makes tokens.
+    `stored`: parameters that are gathered.
 
     Types, shapes and causes of messages stand in rank files, too: a rank reads its own file alone, and must know what the others
     send it, and reports and checks of the whole artifact need not open all files. The checker holds the two against each other.
@@ -356,6 +388,7 @@ class Manifest(ArtifactRecord):
     collectives: list[Collective] = []
     rank_files: Programs = []
     state: list[StateRecord] = []
+    stored: StoredRecord | None = None
     training: TrainingRecord | None = None
     generation: GenerationRecord | None = None
 

@@ -17,9 +17,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
@@ -30,6 +38,7 @@ from .format import (
     Port,
     Record,
     StateRecord,
+    StoredRecord,
     SymbolRecord,
     TensorRecord,
     TrainingRecord,
@@ -40,7 +49,7 @@ from .generation import GenerationRecord
 from .ranks import Programs, Ranks
 
 _COMMON = tuple(ArtifactRecord.model_fields)
-_OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files")
+_OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files", "stored")
 
 
 def _all_inside(paths: list[str]) -> list[str]:
@@ -65,6 +74,12 @@ class ProgramRecord(Record):
     kept: dict[str, str | list[str]] = Field({})
     symbols: dict[str, SymbolRecord] = Field({})
     groups: dict[str, list[Ranks]] = Field({})
+    stored: StoredRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing_stored(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        return found if self.stored is not None else {key: one for key, one in found.items() if key != "stored"}
 
 
 class ManifestFile(ArtifactRecord):

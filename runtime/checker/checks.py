@@ -34,6 +34,7 @@ from partc.runtime.checker.training.packed import check_packed
 from partc.runtime.checker.training.section import check_training
 from partc.runtime.checker.training.slot_rows import check_slots
 from partc.runtime.checker.training.state import check_state
+from partc.runtime.checker.training.stored import check_stored
 from partc.runtime.checker.training.value_numbering import check_copies
 from partc.runtime.errors import Violation
 
@@ -80,6 +81,7 @@ CHECKS = (
     Check("the number of microbatches", ACROSS, check_microbatches, ("the rows of tasks",)),
     Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows), (RANKS,)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
+    Check("how stored parameters are gathered", TRAINING, check_stored, SOUND),
     Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
     Check(

@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -98,6 +98,11 @@ def move(source: Placed, target: Placed) -> None:
             source.memory.read(source.pointer, target.data)
         case Remote(), Remote():
             target.memory.write(target.pointer, source.to_host().data)
+
+
+def shapes_of(cells: Mapping[str, Cell]) -> dict[str, tuple[int, ...]]:
+    """The shapes of cells that are tensors, by their names."""
+    return {name: tuple(one.shape) for name, one in cells.items() if isinstance(one, Tensor | Remote)}
 
 
 def on_host(value: Cell) -> Value:

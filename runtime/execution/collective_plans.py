@@ -37,7 +37,7 @@ def plan_collectives(
 ) -> dict[int, AnyCollective]:
     """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be.
 
-    `kept`: the shapes of the tensors that the rank keeps from step to step.
+    `kept`: the shapes of the rank's weights, and of the tensors that it keeps from step to step.
     """
     found: dict[int, AnyCollective] = {}
     for step in steps:

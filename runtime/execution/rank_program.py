@@ -313,6 +313,7 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
 def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
     """The weights that are sent, reduced, delivered, updated with, or given to tasks under another name, with their types."""
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
+    loose.update(name for call in file.calls for name in call.inputs)
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
     loose.difference_update(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}

@@ -20,7 +20,7 @@ from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, nothing
 from ..communication.exchange import Redistribution
 from ..communication.transport import Request, Transport
-from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part
+from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part, shapes_of
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.copy_runs import copy_runs
@@ -76,8 +76,9 @@ class StepPlan:
         symbols = program.binder.manifest.symbols
         self.shapes = {name: at_sizes(shape, symbols, bindings) for name, shape in program.values.shapes.items()}
         self.promises = {tag: at_sizes(shape, symbols, bindings) for tag, shape in program.messages.promises.items()}
-        kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
-        self.works = plan_collectives(program.steps, self.values, kept, self.promises, self.shapes, transport, wire)
+        self.works = plan_collectives(
+            program.steps, self.values, shapes_of(program.constants), self.promises, self.shapes, transport, wire
+        )
         self.cells: dict[str, Cell] = dict(program.constants)
         self.shown: dict[str, Array] = {}
         """Maps each output that stays in place to its memory as an array."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..artifact.dim_expression import symbols_in
 from ..artifact.format import Shape, SymbolRecord
 from ..artifact.legal_sizes import largest_legal
+from ..devices.device_memory import shapes_of
 from ..errors import InputError
 from ..program.session_values import bind_tensor
 from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
@@ -136,8 +137,9 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
             known[shape] = at_sizes([*shape], symbols, bindings)
         shapes[name] = known[shape]
     promises |= {tag: at_sizes(program.messages.promises[tag], symbols, bindings) for tag in reach.tags}
-    kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
-    works = plan_collectives(reach.moved, plan.values, kept, promises, shapes, plan.transport, plan.wire)
+    works = plan_collectives(
+        reach.moved, plan.values, shapes_of(program.constants), promises, shapes, plan.transport, plan.wire
+    )
     names = [name for name in shapes if shapes[name] != plan.shapes.get(name)]
     aliases = program.arenas.aliases
     needed = [(aliases.get(name, name), plan.values.dtype(name).bytes_of(shapes[name])) for name in names]

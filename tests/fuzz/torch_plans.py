@@ -260,6 +260,8 @@ def _layout(chance: random.Random, net: Network, task: Task, mode: str) -> Layou
     cuts = _cuts(chance, net, mesh.get("tp", 1), mode)
     if cuts:
         lines.append(f"sharding: {written(cuts)}")
+    if "dp" in mesh and chance.random() < 0.4:
+        lines += _stored(chance, net, task, _meshed(lines))
     zero = ""
     if chance.random() < 0.4:
         zero = "dp" if "dp" in mesh and _meshed(lines) else "true" if ranks > 1 and mode != "place" else ""
@@ -268,6 +270,19 @@ def _layout(chance: random.Random, net: Network, task: Task, mode: str) -> Layou
         pipeline = ""
     bucket = "  bucket_mb: 0.0004" if chance.random() < 0.2 else ""
     return Layout(ranks, lines, pipeline, zero, state, bucket=bucket)
+
+
+def _stored(chance: random.Random, net: Network, task: Task, meshed: bool) -> list[str]:
+    """The lines of parameters that data parallel ranks store in shards."""
+    patterns = chance.choice([["**"], ["**"], ["b*"], [f"{{{','.join(net.blocks)}}}"], net.blocks[:2]])
+    found: dict[str, dict[str, object]] = {}
+    for pattern in patterns:
+        axis = "dp" if meshed and chance.random() < 0.8 else True
+        found[pattern] = {"stored": axis, **chance.choice([{}, {}, {"after_forward": "keep"}])}
+    settings: dict[str, object] = {"ahead": 2} if chance.random() < 0.2 else {}
+    if task.parts > 1:
+        settings |= chance.choice([{}, {"reduce": "microbatch"}])
+    return [f"parameters: {written(found)}", *([f"stored: {written(settings)}"] if settings else [])]
 
 
 def _meshed(lines: list[str]) -> bool:

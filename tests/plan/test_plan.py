@@ -308,6 +308,8 @@ def test_the_schema_is_one_for_editors() -> None:
         "placement",
         "sharding",
         "experts",
+        "parameters",
+        "stored",
         "outputs",
         "target",
         "max_reshard_bytes",

@@ -31,6 +31,8 @@ SEE = {
     "dataset": "sharding",
     "placement": "placement",
     "sharding": "sharding_models",
+    "parameters": "stored",
+    "stored": "stored",
     "experts": "experts",
     "outputs": "placement",
     "target": "targets",
@@ -47,6 +49,8 @@ SEE = {
 PARTS = {
     "SymbolEntry": "symbols",
     "ShardingEntry": "sharding",
+    "StoredEntry": "parameters",
+    "StoredSettings": "stored",
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
     "MessageRules": "messages",

@@ -5,7 +5,9 @@ MatMul on 0-7, mesh (2, 4), {m: (0,), k: (1,)}:   input 0 on 0-7 [2, 4], output 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of
@@ -15,7 +17,10 @@ from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.layout.layout import Layout
-from partc.compiler.layout.mesh import normal
+from partc.compiler.layout.mesh import normal, on_common_mesh
+
+Over: TypeAlias = str | Literal[True] | None
+"""The mesh axis whose ranks share the work; True: all ranks that hold the same."""
 
 
 def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
@@ -70,3 +75,31 @@ def is_derived(program: Sharded, instance: NodeOnGroup) -> bool:
     choice = program.choices.get(instance)
     paths = program.derived_paths
     return choice is not None and choice.open and all(why in paths for why in choice.why.values())
+
+
+def shared_out(program: Sharded, version: ShardedValue, over: Over) -> ShardedValue:
+    """The version of a parameter that each rank stores, or updates: sharded further along the first divisible dim, if there is one."""
+    if not over:
+        return version
+    axes = program.plan.axes_of(version.group) or (("", len(version.group)),)
+    places = tuple(place for place, (name, _) in enumerate(axes) if over is True or name == over)
+    common = on_common_mesh(version.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
+    shape = program.values[version.value].shape
+    if common is None or shape is None:
+        return version
+    layout, marked = common
+    used = {axis for cuts in layout.cuts for axis in cuts}
+    free = tuple(axis for axis in marked.cuts[0] if axis not in used)
+    shards = math.prod(layout.mesh[axis] for axis in free)
+    dim = divided_dim(shape, [layout.num_shards(dim) for dim in range(len(shape))], shards)
+    if dim is None:
+        return version
+    cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
+    return ShardedValue(version.value, version.group, normal(Layout(layout.mesh, cuts)))
+
+
+def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
+    """The first dim of a parameter, whose dims are cut into as many shards as `cut` says, that can be divided further into `shards`."""
+    sizes = enumerate(zip(shape, cut, strict=True))
+    fits = (dim for dim, (size, own) in sizes if isinstance(size, int) and size and size % (own * shards) == 0)
+    return next(fits, None) if shards > 1 else None

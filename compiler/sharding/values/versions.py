@@ -13,6 +13,7 @@ from itertools import chain
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, ValueOnGroup
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.program import Sharded
@@ -21,8 +22,16 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout, shards_along
 from partc.compiler.layout.mesh import normal
-from partc.compiler.sharding.values.operands import input_layout_of, is_derived, output_layout_of, replicated_on
+from partc.compiler.plan.groups import ranks_text
+from partc.compiler.sharding.values.operands import (
+    input_layout_of,
+    is_derived,
+    output_layout_of,
+    replicated_on,
+    shared_out,
+)
 from partc.runtime.spellings import first_free, stroked
+from partc.runtime.units import first_of
 
 
 @dataclass
@@ -128,7 +137,11 @@ def _arrivals(
 
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
-    """The layout of a weight on the ranks that read `version` of it: the one that a rule gives it there, else as it is read."""
+    """The layout of a weight on the ranks that read `version` of it: the one that a rule gives it there, of a unit's shards of what they
+    read, else as it is read.
+    """
+    if unit := program.pinned.units.get(version.value):
+        return shared_out(program, version, unit.rule.axis)
     there = ValueOnGroup(version.value, version.group)
     rule = program.pinned.stored.get(there) or program.pinned.arriving.get(there)
     return ShardedValue(version.value, version.group, normal(rule[0])) if rule else version
@@ -221,6 +234,31 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
         versions.canonical[source] = ShardedValue(
             value, source.group, normal(Layout(source.layout.mesh, source.layout.cuts))
         )
+
+
+def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
+    """Warnings of parameters that the plan stores in shards and that stay whole; CompileError for a rule that divides none."""
+    problems, told = list[Problem](), list[str]()
+    for rule in program.plan.stored.rules:
+        read = [value for value, unit in program.pinned.units.items() if unit.rule is rule and versions.uses.get(value)]
+        whole = [value for value in read if all(home in versions.uses[value] for home in versions.defs[value])]
+        if not whole:
+            continue
+        group = versions.defs[whole[0]][0].group
+        along = len(group) if rule.axis is True else dict(program.plan.axes_of(group)).get(rule.axis, 0)
+        names = first_of([f"'{value.name}' {list(value.shape or ())}" for value in whole])
+        over = f"the {along} ranks" if rule.axis is True else f"the {along} ranks of '{rule.axis}'"
+        law = f"no dim of {names} is divisible by {along}"
+        if not along:
+            over, law = f"ranks along '{rule.axis}'", f"{names} are read on {ranks_text(group)}"
+        if len(whole) < len(read):
+            told.append(f"{rule.where}: {names} {'stays' if len(whole) == 1 else 'stay'} whole on each rank: {law}")
+        elif along != 1:
+            help_ = "store them along another axis, or leave the line out"
+            problems.append(Problem(rule.where, f"'{rule.pattern}': nothing can be shared by {over}", law, help_))
+    if problems:
+        raise CompileError(problems)
+    return told
 
 
 def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:

@@ -1,0 +1,546 @@
+"""Gathers of stored parameters: a message a unit, `ahead` units before its first reader, and again for the backward pass where it is freed.
+
+    order                F: layers.0  layers.1  layers.2   B: layers.2  layers.1  layers.0
+    freed, one ahead     G0 G1 | F0 G2 | F1 | F2 B2 G1' | B1 G0' | B0        2 n - 1 messages, two units at once
+    kept                 G0 G1 | F0 G2 | F1 | F2 B2 | B1 | B0                n messages, all units at once
+
+A region is a run of readers of a unit, between which nothing reads another unit. Of a unit that is kept all readers are one region; of one
+that is freed two regions that begin at most `ahead` regions apart are one. A region has values of its own, by an event of its own, and ops
+that only turn or cast a parameter are repeated in each region; so what was gathered is in memory from its event to the last reader of its
+region, and no longer. The event of region k follows the first reader of region k - `ahead`, which waits for its own event: so what was
+computed before has ended.
+
+In microbatches a freed unit has regions in the body of each task, and one that is kept is gathered once, before all tasks.
+
+A Cast to 16 bits is done on the shard, where nothing reads the parameter in its own type: so 16 bits travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.choice import StoredUnit
+from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Comm, Compute, Event, Op, TaskKind, Value, exchanged, with_values
+from partc.compiler.ops.registry import draws
+from partc.compiler.pipelines.phases import ONCE, Label, Labels, Unit, in_order
+from partc.compiler.plan.groups import ranks_text
+from partc.compiler.plan.stored import FREE, KEEP
+from partc.runtime.artifact.format import ALL_GATHER, AXIS, StoredPeak, StoredRecord, StoredUnitRecord
+from partc.runtime.units import size_text
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_AGAIN = ".again"
+
+
+class Key(NamedTuple):
+    """A unit on the ranks that gather it."""
+
+    unit: StoredUnit
+    ranks: tuple[int, ...]
+
+
+Track: TypeAlias = tuple[tuple[int, ...], Label | None]
+"""Ranks that gather together, and the task in whose body they do, None outside of bodies."""
+Place: TypeAlias = tuple[Track, int]
+"""A region, by its track and its number there."""
+
+
+@dataclass
+class Region:
+    """A run of readers of a unit, by the places of the first and the last in a program, and the parameters that they read."""
+
+    key: Key
+    first: int
+    last: int
+    read: set[Value] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A gathered parameter: its unit, the op and the event that gather it, the shard that is gathered, and what comes of it.
+
+    `low`: the Cast of one that travels in 16 bits.
+    """
+
+    key: Key
+    step: Comm
+    event: Event
+    shard: Value
+    whole: Value
+    low: Compute | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of what a rank has of it, once it is gathered."""
+        assert self.whole.of is not None
+        assert self.whole.of.dtype is not None
+        return math.prod(dim for dim in self.whole.shape or () if isinstance(dim, int)) * int(
+            self.whole.of.dtype.itemsize
+        )
+
+
+@dataclass
+class _Readers:
+    """A program's readers of gathered parameters: by place those that an op reads, directly or by ops that only turn parameters.
+
+    `derived`: by result such an op. `bases`: by value the parameters of which it is made. `tracks`: the regions.
+    """
+
+    uses: dict[int, set[Value]] = field(default_factory=dict)
+    derived: dict[Value, Compute] = field(default_factory=dict)
+    bases: dict[Value, set[Value]] = field(default_factory=dict)
+    tracks: dict[Track, list[Region]] = field(default_factory=dict)
+
+
+def gathers(
+    program: Lowered, units: Sequence[Unit], labels: Labels, *, divided: bool
+) -> tuple[Lowered, list[Unit], Labels]:
+    """The units with their gathers in regions, and their labels; the program has the events, and says what is gathered and how much.
+
+    `divided`: whether tasks run for several microbatches. CompileError where a unit is to be freed that no peak is lower for.
+    """
+    found = _Regions(program, units, labels, divided)
+    if not found.parameters:
+        return program, list(units), labels
+    found.choose()
+    return _Gathers(found).write()
+
+
+class _Regions:
+    """The regions of all units in programs; `parameters`: by gathered value, `members`: by unit, `replaced`: what is made in other ways."""
+
+    def __init__(self, program: Lowered, units: Sequence[Unit], labels: Labels, divided: bool) -> None:
+        self.program, self.units, self.labels, self.divided = program, units, labels, divided
+        self.ahead = program.plan.stored.ahead
+        self.parameters = {one.whole: one for one in self._parameters()}
+        self.replaced = {value for one in self.parameters.values() for value in (one.whole, *one.step.makes)}
+        self.members: dict[Key, list[Parameter]] = {}
+        for one in self.parameters.values():
+            self.members.setdefault(one.key, []).append(one)
+        self.readers = [self._readers(unit) for unit in units]
+        self.freed: set[Key] = set()
+
+    def _parameters(self) -> Iterable[Parameter]:
+        """The gathers of parameters of units, each once; what is given back as it was gathered stays as it is."""
+        listed, readers = {event.tag: event for event in self.program.events}, dict[Value, list[Op]]()
+        found: dict[int, Comm] = {}
+        back = {value for unit in self.units for value in unit.program.live_out}
+        for unit in self.units:
+            held = {*unit.program.live_in}
+            for step in unit.steps:
+                for value in step.reads:
+                    readers.setdefault(value, []).append(step)
+                if not isinstance(step, Comm) or step.value not in self.program.pinned.units:
+                    continue
+                if step.op_type == ALL_GATHER and held.issuperset(step.reads) and back.isdisjoint(step.makes):
+                    found.setdefault(step.tag, step)
+        for tag, step in found.items():
+            event, (shard,), (whole,) = listed[tag], step.reads, step.makes
+            key = Key(self.program.pinned.units[step.value], tuple(sorted({*sum(event.ranks, ())})))
+            casts = {one for one in readers.get(whole, ()) if isinstance(one, Compute) and one.is_op("Cast")}
+            results = {value for one in casts for value in one.makes if _is_low(value) and not _is_low(whole)}
+            if len(results) == 1 and len(casts) == len({*readers[whole]}) and back.isdisjoint(results):
+                (low,), (cast, *_) = results, casts
+                shard = Value(".low", shard, low.of, shard.shape)
+                yield Parameter(key, step, event, shard, low, cast)
+            else:
+                yield Parameter(key, step, event, shard, whole)
+
+    def _readers(self, unit: Unit) -> _Readers:
+        found, back = _Readers(bases={value: {value} for value in self.parameters}), {*unit.program.live_out}
+        fixed = {one.value for one in unit.program.weights} | {one.value for one in unit.program.state}
+        for at, step in enumerate(unit.steps):
+            read = {one for value in step.reads for one in found.bases.get(value, ())}
+            if not read:
+                if isinstance(step, Compute) and all(one in fixed or one.constant is not None for one in step.reads):
+                    fixed.update(step.makes)
+            elif self.is_gather(step):
+                continue
+            elif (
+                isinstance(step, Compute)
+                and not draws(step.node)
+                and back.isdisjoint(step.makes)
+                and all(value in found.bases or value in fixed or value.constant is not None for value in step.reads)
+            ):
+                found.derived |= dict.fromkeys(step.makes, step)
+                found.bases |= dict.fromkeys(step.makes, read)
+            else:
+                found.uses[at] = read
+        return found
+
+    def keys(self, values: Iterable[Value]) -> list[Key]:
+        """The units of parameters, in their order."""
+        found = {self.parameters[value].key for value in values}
+        return [key for key in self.members if key in found]
+
+    def is_gather(self, step: Op) -> bool:
+        """Whether an op is one that gathers a parameter, or casts what it gathers."""
+        return not self.replaced.isdisjoint(step.makes)
+
+    def choose(self) -> None:
+        """Decides which units are freed, and finds all regions."""
+        rules, said = self.program.plan.stored, {key: key.unit.rule.after_forward for key in self.members}
+        kept = {key for key, how in said.items() if how == KEEP or (how is None and rules.gather == "step")}
+        freed = self.members.keys() - kept
+        if self.program.training is None or not self.program.kind.backward:
+            self._find(freed)
+            return
+        whole, least = self._find(set()), self._find(freed)
+        if any(least[ranks] < whole[ranks] for ranks in whole):
+            return
+        if asked := [key for key in freed if said[key] == FREE or rules.gather == "microbatch"]:
+            rule, ranks = asked[0].unit.rule, max(whole, key=lambda ranks: whole[ranks])
+            there = sum(not {*key.ranks}.isdisjoint(ranks) for key in self.members)
+            has = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {size_text(least[ranks])}"
+            fact = f"'{rule.pattern}' is freed, and {has} at once, as if it was kept"
+            law = f"{self.ahead + 1} units are there at once, one of which computes, and these ranks have {there}"
+            help_ = "write after_forward: keep, or a pattern that matches smaller modules"
+            raise CompileError(Problem(rule.where, fact, law, help_))
+        self._find(set())
+
+    def _find(self, freed: Iterable[Key]) -> dict[tuple[int, ...], int]:
+        """Finds the regions with these units freed; by ranks the most bytes that they have gathered at once."""
+        self.freed = {*freed}
+        for readers, labels in zip(self.readers, self.labels.steps, strict=True):
+            readers.tracks = self._tracks(readers, labels)
+        self._align()
+        return {tuple(sorted(unit.ranks)): self._peak(one) for unit, one in zip(self.units, self.readers, strict=True)}
+
+    def _align(self) -> None:
+        """Has ranks that gather together have the same regions: one without readers, of what nothing needs there, follows the same events.
+
+        CompileError where they read units in different orders.
+        """
+        for track in dict.fromkeys(track for readers in self.readers for track in readers.tracks):
+            most = max(range(len(self.units)), key=lambda k: len(self.readers[k].tracks.get(track, ())))
+            like = self.readers[most].tracks[track]
+            for number, (unit, readers) in enumerate(zip(self.units, self.readers, strict=True)):
+                own = [*reversed(readers.tracks.get(track, []))]
+                if unit.ranks.isdisjoint(track[0]) or [one.key for one in reversed(own)] == [one.key for one in like]:
+                    continue
+                runs = list[Region]()
+                for one in like:
+                    if own and own[-1].key == one.key:
+                        runs.append(own.pop())
+                        continue
+                    at = max(self._same_place(most, number, one.first), runs[-1].first if runs else -1)
+                    runs.append(Region(one.key, at, at))
+                if own:
+                    name, rule = own[-1].key.unit.name, own[-1].key.unit.rule
+                    fact = f"{ranks_text(track[0])} read '{name}' and other units in different orders"
+                    law = "ranks that store parameters together gather them in one order"
+                    help_ = "place what reads them on the same ranks, or store them along another axis"
+                    raise CompileError(Problem(rule.where, fact, law, help_))
+                readers.tracks[track] = runs
+
+    def _same_place(self, one: int, other: int, at: int) -> int:
+        """The place in a program that is before the same events as a place in another program."""
+        there, here = self.units[one].steps[at + 1 :], self.units[other].steps
+        later = {step.tag for step in there if isinstance(step, Comm) and not self.is_gather(step)}
+        return next((k for k, step in enumerate(here) if isinstance(step, Comm) and step.tag in later), len(here)) - 1
+
+    def track(self, key: Key, label: Label) -> Track:
+        """The track with the regions of a unit that a reader of this label has."""
+        return key.ranks, label if self.divided and key in self.freed else None
+
+    def _tracks(self, readers: _Readers, labels: Sequence[Label]) -> dict[Track, list[Region]]:
+        """The regions of a program's units in the order of their begins."""
+        found: dict[Track, list[Region]] = {}
+        recent: dict[Track, set[Key]] = {}
+        for at, read in readers.uses.items():
+            keys = self.keys(read)
+            for track in dict.fromkeys(self.track(key, labels[at]) for key in keys):
+                here = [key for key in keys if self.track(key, labels[at]) == track]
+                runs, before = found.setdefault(track, []), recent.get(track, set())
+                for key in here:
+                    last = next((k for k in reversed(range(len(runs))) if runs[k].key == key), None)
+                    near = last is not None and (
+                        key in before or key not in self.freed or len(runs) - last <= self.ahead
+                    )
+                    if not near or last is None:
+                        last = len(runs)
+                        runs.append(Region(key, at, at))
+                    runs[last].last = at
+                    runs[last].read |= {value for value in read if self.parameters[value].key == key}
+                recent[track] = {*here}
+        return found
+
+    def _peak(self, readers: _Readers) -> int:
+        """The most bytes that a program has gathered at once: of a batch that is divided what is kept, and what a task has."""
+        sizes = {key: sum(one.bytes for one in some) for key, some in self.members.items()}
+        spans: dict[Label | None, list[tuple[int, int, int]]] = {}
+        for (_, label), runs in readers.tracks.items():
+            for k, one in enumerate(runs):
+                begin = runs[k - self.ahead].first if k >= self.ahead else -1
+                spans.setdefault(label, []).append((begin, one.last, sizes[one.key]))
+        most = {
+            label: max(sum(size for first, last, size in some if first <= at <= last) for at, _, _ in some)
+            for label, some in spans.items()
+        }
+        if not self.divided:
+            return max(most.values(), default=0)
+        return sum(size for _, _, size in spans.pop(None, ())) + max((most[label] for label in spans), default=0)
+
+    def place(self, readers: _Readers, key: Key, at: int, label: Label) -> Place | None:
+        track = self.track(key, label)
+        runs = readers.tracks.get(track, ())
+        regions = ((k, one) for k, one in enumerate(runs) if one.read and one.key == key)
+        return next(((track, k) for k, one in regions if one.first <= at <= one.last), None)
+
+    def is_lazy(self, step: Compute, readers: _Readers) -> bool:
+        """Whether an op turns parameters, and is repeated in each region; of a batch that is divided what is kept is turned once."""
+        read = readers.bases.get(step.makes[0], set()) if step.makes and step.makes[0] in readers.derived else set()
+        return bool(read) and (not self.divided or not self.freed.isdisjoint(self.keys(read)))
+
+
+class _Gathers:
+    """Writes the gathers of all regions into the programs."""
+
+    def __init__(self, regions: _Regions) -> None:
+        self.regions, self.units = regions, regions.units
+        self.read: dict[Place, set[Value]] = {}
+        """Maps each region to the parameters that a rank reads there."""
+        firsts: dict[Key, Place] = {}
+        for readers in regions.readers:
+            for track, runs in readers.tracks.items():
+                for k, region in enumerate(runs):
+                    firsts.setdefault(region.key, (track, k))
+                    self.read.setdefault((track, k), set()).update(region.read)
+        self.first = {*firsts.values()}
+        """The first region of each unit."""
+        self.tags = count(1 + max((event.tag for event in regions.program.events), default=0))
+        self.events = {event.tag: event for event in regions.program.events}
+        self.messages: dict[Place, list[Comm]] = {}
+        self.gathered: dict[Place, Key] = {}
+        """Maps each region to its unit, in the order in which gathers are written."""
+        self.sizes: dict[Value, int] = {}
+        """The bytes of each value that is gathered."""
+        self.casts: dict[Value, Op] = {}
+        self.values: dict[tuple[Value, tuple[Place, ...], TaskKind], Value] = {}
+        self.times: Counter[Value] = Counter()
+        """The number of values that are called after each."""
+
+    def write(self) -> tuple[Lowered, list[Unit], Labels]:
+        """The units with all gathers, their labels, and the program with its events in the order of all ranks."""
+        written = [self._written(k) for k in range(len(self.units))]
+        record = self._record(written)
+        programs = [steps for steps, _ in written]
+        order = list(in_order(programs))
+        assert sum(map(len, order)) == sum(map(len, programs)), "ranks wait for each other's gathers"
+        tags: dict[int, int] = {}
+        events: list[Event] = []
+        for places in order:
+            (unit, at), *_ = places
+            step = programs[unit][at]
+            if isinstance(step, Comm) and step.tag not in tags:
+                tags[step.tag] = len(events)
+                events.append(replace(self.events[step.tag], tag=tags[step.tag]))
+        renumbered: dict[int, Op] = {}
+        for steps in programs:
+            for at, step in enumerate(steps):
+                if isinstance(step, Comm):
+                    steps[at] = renumbered.setdefault(id(step), replace(step, tag=tags[step.tag]))
+        units = [
+            replace(unit, program=replace(unit.program, steps=tuple(steps)))
+            for unit, steps in zip(self.units, programs, strict=True)
+        ]
+        labels = replace(self.regions.labels, steps=[some for _, some in written], order=order)
+        return replace(self.regions.program, events=tuple(events), stored=record), units, labels
+
+    def _written(self, number: int) -> tuple[list[Op], list[Label]]:
+        """The ops of a program with its gathers, and their labels."""
+        unit, readers, old = self.units[number], self.regions.readers[number], self.regions.labels.steps[number]
+        steps: list[Op] = []
+        labels: list[Label] = []
+        done: set[Value] = set()
+        due: dict[int, list[tuple[Place, Key]]] = {}
+        """The gathers that follow each place."""
+
+        def put(some: Iterable[Op], label: Label) -> None:
+            for step in some:
+                steps.append(step)
+                labels.append(label)
+
+        low = [one for one in self.regions.parameters.values() if one.low is not None and {*one.key.ranks} & unit.ranks]
+        put((self._cast(one) for one in low), ONCE)
+        for track, runs in readers.tracks.items():
+            first = runs if self.regions.divided and track[1] is None else runs[: self.regions.ahead]
+            for k, one in enumerate(first):
+                put(self._gather((track, k), one.key, steps), track[1] or ONCE)
+            for k, one in enumerate(runs[len(first) :], len(first)):
+                due.setdefault(runs[k - self.regions.ahead].first, []).append(((track, k), one.key))
+        for at, (step, label) in enumerate(zip(unit.steps, old, strict=True)):
+            if not self.regions.is_gather(step) and not (
+                isinstance(step, Compute) and self.regions.is_lazy(step, readers)
+            ):
+                keys = self.regions.keys(readers.uses.get(at, ()))
+                places = {key: place for key in keys if (place := self.regions.place(readers, key, at, label))}
+                clones, values = list[Op](), dict[Value, Value]()
+                for value in step.reads if places else ():
+                    values[value] = self._value(value, places, readers, step, clones, done)
+                put((*clones, _over(step, values)), label)
+            for place, key in due.get(at, ()):
+                put(self._gather(place, key, steps), place[0][1] or label)
+        return steps, labels
+
+    def _value(
+        self,
+        value: Value,
+        places: Mapping[Key, Place],
+        readers: _Readers,
+        reader: Op,
+        clones: list[Op],
+        done: set[Value],
+    ) -> Value:
+        """What a reader in these regions reads in place of a value; `clones` gets the ops that make it, where they are not `done`."""
+        keys = self.regions.keys(readers.bases.get(value, ()))
+        regions = tuple(places[key] for key in keys if key in places)
+        if not regions:
+            return value
+        maker = readers.derived.get(value)
+        if maker is None:
+            return self._own(value, regions)
+        if not self.regions.is_lazy(maker, readers):
+            return value
+        made = {one: self._own(one, regions, reader.task) for one in maker.makes}
+        if made[value] not in done:
+            done.update(made.values())
+            read = {one: self._value(one, places, readers, reader, clones, done) for one in maker.reads}
+            clone = with_values(replace(maker, task=reader.task), {**read, **made})
+            if made[value] is not value:
+                named = clone.label if isinstance(clone.label, Value) else None
+                clone = replace(
+                    clone,
+                    label=named.derived(_AGAIN)
+                    if named and named not in made.values()
+                    else named or f"{clone.label}{_AGAIN}",
+                )
+            clones.append(clone)
+        return made[value]
+
+    def _own(self, value: Value, regions: tuple[Place, ...], task: TaskKind = TaskKind.FORWARD) -> Value:
+        """The value of some regions, and of what is made of parameters of a task there: of the first of them the value itself."""
+        key = value, regions, task
+        if key not in self.values:
+            is_first = self.first.issuperset(regions) and task is TaskKind.FORWARD
+            self.times[value] += not is_first
+            number = self.times[value] if self.times[value] > 1 else ""  # the bodies of a file have names of their own
+            self.values[key] = value if is_first else value.derived(f"{_AGAIN}{number}")
+        return self.values[key]
+
+    def _cast(self, one: Parameter) -> Op:
+        """The Cast of a shard that travels in 16 bits; the same op in all programs."""
+        assert one.low is not None
+        if one.shard not in self.casts:
+            self.casts[one.shard] = replace(one.low, inputs=(one.step.reads[0],), outputs=(one.shard,), label=one.shard)
+        return self.casts[one.shard]
+
+    def _gather(self, place: Place, key: Key, steps: Sequence[Op]) -> list[Comm]:
+        """The messages that gather a unit for a region: one of what is cut along dim 0, of each type, and one for each other parameter."""
+        if place not in self.messages:
+            task = steps[-1].task if steps else TaskKind.FORWARD
+            joined: dict[object, list[Parameter]] = {}
+            read = self.read[place]
+            for one in [one for one in self.regions.members[key] if one.whole in read]:
+                dim = one.step.attributes[AXIS]
+                kind = one.event.group, None if one.whole.of is None else one.whole.of.dtype, one.whole if dim else None
+                joined.setdefault(kind, []).append(one)
+            self.messages[place] = [self._message(some, place, task) for some in joined.values()]
+            self.gathered[place] = key
+        return self.messages[place]
+
+    def _message(self, members: Sequence[Parameter], place: Place, task: TaskKind) -> Comm:
+        """One event that gathers parameters of a unit; it is listed."""
+        first, tag, name = members[0], next(self.tags), members[0].key.unit.name
+        made = tuple(self._own(one.whole, (place,)) for one in members)
+        self.sizes |= {value: one.bytes for value, one in zip(made, members, strict=True)}
+        cause = f"parameters of '{name}'" if len(members) > 1 else f"parameter '{name_of(first.step.value)}'"
+        cause += "" if place in self.first else ", gathered again"
+        value = first.step.value if first.low is None or first.whole.of is None else first.whole.of
+        amount = str(sum(_part(one, int(one.event.bytes)) for one in members))
+        shape = first.event.shape
+        if len(members) > 1:
+            shape = (sum(math.prod(dim for dim in one.event.shape or () if isinstance(dim, int)) for one in members),)
+        event = replace(first.event, value=value, output=made[0], shape=shape, bytes=amount, cause=cause)
+        self.events[tag] = event
+        given = tuple(one.shard for one in members)
+        return replace(
+            first.step, inputs=given, outputs=made, tag=tag, value=value, cause=cause, bytes=amount, task=task
+        )
+
+    def _counted(self, steps: Sequence[Op], labels: Sequence[Label]) -> int:
+        """The most bytes that a program has gathered at once: of a batch that is divided those of units that are kept, and of a task."""
+        if not self.regions.divided:
+            return self._most(steps)
+        apart = {label: [step for step, own in zip(steps, labels, strict=True) if own == label] for label in {*labels}}
+        kept = sum(self.sizes.get(value, 0) for step in apart.pop(ONCE, ()) for value in step.makes)
+        return kept + max((self._most(some) for some in apart.values()), default=0)
+
+    def _most(self, steps: Sequence[Op]) -> int:
+        """The most bytes that ops have gathered at once: each to its last reader; what nothing reads until the next gather begins."""
+        last = {value: at for at, step in enumerate(steps) for value in step.reads if value in self.sizes}
+        before, events = -1, list[tuple[int, int]]()
+        for at, step in enumerate(steps):
+            if not any(value in self.sizes for value in step.makes):
+                before = at
+                continue
+            events.append((before, at))
+        begun, most = set[Value](), 0
+        for before, at in events:
+            alive = {value for value in begun if last.get(value, -1) >= before} | {*steps[at].makes}
+            most = max(most, sum(self.sizes[value] for value in alive))
+            begun.update(steps[at].makes)
+        return most
+
+    def _record(self, written: Sequence[tuple[Sequence[Op], Sequence[Label]]]) -> StoredRecord:
+        """What the manifest says of stored parameters: by unit its bytes as it is gathered, and by ranks the most at once."""
+        ranks_by_peak: dict[int, list[int]] = {}
+        for unit, (steps, labels) in zip(self.units, written, strict=True):
+            ranks_by_peak.setdefault(self._counted(steps, labels), []).extend(unit.ranks)
+        rules = self.regions.program.plan.pipeline
+        times = 1 if rules is None or not self.regions.divided else rules.microbatches
+        gathered = Counter[Key]()
+        for place, key in self.gathered.items():
+            gathered[key] += len(self.messages[place]) * (1 if place[0][1] is None else times)
+        return StoredRecord(
+            ahead=self.regions.ahead,
+            units=[
+                StoredUnitRecord(
+                    unit=key.unit.name,
+                    axis="" if key.unit.rule.axis is True else key.unit.rule.axis,
+                    ranks=list(key.ranks),
+                    tensors=[name_of(one.step.value) for one in some],
+                    bytes=sum(one.bytes for one in some),
+                    freed=key in self.regions.freed,
+                    gathers=gathered[key],
+                )
+                for key, some in self.regions.members.items()
+            ],
+            peaks=[StoredPeak(ranks=sorted(ranks), bytes=peak) for peak, ranks in sorted(ranks_by_peak.items())],
+        )
+
+
+def _is_low(value: Value) -> bool:
+    return value.of is not None and value.of.dtype in _HALVES
+
+
+def _part(one: Parameter, amount: int) -> int:
+    """The bytes that a gather moves, which is so many of the parameter's own type."""
+    own, made = one.step.value.dtype, None if one.whole.of is None else one.whole.of.dtype
+    return int(amount * made.itemsize / own.itemsize) if own is not None and made is not None else amount
+
+
+def _over(step: Op, values: Mapping[Value, Value]) -> Op:
+    """An op that reads other values."""
+    if isinstance(step, Compute):
+        return with_values(step, values)
+    return replace(step, inputs=exchanged(step.inputs, values)) if values and isinstance(step, Comm) else step

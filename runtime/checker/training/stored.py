@@ -1,0 +1,135 @@
+"""Proves how stored parameters are gathered: a rank has at once what the manifest says, and reads what it gathered last.
+
+The laws hold in the order of each rank's file, with tasks in place of their calls:
+
+    own event    a node reads what the last event before it has gathered of a parameter: what an earlier one gathered is given up by then
+    as often     a unit is gathered in as many events as the manifest says
+    together     one event gathers parameters of one unit
+    peak         what is gathered is in memory from its event to its last reader, what the node before the next event reads still with that,
+                 since they may be of one session; what nothing reads is there at its event. The most at once is what the manifest says,
+                 or at most that where tasks have units that are kept and others that are freed
+
+That no gather comes after the update of what it gathers is a law of updates in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from onnx import ModelProto, NodeProto
+from partc.runtime.artifact.format import ALL_GATHER, DOMAIN, MANIFEST, PIECE, Manifest, StoredUnitRecord
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, node_title, path_of, reads
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.checker.graph.declared import declared_types
+from partc.runtime.checker.subject import Subject
+from partc.runtime.errors import Violation
+
+_AGAIN = "compile the model again"
+
+
+def check_stored(subject: Subject) -> Iterator[Violation]:
+    """Violations of what the manifest says of stored parameters, by the files of its ranks, which are sound graphs."""
+    stored = subject.manifest.stored
+    if stored is None:
+        return
+    peaks = {rank: one.bytes for one in stored.peaks for rank in one.ranks}
+    mixed = bool(subject.rows) and len({unit.freed for unit in stored.units}) > 1
+    for ranks in subject.manifest.by_file(subject.models).values():
+        units = {tensor: unit for unit in stored.units if ranks[0] in unit.ranks for tensor in unit.tensors}
+        file = subject.manifest.program(ranks[0])
+        found = _Gathers(file, subject.models[ranks[0]], units, subject.manifest, ranks[0])
+        yield from found.violations()
+        for rank in ranks:
+            said, most = peaks.get(rank), found.peak
+            if said is None or most > said or (most < said and not mixed):
+                fact = f"stored: rank {rank} has {most:,} bytes of gathered parameters at once, and the manifest says {said}"
+                yield Violation(MANIFEST, fact, help=_AGAIN)
+                break
+
+
+@dataclass
+class _Gathered:
+    """What an event made of a parameter, with the places of the event and of the last reader."""
+
+    tensor: str
+    begin: int
+    bytes: int
+    last: int = -1
+
+
+@dataclass
+class _Gathers:
+    """The gathers of one rank file; `units`: by tensor the unit of the manifest."""
+
+    file: str
+    model: ModelProto
+    units: dict[str, StoredUnitRecord]
+    manifest: Manifest
+    rank: int
+    peak: int = 0
+    gathered: dict[str, _Gathered] = field(default_factory=dict)
+
+    def violations(self) -> Iterator[Violation]:
+        """Walks the file once."""
+        tensors = self._tensors()
+        types = declared_types(self.model)
+        latest: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        begins: list[tuple[int, int]] = []
+        """The place of the node before each event, and the event's own."""
+        before = -1
+        for at, node in enumerate(self.model.graph.node):
+            if node.op_type == "Cast" and node.input[0] in tensors:
+                tensors[node.output[0]] = tensors[node.input[0]]
+            for name in reads(node):
+                if (one := self.gathered.get(name)) is not None:
+                    one.last = at
+                    if latest[one.tensor] != name:
+                        fact = f"it reads '{name}', and '{one.tensor}' has been gathered again since, as '{latest[one.tensor]}'"
+                        yield self._violation(node, fact)
+            own = [tensors.get(name, "") for name in node.input] if _gathers(node) else []
+            if not any(name in self.units for name in own):
+                before = at
+                continue
+            if len({self.units[name].unit if name in self.units else "" for name in own}) > 1:
+                yield self._violation(node, f"it gathers {', '.join(own)}, which are not of one unit")
+            begins.append((before, at))
+            counts[self.units[own[0]].unit if own[0] in self.units else ""] += 1
+            for tensor, made in zip(own, node.output, strict=True):
+                latest[tensor] = made
+                type, shape = types.get(made, ("", None))
+                sizes = [dim for dim in shape or () if isinstance(dim, int)]
+                kind = dense(type)
+                self.gathered[made] = _Gathered(tensor, at, kind.bytes_of(tuple(sizes)) if kind is not None else 0)
+        for port in self.model.graph.output:
+            if port.name in self.gathered:
+                self.gathered[port.name].last = len(self.model.graph.node)
+        for unit in {unit.unit: unit for unit in self.units.values()}.values():
+            if counts[unit.unit] != unit.gathers:
+                fact = f"stored: {self.file} gathers unit '{unit.unit}' {counts[unit.unit]} times, and the manifest says {unit.gathers}"
+                yield Violation(MANIFEST, fact, help=_AGAIN)
+        self._count(begins)
+
+    def _tensors(self) -> dict[str, str]:
+        """Maps each value of the file to the parameter of which it is this rank's shard."""
+        found = {one.value: one.tensor for one in self.manifest.state if self.rank in one.ranks}
+        for tensor in self.model.graph.initializer:
+            found.setdefault(tensor.name, metadata_of(tensor, PIECE).partition("[")[0] or tensor.name)
+        return found
+
+    def _count(self, begins: list[tuple[int, int]]) -> None:
+        """Finds the most bytes at once; `begins`: of each event the place of the node before it, and its own."""
+        for before, at in begins:
+            alive = (
+                one for one in self.gathered.values() if one.begin == at or (one.begin < at and one.last >= before)
+            )
+            self.peak = max(self.peak, sum(one.bytes for one in alive))
+
+    def _violation(self, node: NodeProto, fact: str) -> Violation:
+        return Violation(self.file, fact, node_title(node), path_of(node), _AGAIN)
+
+
+def _gathers(node: NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type == ALL_GATHER

@@ -1,0 +1,266 @@
+"""Parameters that ranks store in shards: trained as on one rank, in as many messages and bytes as the formulas say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from mutated import change_file, texts
+from partc.compiler import nn
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.inputs import Spec
+from partc.compiler.ir.program import Complete
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
+from partc.runtime.checker.check import check_artifact
+from training_equivalence import run, same_training, source_of
+from training_models import CrossEntropy, Model, gpt
+
+SIZES: dict[str, Any] = {"width": 12, "layers": 3, "heads": 2, "vocabulary": 24, "context": 9}
+TRAIN = """
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: labels, axis: 2}
+  optimizer: {type: adamw, lr: 0.01, eps: 1.0e-3, weight_decay: 0.1}
+"""
+RECORDS = "[dp, null]"
+STORED = 'parameters: {"**": {stored: dp}}\n'
+
+
+def plan(ranks: int, mesh: str, records: str, more: str) -> str:
+    """A plan of a GPT whose records lie along some axes."""
+    return f"""
+ranks: {ranks}
+mesh: {mesh}
+symbols: {{batch: {{divisor: 12, max: 12}}, seq: {{max: 8}}}}
+dataset: {{x: {records}, labels: {records}}}
+{more}{TRAIN}"""
+
+
+@cache
+def steps() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    return [gpt(**SIZES).feeds(rng, batch=12, seq=6) for _ in range(2)]
+
+
+def compiled(text: str, out: Path) -> Complete:
+    return compile_source(source_of(gpt(**SIZES)), parse_plan(text, "plan.yaml"), out, check=False).program
+
+
+PLANS = {
+    "freed": plan(3, "{dp: 3}", RECORDS, STORED),
+    "replicas": plan(4, "{replica: 2, shard: 2}", "[[replica, shard], null]", 'parameters: {"**": {stored: shard}}\n'),
+    "tensor parallel": plan(
+        4, "{dp: 2, tp: 2}", RECORDS, f'{STORED}sharding: {{"**.mlp.project": colwise, "**.mlp.out": rowwise}}\n'
+    ),
+    "microbatches, kept": plan(
+        2, "{dp: 2}", RECORDS, f"{STORED}stored: {{gather: step}}\npipeline: {{microbatches: 3}}\n"
+    ),
+    "replicas, each microbatch": plan(
+        4,
+        "{replica: 2, shard: 2}",
+        "[[replica, shard], null]",
+        'parameters: {"**": {stored: shard}}\nstored: {reduce: microbatch}\npipeline: {microbatches: 3}\n',
+    ),
+    "stages, recomputed": plan(
+        4,
+        "{pp: 2, dp: 2}",
+        RECORDS,
+        f'{STORED}stored: {{ahead: 2}}\npipeline: {{microbatches: 3, schedule: 1f1b, recompute: ["layers.*"], '
+        'stages: ["tokens, positions, layers.[0-1]", "layers.2, norm, head"]}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_trains_as_on_one_rank(case: str, tmp_path: Path) -> None:
+    """Losses and tensors are those of one rank, and the checker proves the peak that the manifest states."""
+    program = same_training(lambda: source_of(gpt(**SIZES)), PLANS[case], tmp_path, steps(), rtol=2e-5, atol=2e-3)
+    assert program.stored is not None
+    assert len(program.stored.units) == 7  # tokens, positions, three layers, norm and head
+
+
+def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
+    """Units that both passes read: 2 n - 1 gathers where they are freed, n where they are kept; n ReduceScatters; updates stay."""
+    units = 'parameters: {"{layers.*,norm,head}": {stored: dp%s}}\n'
+    layer = 4 * (12 * 36 + 36 + 12 * 12 + 12 + 12 * 48 + 48 + 48 * 12 + 12 + 4 * 12)
+    norm, head = 4 * 2 * 12, 4 * 24 * 12
+    for how, gathers, peak in (("", 2 * 5 - 1, 2 * layer), (", after_forward: keep", 5, 3 * layer + norm + head)):
+        program = compiled(plan(3, "{dp: 3}", RECORDS, units % how), tmp_path / how.strip(" ,:_af"))
+        counted = Counter(event.op_type for event in program.events if "parameter" in event.cause)
+        assert counted == {
+            "AllGather": gathers,
+            "ReduceScatter": 4,
+            "AllReduce": 1,
+        }  # head.weight by its name; the embeddings
+        assert program.stored is not None
+        assert [(one.ranks, one.bytes <= peak, one.bytes > peak - layer) for one in program.stored.peaks] == [
+            ([0, 1, 2], True, True)
+        ]
+
+
+class Tied(nn.Module):
+    """A table that is the head, too, and a parameter of 7 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(22, 12)
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.scale = nn.Parameter([7], init=nn.init.normal(1.0))
+
+    def forward(self, op: Any, x: Any) -> Any:
+        h = op.Mul(self.tokens(op, x), op.ReduceMean(self.scale, keepdims=0))
+        for layer in self.layers:
+            h = op.Tanh(layer(op, h))
+        return op.MatMul(h, op.Transpose(self.tokens.weight, perm=[1, 0]))
+
+
+def tied() -> Model:
+    """Its training."""
+    inputs = tuple(Spec(name, ("batch", "seq"), ir.DataType.INT64) for name in ("x", "labels"))
+    return Model("tied", CrossEntropy(Tied()), inputs, lambda rng: {}, {})
+
+
+def test_tied_and_odd_parameters(tmp_path: Path) -> None:
+    """A table is gathered for each run of its readers; what no rank can have a half of stays whole, and is named."""
+    text = plan(2, "{dp: 2}", RECORDS, 'parameters: {"**": {stored: dp, after_forward: free}}\n')
+    rng = np.random.default_rng(4)
+    feeds = [{name: rng.integers(0, 22, (12, 5)) for name in ("x", "labels")} for _ in range(2)]
+    program = same_training(lambda: source_of(tied()), text, tmp_path, feeds, rtol=2e-5, atol=2e-3)
+    assert program.stored is not None
+    gathers = {one.unit: one.gathers for one in program.stored.units}
+    assert gathers == {"tokens": 2, "layers.0": 2, "layers.1": 2, "layers.2": 2}  # the table as the head of both passes
+    assert [text for text in program.warnings if "'scale' [7] stays whole on each rank: no dim of" in text]
+
+
+def test_a_model_that_is_not_trained_is_gathered_unit_by_unit(tmp_path: Path) -> None:
+    """Every program that reads stored weights has its gathers, also where some ranks do not need what is gathered last."""
+    more = f'{STORED}sharding: {{"**.mlp.project": colwise, "**.mlp.out": rowwise}}\n'
+    text = plan(4, "{dp: 2, tp: 2}", RECORDS, more).partition("train:")[0].replace(f", labels: {RECORDS}", "")
+    made = []
+    for name, one in (("stored", text), ("whole", "ranks: 1\n")):
+        compile_source(source_of(gpt(**SIZES)), parse_plan(one, "plan.yaml"), tmp_path / name, check=False)
+        assert check_artifact(tmp_path / name) == []
+        with load_local(tmp_path / name) as ranks:
+            made.append(ranks({"x": steps()[0]["x"]})["y"])
+    np.testing.assert_allclose(*made, rtol=0, atol=1e-6)
+
+
+def test_sixteen_bits_travel(tmp_path: Path) -> None:
+    """Weights that products alone read are cast on their shards; the numbers are those of data parallel ranks."""
+    half = "precision: {compute: bfloat16}\n"
+    stored = run(source_of(gpt(**SIZES)), plan(2, "{dp: 2}", RECORDS, STORED) + half, tmp_path / "a", steps())
+    whole = run(source_of(gpt(**SIZES)), plan(2, "{dp: 2}", RECORDS, "") + half, tmp_path / "b", steps())
+    assert all(np.array_equal(stored.after[name], value) for name, value in whole.after.items())
+    gathers = [event for event in stored.program.events if event.cause == "parameters of 'layers.1'"]
+    types = {str(event.value.dtype): int(event.bytes) for event in gathers}
+    low = 2 * (12 * 36 + 36 + 12 * 12 + 12 + 12 * 48 + 48 + 48 * 12 + 12)
+    assert types == {"BFLOAT16": low // 2, "FLOAT": 4 * 4 * 12 // 2}
+
+
+def test_planted_faults_are_named(tmp_path: Path) -> None:
+    """A wrong peak, a number of gathers, a unit of other parameters."""
+    compiled(PLANS["freed"], tmp_path)
+    assert check_artifact(tmp_path) == []
+    manifest = tmp_path / "manifest.json"
+    text = manifest.read_text()
+    stored = json.loads(text)["programs"]["train"]["stored"]
+    peak, unit = stored["peaks"][0]["bytes"], stored["units"][2]
+
+    def found(change: Callable[[dict[str, Any]], object]) -> str:
+        data = json.loads(text)
+        change(data["programs"]["train"]["stored"])
+        manifest.write_text(json.dumps(data))
+        return "\n".join(map(str, check_artifact(tmp_path)))
+
+    assert f"has {peak:,} bytes of gathered parameters at once, and the manifest says {peak - 4}" in found(
+        lambda data: data["peaks"][0].update(bytes=peak - 4)
+    )
+    assert f"gathers unit '{unit['unit']}' {unit['gathers']} times, and the manifest says 1" in found(
+        lambda data: data["units"][2].update(gathers=1)
+    )
+    assert "which are not of one unit" in found(
+        lambda data: data["units"][3]["tensors"].append(data["units"][2]["tensors"].pop())
+    )
+
+
+def test_a_region_that_reads_what_another_gathered_is_named(tmp_path: Path) -> None:
+    """And one that is gathered after the update of what it gathers."""
+    compiled(PLANS["freed"], tmp_path)
+    weight = "layers.1.mlp.out.weight"
+
+    def other_region(model: onnx.ModelProto) -> None:
+        first, again = [
+            node.output for node in model.graph.node if node.op_type == "AllGather" and weight in node.input
+        ]
+        old, new = (next(name for name in names if name.startswith(weight)) for names in (again, first))
+        reader = next(node for node in model.graph.node if old in node.input)
+        reader.input[[*reader.input].index(old)] = new
+
+    def late(model: onnx.ModelProto) -> None:
+        nodes = [*model.graph.node]
+        at = max(k for k, node in enumerate(nodes) if node.op_type == "AllGather" and weight in node.input)
+        nodes.append(nodes.pop(at))
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+
+    for change, fact in (
+        (other_region, "has been gathered again since"),
+        (late, f"it reads '{weight}' after AdamWDecayed"),
+    ):
+        folder = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}.{change.__name__}")
+        change_file(folder, "rank_0000.onnx", change)
+        assert fact in texts(folder), texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("more", "facts"),
+    [
+        (
+            'parameters: {"layer.*": {stored: dp}}\n',
+            ["plan.yaml:6", "'layer.*' matches no module with parameters", "layers"],
+        ),
+        ('parameters: {"**": {stored: db}}\n', ["plan.yaml:6", "'db' is not an axis of the mesh", "its axes are dp"]),
+        (
+            'parameters: {"norm": {stored: dp}}\n',
+            ["plan.yaml:6", "nothing can be shared by the 5 ranks of 'dp'", "divisible by 5"],
+        ),
+        (
+            'parameters: {"**": {stored: dp, after_forward: free}}\nstored: {gather: step}\n',
+            ["plan.yaml:7", "'gather: step', and 'after_forward: free'"],
+        ),
+        ("stored: {ahead: 2}\n", ["plan.yaml:6", "'stored' without 'parameters'"]),
+    ],
+)
+def test_refusals(more: str, facts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as error:
+        compiled(plan(5, "{dp: 5}", "[null, null]", more), tmp_path)
+    assert all(fact in str(error.value) for fact in facts), str(error.value)
+
+
+def test_tokens_are_not_made_of_stored_parameters() -> None:
+    text = f"ranks: 2\nmesh: {{dp: 2}}\ngenerate: {{slots: 2, length: 80}}\n{STORED}"
+    with pytest.raises(
+        CompileError, match="'parameters' beside 'generate'\n  each token would gather all that is stored"
+    ):
+        parse_plan(text, "plan.yaml")
+
+
+def test_what_frees_nothing_is_refused(tmp_path: Path) -> None:
+    """Both of two units are there while one computes: where the plan does not ask for it, they are kept."""
+    said = 'parameters: {"layers.[0-1]": {stored: dp%s}}\n'
+    with pytest.raises(CompileError, match=r"is freed, and rank 0 has .* at once, as if it was kept") as error:
+        compiled(plan(2, "{dp: 2}", RECORDS, said % ", after_forward: free"), tmp_path)
+    assert "2 units are there at once" in str(error.value)
+    program = compiled(plan(2, "{dp: 2}", RECORDS, said % ""), tmp_path)
+    assert program.stored is not None
+    assert [one.freed for one in program.stored.units] == [False, False]
