@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.adapters import AdapterForm, refused_adapters
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
+from partc.compiler.plan.elastic import ElasticEntry
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
@@ -301,8 +302,18 @@ class PlanEntries(DataEntries):
         description="A batch runs as microbatches through the stages that the placement makes, in training and without it.",
     )
 
+    elastic: Annotated[ElasticEntry | None, Remedy("write elastic: {ranks: [8, 6, 4]}")] = Field(
+        None, description="The numbers of ranks that a training may continue on after it has lost some."
+    )
+
     @model_validator(mode="after")
     def _one_number_of_parts(self) -> PlanEntries:
+        if self.elastic is not None and self.train is None:
+            law = "a training continues from its checkpoint, and an inference has none"
+            raise Refused("'elastic' without 'train'", law, "leave out 'elastic'", "elastic")
+        if self.elastic is not None and self.train is not None and getattr(self.train.loss, "per_rank_mean", False):
+            law = "it is other numbers on another number of ranks"
+            raise Refused("'elastic', and a loss with 'sum_over_ranks'", law, "write reduction: mean", "elastic")
         if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
             raise Refused(
                 f"'train.accumulate' is {self.train.accumulate} already",

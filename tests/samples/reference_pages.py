@@ -40,6 +40,7 @@ SEE = {
     "pipeline": "pipelines",
     "generate": "generation",
     "adapters": "adapters",
+    "elastic": "elastic",
 }
 """By key the page that teaches it."""
 PARTS = {
@@ -52,6 +53,7 @@ PARTS = {
     "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",
+    "ElasticEntry": "elastic",
 }
 TRAIN_PARTS = {
     "ParameterRule": "parameters",
