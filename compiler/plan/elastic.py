@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.groups import DATA_AXIS, frame_in, shown_mesh
+from partc.compiler.plan.pipeline import MOST_MICROBATCHES, PipelineRules
 from partc.runtime.artifact.format import MOST_RANKS
 from partc.runtime.options import Options, Refused
 from pydantic import Field, ValidationInfo, model_validator
@@ -32,6 +33,14 @@ class ElasticEntry(Options):
     ] = Field(
         description="The numbers of ranks that the training may run on, the plan's 'ranks' first: [8, 6, 4]. The mesh's axis dp takes "
         "what the other axes leave of each; the batch and the losses are the same on all."
+    )
+
+    parts: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_MICROBATCHES,
+        description="The number of equal parts of a batch, each computed by itself and all sums over them in one order: a training has the "
+        "same bits on each number of ranks. A multiple of each number, at least twice.",
     )
 
     @model_validator(mode="after")
@@ -62,14 +71,43 @@ class ElasticEntry(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _of_one_order(self, info: ValidationInfo) -> ElasticEntry:
+        if self.parts is None:
+            return self
+        mesh = dict(frame_in(info).mesh or ())
+        if others_of(mesh) > 1:
+            fact = f"'parts', and the mesh has axes besides 'dp': {shown_mesh(tuple(mesh.items()))}"
+            law = "the sums along other axes are added in the order of ranks"
+            raise Refused(fact, law, "leave out 'parts', or the other axes", "parts")
+        if wrong := [number for number in self.ranks if self.parts % number or self.parts < 2 * number]:
+            whole = math.lcm(*self.ranks)
+            least = whole * (2 if whole < 2 * max(self.ranks) else 1)
+            fact = f"{self.parts} parts cannot be dealt out to {wrong[0]} ranks, to each the same number, two or more"
+            raise Refused(
+                fact, "a rank computes whole parts", f"choose {least}, or another multiple of {whole}", "parts"
+            )
+        return self
+
+    def pipeline(self, ranks: int, where: Callable[..., str]) -> PipelineRules | None:
+        """The microbatches of a batch whose parts are dealt out to so many ranks; None without `parts`."""
+        if self.parts is None:
+            return None
+        place, count = where("elastic", "parts"), self.parts // ranks
+        return PipelineRules(place, count, accumulates=True, parts=self.parts, shares=math.lcm(*self.ranks))
+
     def refuse_uneven(
         self, batch: int | None, microbatches: int, mesh: Mapping[str, int], where: Callable[..., str]
     ) -> None:
         """Raises CompileError for the numbers of ranks that the plan's batch does not divide by; `where` gives the place of a key."""
+        if batch is not None and self.parts is not None and batch % self.parts:
+            fact = f"'elastic': a batch of {batch} records cannot be divided into {self.parts} parts"
+            help = f"choose a batch that is a multiple of {self.parts}, or another number of parts"
+            raise CompileError(Problem(where("elastic", "parts"), fact, "parts are equal", help))
         shards = {ranks: ranks // others_of(mesh) for ranks in self.ranks}
         whole, problems = math.lcm(*shards.values()) * microbatches, list[Problem]()
         for at, (ranks, count) in enumerate(shards.items()):
-            if batch is None or batch % (count * microbatches) == 0:
+            if batch is None or self.parts is not None or batch % (count * microbatches) == 0:
                 continue
             parts = f" in {microbatches} microbatches" if microbatches > 1 else ""
             fact = f"'elastic', {ranks} ranks: a batch of {batch} records cannot be dealt out to {count}{parts}"

@@ -97,6 +97,8 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
     where = document.where
     train = entries.train.placed(where) if entries.train else None
     pipeline = entries.pipeline.rules(where) if entries.pipeline else None
+    if pipeline is None and elastic is not None:
+        pipeline = elastic.pipeline(entries.ranks, where)
     if train is not None and pipeline is not None:
         train = train.model_copy(update={"accumulate": pipeline.microbatches})
     elif train is not None and train.accumulate > 1:

@@ -311,6 +311,15 @@ class PlanEntries(DataEntries):
         if self.elastic is not None and self.train is None:
             law = "a training continues from its checkpoint, and an inference has none"
             raise Refused("'elastic' without 'train'", law, "leave out 'elastic'", "elastic")
+        parts = self.elastic is not None and self.elastic.parts is not None
+        if parts and (self.placement or self.target):
+            key = "placement" if self.placement else "target"
+            law = "each rank runs all of the model, on parts of the batch"
+            raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
+        if parts and self.train is not None and (self.train.accumulate > 1 or self.pipeline is not None):
+            key = "pipeline" if self.pipeline is not None else "train.accumulate"
+            law = "the parts of a batch are its microbatches, and their gradients are added up"
+            raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
         if self.elastic is not None and self.train is not None and getattr(self.train.loss, "per_rank_mean", False):
             law = "it is other numbers on another number of ranks"
             raise Refused("'elastic', and a loss with 'sum_over_ranks'", law, "write reduction: mean", "elastic")
