@@ -58,8 +58,7 @@ def emit(
         with replacing_folder(out) as folder:
             how = absent, by_reference
             manifest = _write_all([program, *inner], folder, out, sources, texts or {}, *how, elastic)
-            for place in manifest.numbers.values():
-                prove(folder / place)
+            prove(folder)
             return manifest
     except ObstacleError as error:
         raise _in_the_way(out, error.found) from error

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from mutated import change_file, texts
+from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.tasks.sum_tree import halves, nodes, roots, run_of
@@ -40,6 +41,7 @@ def test_bits_are_those_of_any_number_of_ranks(folder: Path) -> None:
     """Dropout, clipping, Adam's state in shards: alone, and begun on 6 ranks, continued on 4, 1 and 2."""
     build = built(folder, PARTS)
     assert texts(build) == ""
+    assert invoke(["verify", "model.py", "--plan", "build.yaml"]) == 0
     runs = {f"on{ranks}": [(ranks, 8)] for ranks in (6, 4, 2, 1)} | {"moved": [(6, 2), (4, 4), (1, 6), (2, 8)]}
     lines, weights = [], []
     for name, stages in runs.items():
