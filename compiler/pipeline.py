@@ -374,15 +374,18 @@ def _compiled(
     for ranks, other in (chosen.elastic if chosen is not None else {}).items():
         watch(f"{ranks} ranks")
         try:
-            scaled = programs_of(source, other, model.absolute().name, options.configuration, verify_passes=verified)
+            name, configuration = model.absolute().name, options.configuration
+            scaled = programs_of(source, other, name, configuration, strict=options.strict, verify_passes=verified)
         except CompileError as error:
             raise CompileError([replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]) from None
         main = _in_folder(scaled.pop(ProgramKind.STEP), plan, out / ranks_folder(ranks))
         elastic[ranks] = [main, *scaled.values()]
+        more = [f"on {ranks} ranks: {text}" for text in main.warnings if text not in program.warnings]
+        program = replace(program, warnings=(*program.warnings, *more))
     program = _in_folder(program, plan, out)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    how = options.check, watch, options.by_reference, elastic
-    report = _write(program, [*programs.values()], source, out, sources, texts, *how)
+    written = options.check, watch, options.by_reference, elastic
+    report = _write(program, [*programs.values()], source, out, sources, texts, *written)
     report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
     if annotated is not None:
         write_annotated(report.program, annotated)

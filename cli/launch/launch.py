@@ -80,9 +80,18 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
         )
     folder, most = Path(settings.folder), job.training.restarts
     before = known = latest(folder)
-    left, current = most, job
+    left, current, is_first = most, job, True
     while True:
-        outcome = _launched(*_fitting(current, manifest, hosts, extra, launcher), extra, launcher)
+        try:
+            fitting = _fitting(current, manifest, hosts, extra, launcher)
+        except UsageError as error:
+            if is_first:
+                raise
+            console.failure(str(error))
+            outcome = Outcome(error.exit_code, is_lost=True)  # too few hosts answer now
+        else:
+            outcome = _launched(*fitting, extra, launcher)
+        is_first = False
         if not outcome.is_lost:
             return outcome.code
         newest = latest(folder)

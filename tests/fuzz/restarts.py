@@ -55,13 +55,13 @@ def slow(batch):
     slow.calls += 1
     if slow.calls == int(os.environ.get("PARTC_MISTAKE", "0")):
         raise ValueError("a mistake")
-    time.sleep(0.03)
+    time.sleep(0.02)
     return batch
 
 slow.calls = 0
 '''
 KINDS = ("kill", "stop", "silent", "memory", "launcher")
-STEPS, SAVE = 60, 6
+STEPS, SAVE = 36, 4
 MOST, WITHIN = 3, 120.0
 """The most failures of one training, and the seconds in which it must have ended."""
 
@@ -100,6 +100,7 @@ def main() -> None:
             problems = judged(folder, f"runs{number}", outcome, wanted)
             wrong += bool(problems)
             lost += (outcome.seconds - whole.seconds) * (len(numbers) == 1)
+            print(f"{number}: {outcome.met}, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
             for problem in problems:
                 print(f"training {number}, {failures}: {problem}\n{outcome.said[-2000:]}")
         mistake = trained(
