@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from partc.runtime.errors import UsageError
+from partc.runtime.files.counted import read_text
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
@@ -29,6 +30,8 @@ _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _NAMED = 6
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
+_HOST_FILE = 1 << 20
+"""The most bytes of a file of hosts."""
 _PROBE = "true"
 _ANSWER, _PROBES = 20.0, 16
 """Seconds in which a host must run a process, and how many hosts are asked at the same time."""
@@ -158,7 +161,11 @@ def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, 
 def _slots_of(hosts: Hosts) -> dict[str, int]:
     """Maps each host to its slots; 0 where they are not said."""
     found: dict[str, int] = {}
-    lines = hosts.names.split(",") if hosts.names is not None else Path(hosts.file or "").read_text().splitlines()
+    try:
+        lines = [] if hosts.file is None else read_text(hosts.file, _HOST_FILE).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--hostfile {hosts.file}: {error}\n  help: give a text file with a host a line") from None
+    lines = hosts.names.split(",") if hosts.names is not None else lines
     for line in lines:
         words = line.partition("#")[0].split()
         if not words:

@@ -33,6 +33,7 @@ from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
 from partc.runtime.artifact.run_list import RunList
 from partc.runtime.errors import printable
+from partc.runtime.files.regular import read_regular
 from partc.runtime.files.writers import write_new
 
 
@@ -108,7 +109,7 @@ def _write_all(
         place = fmt.ranks_folder(ranks)
         there = _write_all(others, folder / place, folder, sources, {}, absent, by_reference, {})
         files |= {f"{place}/{file}": record for file, record in there.files.items() if not record.path}
-        data = (folder / place / fmt.MANIFEST).read_bytes()
+        data = read_regular(folder / place / fmt.MANIFEST)
         files[f"{place}/{fmt.MANIFEST}"] = fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifests = [
         manifest_of(program, own, files, sources, by_rank, program is programs[0])

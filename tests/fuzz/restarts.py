@@ -102,7 +102,7 @@ def main() -> None:
             lost += (outcome.seconds - whole.seconds) * (len(numbers) == 1)
             print(f"{number}: {outcome.met}, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
             for problem in problems:
-                print(f"training {number}, {failures}: {problem}\n{outcome.said[-2000:]}")
+                print(f"training {number}, {failures}: {problem}\n{outcome.said[-2000:]}", flush=True)
         mistake = trained(
             folder, "mistake", {4: STEPS}, [], environment={"PARTC_MISTAKE": str(chance.randint(1, STEPS))}
         )
