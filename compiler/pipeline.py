@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from partc.compiler.adapters import adapted
@@ -55,7 +56,7 @@ from partc.compiler.training_passes import add_training, differentiate, pipeline
 from partc.compiler.unroll import unrolled
 from partc.compiler.unsound import as_user_error
 from partc.compiler.verify import is_requested, verify
-from partc.runtime.artifact.format import Manifest, SourceRecord
+from partc.runtime.artifact.format import Manifest, SourceRecord, ranks_folder
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
 from partc.runtime.garbage_collection import uncollected
@@ -374,17 +375,33 @@ def _compiled(
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
         fact = "the model has local maps, which ONNX annotations cannot express"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
-    if program.training is not None and plan is not None:
-        training = replace(program.training, folder=os.path.relpath(plan.parent, out))
-        program = replace(program, training=training)
+    elastic: dict[int, list[Complete]] = {}
+    for ranks, other in (chosen.elastic if chosen is not None else {}).items():
+        watch(f"{ranks} ranks")
+        try:
+            name, configuration = model.absolute().name, options.configuration
+            scaled = programs_of(source, other, name, configuration, strict=options.strict, verify_passes=verified)
+        except CompileError as error:
+            raise CompileError([replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]) from None
+        main = _in_folder(scaled.pop(ProgramKind.STEP), plan, out / ranks_folder(ranks))
+        elastic[ranks] = [main, *scaled.values()]
+        more = [f"on {ranks} ranks: {text}" for text in main.warnings if text not in program.warnings]
+        program = replace(program, warnings=(*program.warnings, *more))
+    program = _in_folder(program, plan, out)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    report = _write(
-        program, [*programs.values()], source, out, sources, texts, options.check, watch, options.by_reference
-    )
+    written = options.check, watch, options.by_reference, elastic
+    report = _write(program, [*programs.values()], source, out, sources, texts, *written)
     report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
     if annotated is not None:
         write_annotated(report.program, annotated)
     return report
+
+
+def _in_folder(program: Complete, plan: Path | None, out: Path) -> Complete:
+    """A program whose training knows the way from its artifact's folder to its plan's."""
+    if program.training is None or plan is None:
+        return program
+    return replace(program, training=replace(program.training, folder=os.path.relpath(plan.parent, out)))
 
 
 def compile_source(
@@ -423,6 +440,7 @@ def _write(
     check: bool = True,
     watch: Watch = lambda name: None,
     by_reference: bool = False,
+    elastic: Mapping[int, Sequence[Complete]] = MappingProxyType({}),
 ) -> Report:
     """The last of the road: the artifact is written (`emit`), and opened (`prove`) before it takes its place."""
     warnings: list[str] = []
@@ -432,7 +450,7 @@ def _write(
         warnings.extend(prove(folder, source.model, program.name) if check else ())
 
     watch("emit")
-    manifest = emit(program, out, sources, texts, inner, checked, source.absent, by_reference)
+    manifest = emit(program, out, sources, texts, inner, checked, source.absent, by_reference, elastic)
     if by_reference and not manifest.referenced:
         warnings.append(
             f"{program.name}: no weight is a tensor of a safetensors file or external data; all are written"

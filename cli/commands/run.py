@@ -61,7 +61,11 @@ device_option = click.option(
 )
 _PLACE_OPTIONS = (
     click.option(
-        "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; must be the artifact's."
+        "-n",
+        "ranks",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Number of ranks; must be the artifact's. Of an elastic one by default the most that the hosts' slots allow.",
     ),
     click.option(
         "--threads",
@@ -206,9 +210,9 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         return _as_rank(job, place)
     from partc.cli.job.rank import prepare, wrong_ranks
 
-    job, manifest = prepare(job)
+    job, manifest = prepare(job, ranks)
     if ranks not in (None, manifest.ranks):
-        console.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
+        console.failure(wrong_ranks(str(folder), manifest, ranks or 0))
         return 2
     if in_process or (manifest.ranks == 1 and not restarts):
         from partc.cli.launch.launch import run_here
@@ -289,11 +293,11 @@ def _as_rank(job: Job, place: Place) -> int:
 
     try:
         refuse_inherited(os.environ)
-        job, manifest = prepare(job)
+        job, manifest = prepare(job, place.size)
         if place.size not in (None, manifest.ranks):
             launched = is_launched()
             text = (
-                wrong_ranks(job.folder, manifest.ranks, place.size or 0)
+                wrong_ranks(job.folder, manifest, place.size or 0)
                 if launched
                 else inherited_variables(os.environ, place)
             )

@@ -45,7 +45,7 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
         outputs=(),
         pipeline=None
         if plan.pipeline is None
-        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards),
+        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards, parts=0),
         train=None
         if plan.train is None
         else plan.train.model_copy(

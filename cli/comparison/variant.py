@@ -27,17 +27,15 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
     The copy has no hashes, and is to be trusted. With `apart` every rank gets a file of its own. Programs inside of the artifact are
     changed alike, and tasks as their nodes are. Where `out` is there already, from the same folder, its weights are left as they are.
     """
-    stays = shutil.ignore_patterns(WEIGHTS) if out.exists() else None
+    artifact = open_artifact(folder, trust=True)
+    other_numbers = filter(None, artifact.manifest.numbers.values())
+    stays = shutil.ignore_patterns(*[WEIGHTS] * out.exists(), *other_numbers)
     shutil.copytree(folder, out, ignore=stays, dirs_exist_ok=True)
-    for inside in sorted(path.parent for path in out.rglob(MANIFEST)):
-        artifact = open_artifact(inside, trust=True)
-        files = dict(artifact.manifest.files)
-        changed = [
-            _changed(inside, artifact.program_named(name).manifest, change, apart, files) for name in artifact.programs
-        ]
-        remove_file(inside / MANIFEST)
-        index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
-        write_new(inside / MANIFEST, index.model_dump_json().encode())
+    files = {name: record for name, record in artifact.manifest.files.items() if (out / name).exists() or record.path}
+    changed = [_changed(out, artifact.program_named(name).manifest, change, apart, files) for name in artifact.programs]
+    remove_file(out / MANIFEST)
+    index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
+    write_new(out / MANIFEST, index.model_dump_json().encode())
     return out
 
 

@@ -308,17 +308,23 @@ def _open(job: Job, transport: Transport) -> dict[str, object]:
     rank, size = transport.rank, transport.size
     _, manifest = prepare(job)
     if manifest.ranks != size:
-        raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
+        raise UsageError(wrong_ranks(job.folder, manifest, size))
     ports = {port.name: port for port in manifest.inputs if rank in port.ranks}
     values = open_job_inputs(job, manifest).read(ports)
     return {name: shard(ports[name], rank, value) for name, value in values.items()}
 
 
-def prepare(job: Job) -> tuple[Job, Manifest]:
-    """The job with what was read of its prompts, and the manifest, after every check that needs no rank; PartcError for what is wrong."""
+def prepare(job: Job, ranks: int | None = None) -> tuple[Job, Manifest]:
+    """The job with what was read of its prompts, and the manifest, after every check that needs no rank; PartcError for what is wrong.
+
+    `ranks`: their number, where it is known; of an elastic artifact the job's folder is then that of the programs for so many.
+    """
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(job.folder, trust=True)
+    if folder := artifact.manifest.numbers.get(ranks or 0):
+        job = replace(job, folder=str(Path(job.folder) / folder))
+        artifact = open_artifact(job.folder, trust=True)
     artifact.refuse_without_weights()
     manifest = artifact.manifest
     steps = job.inference.repeat if job.training is None else None
@@ -353,9 +359,14 @@ def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:
     return open_inputs(manifest, job.inference.inputs, job.inference.random, job.inference.sizes, job.max_bytes)
 
 
-def wrong_ranks(folder: str, right: int, given: int) -> str:
+def wrong_ranks(folder: str, manifest: Manifest, given: int) -> str:
     """The message for a wrong number of ranks."""
-    return f"{folder}: compiled for {count(right, 'rank')}, not {given}; run it with -n {right}"
+    first, *others = map(str, manifest.numbers)
+    if not others:
+        return f"{folder}: compiled for {count(manifest.ranks, 'rank')}, not {given}; run it with -n {first}"
+    numbers = f"{', '.join([first, *others[:-1]])} or {others[-1]}"
+    more = f"or name {given} under 'elastic' in the plan, and compile again"
+    return f"{folder}: compiled for {numbers} ranks, not {given}\n  help: run it with -n {numbers}, {more}"
 
 
 def finish(

@@ -14,7 +14,7 @@ from pathlib import Path
 from partc.cli.interruption import stopped
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
-from partc.cli.launch.launcher import IN_PROCESS, Hosts, Launcher, find_launcher
+from partc.cli.launch.launcher import IN_PROCESS, Hosts, Launcher, find_launcher, slots
 from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -41,7 +41,26 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
     launcher = find_launcher(manifest.ranks, instead)
     if job.training is not None and job.training.restarts:
         return _train_on(job, manifest, hosts, extra, launcher)
-    return _launched(job, manifest, hosts, extra, launcher).code
+    return _launched(*_fitting(job, manifest, hosts, extra, launcher), extra, launcher).code
+
+
+def _fitting(
+    job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher
+) -> tuple[Job, Manifest, Hosts]:
+    """The job on the most ranks that there are programs for and the hosts that answer have slots for; UsageError where there are none."""
+    from partc.cli.job.rank import prepare
+
+    if len(manifest.numbers) == 1 or (there := slots(hosts, launcher, extra)) is None:
+        return job, manifest, hosts
+    count_of, hosts, said = there
+    fits = [ranks for ranks in manifest.numbers if ranks <= count_of]
+    if not fits:
+        least = min(manifest.numbers)
+        fact = f"{job.folder}: compiled for {least} ranks at least, and {said}"
+        raise UsageError(f"{fact}\n  help: name more hosts or slots, or less ranks under 'elastic' in the plan")
+    if (ranks := max(fits)) < manifest.ranks:
+        console.echo(f"{count(ranks, 'rank')} of {manifest.ranks}: {said}", err=True)
+    return *prepare(job, ranks), hosts
 
 
 def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> int:
@@ -61,9 +80,18 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
         )
     folder, most = Path(settings.folder), job.training.restarts
     before = known = latest(folder)
-    left, current = most, job
+    left, current, is_first = most, job, True
     while True:
-        outcome = _launched(current, manifest, hosts, extra, launcher)
+        try:
+            fitting = _fitting(current, manifest, hosts, extra, launcher)
+        except UsageError as error:
+            if is_first:
+                raise
+            console.failure(str(error))
+            outcome = Outcome(error.exit_code, is_lost=True)  # too few hosts answer now
+        else:
+            outcome = _launched(*fitting, extra, launcher)
+        is_first = False
         if not outcome.is_lost:
             return outcome.code
         newest = latest(folder)

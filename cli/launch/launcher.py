@@ -14,10 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from partc.runtime.errors import UsageError
+from partc.runtime.files.counted import read_text
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
@@ -27,6 +30,11 @@ _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _NAMED = 6
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
+_HOST_FILE = 1 << 20
+"""The most bytes of a file of hosts."""
+_PROBE = "true"
+_ANSWER, _PROBES = 20.0, 16
+"""Seconds in which a host must run a process, and how many hosts are asked at the same time."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"
 """What a command can do without a launcher."""
 WITHOUT_MPI = ", or leave out --mpi"
@@ -117,6 +125,55 @@ def command_line(
     options += [file, hosts.file] if hosts.file is not None else []
     options += [names, hosts.names] if hosts.names is not None else []
     return [*options, *extra, *program]
+
+
+def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, Hosts, str] | None:
+    """The number of ranks that may be started on the hosts that answer, these hosts, and a sentence of both; None without a bound.
+
+    UsageError where the slots of a host are not said.
+    """
+    if hosts.are_local:
+        tasks = os.environ.get("SLURM_NTASKS", "")
+        return (int(tasks), hosts, f"the allocation has {tasks} tasks") if tasks.isdecimal() else None
+    named = _slots_of(hosts)
+    if unsaid := [name for name, number in named.items() if not number]:
+        fact = f"the slots of host '{unsaid[0]}' are not said, and the number of ranks follows from them"
+        raise UsageError(
+            f"{fact}\n  help: write {unsaid[0]}:4 in --host, `{unsaid[0]} slots=4` in a host file, or give -n"
+        )
+
+    def answers(name: str) -> bool:
+        command = command_line(launcher, 1, Hosts(names=f"{name}:{named[name]}"), extra, [_PROBE])
+        how = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER, check=False)
+        try:
+            return how(command, env=launch_environment(launcher)).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
+    with ThreadPoolExecutor(_PROBES) as probes:
+        there = [name for name, good in zip(named, probes.map(answers, named), strict=True) if good]
+    number = sum(named[name] for name in there)
+    silent = [name for name in named if name not in there]
+    said = f"the hosts have {number} slots" + (f", without {', '.join(silent)}, which do not answer" if silent else "")
+    return number, Hosts(names=",".join(f"{name}:{named[name]}" for name in there)) if silent else hosts, said
+
+
+def _slots_of(hosts: Hosts) -> dict[str, int]:
+    """Maps each host to its slots; 0 where they are not said."""
+    found: dict[str, int] = {}
+    try:
+        lines = [] if hosts.file is None else read_text(hosts.file, _HOST_FILE).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--hostfile {hosts.file}: {error}\n  help: give a text file with a host a line") from None
+    lines = hosts.names.split(",") if hosts.names is not None else lines
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, _, number = words[0].partition(":")
+        said = [number, *(word.removeprefix("slots=") for word in words[1:] if word.startswith("slots="))]
+        found[name] = found.get(name, 0) + next((int(word) for word in said if word.isdecimal()), 0)
+    return found
 
 
 def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:

@@ -36,6 +36,7 @@ from partc.cli.launch.launcher import inherited
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.output import console
+from partc.runtime.errors import NO_MEMORY, speaks_of_memory
 from partc.runtime.job.status_board import IDLE, read_task, states
 
 
@@ -199,7 +200,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: its exit code, and whether a rank, its host or the launcher was lost without a report of its own."""
+    """The end of a job: its exit code, and whether a rank, its host or the launcher was lost: without a report, or without memory."""
 
     code: int
     is_lost: bool = False
@@ -384,7 +385,7 @@ def _verdict(
 ) -> Outcome:
     if heard.failure is not None:
         failed(heard.failure.text)
-        return Outcome(heard.failure.code)
+        return Outcome(heard.failure.code, is_lost=NO_MEMORY in heard.failure.text)
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
         return Outcome(0)
@@ -416,7 +417,8 @@ def _verdict(
     advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
-    return Outcome(1, is_lost=ended.signal is not None)
+    lacks_memory = any(line.startswith("MemoryError") or speaks_of_memory(line) for line in heard.words())
+    return Outcome(1, is_lost=ended.signal is not None or lacks_memory)
 
 
 def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx
 from partc.compiler.emit.dump import begin_text, end_text, rank_text
@@ -32,6 +33,7 @@ from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
 from partc.runtime.artifact.run_list import RunList
 from partc.runtime.errors import printable
+from partc.runtime.files.regular import read_regular
 from partc.runtime.files.writers import write_new
 
 
@@ -44,16 +46,19 @@ def emit(
     prove: Callable[[Path], None] = lambda folder: None,
     absent: bool = False,
     by_reference: bool = False,
+    elastic: Mapping[int, Sequence[Complete]] = MappingProxyType({}),
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
     `absent`: whether the weights' files are left out. `by_reference`: whether weights that are in files stay there alone.
+    `elastic`: the programs for other numbers of ranks, the main one first, each number an artifact in a folder of this one.
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
     """
     try:
         with replacing_folder(out) as folder:
-            manifest = _write_all([program, *inner], folder, out, sources, texts or {}, absent, by_reference)
+            how = absent, by_reference
+            manifest = _write_all([program, *inner], folder, out, sources, texts or {}, *how, elastic)
             prove(folder)
             return manifest
     except ObstacleError as error:
@@ -78,8 +83,9 @@ def _write_all(
     texts: Mapping[str, str],
     absent: bool,
     by_reference: bool,
+    elastic: Mapping[int, Sequence[Complete]],
 ) -> fmt.Manifest:
-    """Writes the programs of an artifact, the main one first; its manifest. `before`: the folder that it replaces."""
+    """Writes the programs of an artifact, the main one first; its manifest. `before`: the folder with files that may be linked."""
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
     shards, staying = WeightShards(), ReferencedFiles()
@@ -99,6 +105,12 @@ def _write_all(
     files |= staying.records
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
+    for ranks, others in elastic.items():
+        place = fmt.ranks_folder(ranks)
+        there = _write_all(others, folder / place, folder, sources, {}, absent, by_reference, {})
+        files |= {f"{place}/{file}": record for file, record in there.files.items() if not record.path}
+        data = read_regular(folder / place / fmt.MANIFEST)
+        files[f"{place}/{fmt.MANIFEST}"] = fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifests = [
         manifest_of(program, own, files, sources, by_rank, program is programs[0])
         for program, own, by_rank in zip(programs, named, rank_files, strict=True)

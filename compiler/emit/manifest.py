@@ -116,7 +116,8 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
     """The training record, in the manifest of the step's program alone."""
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
-    return program.training.record().model_copy(update={"guard": guard_of(program)})
+    parts = program.plan.pipeline.parts if program.plan.pipeline is not None else 0
+    return program.training.record().model_copy(update={"guard": guard_of(program), "parts": parts})
 
 
 def guard_of(program: Complete) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from partc.compiler.analysis.part_symbols import BatchDims
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Lowered
 from partc.compiler.ir.programs import (
     Body,
@@ -52,7 +53,10 @@ from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place,
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Row
 from partc.compiler.pipelines.stages import NodeStages
+from partc.compiler.pipelines.tree_sums import Reduction, TreeSums, reduction
+from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.training.microbatch_model import PART
+from partc.runtime.artifact.tasks.sum_tree import run_of
 from partc.runtime.artifact.tasks.task import Kind, Task
 
 PHASES = {Kind(letter): phase for phase, letter in LETTERS.items()}
@@ -83,7 +87,6 @@ class _Rows:
         totals: Lowered | None,
     ) -> None:
         self.program, self.units, self.labels, self.count, self.totals = program, units, labels, count, totals
-        self.training = program.training
         self.dims = BatchDims(program.symbols, count)
         self.events: list[Event] = []
         self.tags: dict[int, int] = {}
@@ -99,6 +102,23 @@ class _Rows:
         """Maps each body to its input and output values in the program of one microbatch."""
         self.inlined: list[set[Op]] = []
         """Maps each unit to the ops that are only in bodies."""
+        self.reductions: dict[int, Reduction] = {}
+        """Maps the tag of each reduction of sums over parts to what replaces it."""
+        if program.plan.pipeline is not None and program.plan.pipeline.parts:
+            self._begin_tree_sums(program.plan.pipeline)
+
+    def _begin_tree_sums(self, rules: PipelineRules) -> None:
+        """Has all rows add up by the tree of parts; CompileError where a rank has not a run of the batch's parts."""
+        ranks = self.program.plan.ranks
+        for row in self.rows:
+            row.tree_sums = TreeSums(
+                rules.parts, run_of(row.unit.program.rank, ranks, rules.parts), rules.where, row.steps.append
+            )
+            for held in self.records.inputs(row.unit):
+                if self.records.shards(held) != ranks:
+                    fact = f"the records of '{held.value}' are not dealt out to all {ranks} ranks"
+                    law, help = "each rank has a run of the batch's parts", "write dataset: data_parallel"
+                    raise CompileError(Problem(rules.where, fact, law, help))
 
     def write(self, order: Iterable[Task]) -> Lowered:
         """The program of the step."""
@@ -111,7 +131,7 @@ class _Rows:
         for row in self.rows:
             self.records.deal(row)
         if self.totals is not None:
-            summed = self.training.records.summed if self.training else ()
+            summed = self.program.training.records.summed if self.program.training else ()
             write_totals(self.totals, self.rows, self.records, self._of_totals, summed)
         self._make_bodies()
         self._write(
@@ -134,6 +154,7 @@ class _Rows:
         given: list[set[Value]] = [set() for _ in self.units]
         for label, slot in self.slots.items():
             for event in slot.events:
+                self._refuse_exchange(event)
                 if event.tag not in self.tags:
                     self.tags[event.tag] = self.unused
                     self.unused += self.count
@@ -148,6 +169,15 @@ class _Rows:
         for k in range(len(self.rows)):
             inside = {step for slot in self.slots.values() for step in slot.bodies.get(k, ())}
             self.inlined.append(inlined[k].unread(given[k], inside))
+
+    def _refuse_exchange(self, event: Comm) -> None:
+        """Raises CompileError for what ranks exchange within a task, where a part is computed by itself."""
+        rules = self.program.plan.pipeline
+        if rules is None or not rules.parts:
+            return
+        fact = f"{event.op_type} of '{event.value.name}' ({self.program.path_of(event.value)}) joins parts of a batch: {event.cause}"
+        law = "a part is computed by itself, on one rank; only losses and gradients are added up"
+        raise CompileError(Problem(rules.where, fact, law, "leave out 'parts', or what places or cuts it"))
 
     def _of_batch(self, body: Body, own: Mapping[Value, Value]) -> Body:
         """A body in the dims of the whole batch, and with its events' tags; `own`: what several bodies have each for itself."""
@@ -174,6 +204,9 @@ class _Rows:
         for row in self.rows:
             if (body := row.bodies.get(label)) is not None:
                 row.steps.append(self._called(row, label, body, k))
+                for value in self.plain[body][1]:
+                    if row.tree_sums is not None and value in row.sums:
+                        row.tree_sums.add(value, self.clones.of_batch(value), k, row.micro[k][value])
         for places in slot.beside:
             for at, place in places:
                 moved = self._copied(self.rows[at], self.units[at].steps[place], k)
@@ -188,9 +221,9 @@ class _Rows:
         inputs = tuple(sums.get(value) or values.get(value) or self.clones.of_batch(value) for value in given)
         for value in made:
             # the last sum is what it is without microbatches, which messages bring to other ranks
-            is_last = value in row.sums and row.calls[label] == self.count
+            is_last = value in row.sums and row.calls[label] == self.count and row.tree_sums is None
             values[value] = self.clones.of_batch(value) if is_last else self.clones.in_microbatch(value, k)
-            if value in row.sums:
+            if value in row.sums and row.tree_sums is None:
                 row.sums[value] = values[value], row.sums[value][1]
         kind = TaskKind.FORWARD if label.phase is Phase.FORWARD else TaskKind.BACKWARD
         return Call(body, k, inputs, tuple(values[value] for value in made), kind)
@@ -199,16 +232,42 @@ class _Rows:
         """Writes ops of all ranks once, in the order that all have in common."""
         for at, place in places:
             row, step = self.rows[at], self.units[at].steps[place]
+            if row.tree_sums is not None and row.tree_sums.reads(step):
+                if isinstance(step, Comm):
+                    row.tree_sums.reduce(step, self._reduction(step), self.clones.of_batch)
+                continue
             if isinstance(step, Comm) and step.tag not in self.tags:
                 self.tags[step.tag] = self.unused
                 self.unused += 1
                 self._list(self.listed[step.tag], None)
             if isinstance(step, Compute) and row.unit.adds_up(step):
+                if row.tree_sums is not None:
+                    fact = f"'{step.makes[0]}' is the same in all parts"
+                    law = "the bits are to be the same on any number of ranks"
+                    raise CompileError(
+                        Problem(row.tree_sums.where, fact, law, "leave it out of the loss, or leave out 'parts'")
+                    )
                 row.add_alike(step)
             elif isinstance(step, Compute) and row.unit.appends(step):
                 row.append_all(step)
             else:
                 row.steps.append(self._copied(row, step, k))
+
+    def _reduction(self, step: Comm) -> Reduction:
+        """What replaces a reduction of sums over parts; its events are listed where the first rank comes to it."""
+        if step.tag not in self.reductions:
+            event, rules = self.listed[step.tag], self.program.plan.pipeline
+            assert rules is not None
+            item = self.program.values[event.value].item_bytes or 1
+            base = self.clones.of_batch(event.output)
+            self.reductions[step.tag] = reduction(event, step, rules.parts, item, base, self._list_new)
+        return self.reductions[step.tag]
+
+    def _list_new(self, event: Event) -> int:
+        """Lists an event of no microbatch under a tag of its own; the tag."""
+        tag, self.unused = self.unused, self.unused + 1
+        self.events.append(replace(event, tag=tag))
+        return tag
 
     def _copied(self, row: Row, step: Op, k: int | None) -> Op:
         """An op with the values of a microbatch, or of none."""
@@ -251,7 +310,7 @@ class _Rows:
 
     def _finished(self) -> Lowered:
         done = {rank: made for row in self.rows for made in [self._program(row)] for rank in row.unit.ranks}
-        gone = {PART, *(self.training.records.totals if self.training else ())}
+        gone = {PART, *(self.program.training.records.totals if self.program.training else ())}
         of_batch = self.clones.of_batch
         weights = {
             key: tuple(replace(held, value=of_batch(held.value)) for held in some)
@@ -290,7 +349,7 @@ class _Rows:
             choices={**(more.choices if more else {}), **own.choices},
             values={**(more.values if more else {}), **values},
             symbols=self.dims.symbols,
-            training=_of_step(self.training),
+            training=_of_step(self.program.training),
         )
 
     def _program(self, row: Row) -> RankProgram:

@@ -30,6 +30,7 @@ from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedulers.choose import choose
 from partc.compiler.schedulers.in_turn import in_turn
 from partc.compiler.training.microbatch_model import PART
+from partc.runtime.artifact.tasks.sum_tree import roots, run_of
 
 
 def pipeline(program: Lowered) -> Scheduled:
@@ -84,8 +85,12 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     """The ranks by what they do, in a microbatch and for the numbers of the whole batch."""
     before = {part.rank: part.steps for part in totals.parts} if totals else {}
     found: dict[Hashable, list[RankProgram]] = {}
+    rules = program.plan.pipeline
+    parts = rules.parts if rules is not None else 0
     for part in program.parts:
-        found.setdefault((part.share_key, id(before.get(part.rank))), []).append(part)
+        run = run_of(part.rank, program.plan.ranks, parts)
+        shape = [high - low for low, high in roots((0, parts), run)] if parts else ()
+        found.setdefault((part.share_key, id(before.get(part.rank)), *shape), []).append(part)
     units = []
     for some in found.values():
         # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.

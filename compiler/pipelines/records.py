@@ -118,7 +118,7 @@ class Records:
         self.opset = program.model.opset_imports.get("", 18)
         self.pieces = math.lcm(
             pieces_of(program, (held.version for unit in units for held in self.inputs(unit))),
-            *(self._shards(held) for unit in units for held in (*self.inputs(unit), *self.outputs(unit))),
+            *(self.shards(held) for unit in units for held in (*self.inputs(unit), *self.outputs(unit))),
         )
         self._whole: dict[Value, Value] = {}
 
@@ -142,7 +142,8 @@ class Records:
             self._whole[port.value] = replace(port.value, shape=shape)
         return self._whole[port.value]
 
-    def _shards(self, held: RankTensor) -> int:
+    def shards(self, held: RankTensor) -> int:
+        """The number of shards of the records of an input or output."""
         return held.version.layout.num_shards(self.along[held.version.value])
 
     def deal(self, row: Row) -> None:
@@ -156,7 +157,7 @@ class Records:
             made = [self.clones.in_microbatch(held.value, k) for k in range(self.clones.count)]
             for values, one in zip(row.micro, made, strict=True):
                 values[held.value] = one
-            cutting.cut(self.whole(held), made, self.along[held.version.value], self.pieces // self._shards(held))
+            cutting.cut(self.whole(held), made, self.along[held.version.value], self.pieces // self.shards(held))
         row.steps += cutting.steps
 
     def _join_records(self, row: Row) -> None:
@@ -165,7 +166,7 @@ class Records:
         for held in row.unit.program.outputs:
             parts = [values[held.value] for values in row.micro if held.value in values]
             if held.value in known:
-                cutting.join(parts, self.whole(held), self.along[held.version.value], self.pieces // self._shards(held))
+                cutting.join(parts, self.whole(held), self.along[held.version.value], self.pieces // self.shards(held))
             elif parts and held.version.value not in self.along:
                 row.emit("Identity", parts[:1], [self.of_step(held)])
         row.steps += cutting.steps
@@ -189,6 +190,9 @@ class Records:
                 continue
             if value.of.dtype is not None and not value.of.dtype.is_floating_point():
                 row.emit("Identity", parts[:1], [self.clones.of_batch(value)])  # a counter of steps
+            elif row.tree_sums is not None and summed:
+                for k, part in enumerate(parts):
+                    row.tree_sums.add(value, self.clones.of_batch(value), k, part)
             else:
                 row.put_together(parts, self.clones.of_batch(value), summed)
             for values in row.micro:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from partc.compiler.ir.programs import Body, Compute, Op, Value, added, with_values
 from partc.compiler.pipelines.clones import Clones
 from partc.compiler.pipelines.phases import Label, Unit
+from partc.compiler.pipelines.tree_sums import TreeSums
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Row:
     """Maps the sum of a gradient in a body to the sum up to now and to the value to which the body adds."""
     calls: dict[Label, int] = field(default_factory=dict)
     """The number of calls of the body of each label."""
+    tree_sums: TreeSums | None = None
+    """The sums over parts, where these have one order for all numbers of ranks."""
 
     def emit(
         self, op_type: str, inputs: Sequence[Value], outputs: Sequence[Value], **attributes: int | ir.Attr

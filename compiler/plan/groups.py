@@ -33,6 +33,8 @@ Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Mesh axes by name, with their sizes, major first."""
 
 MOST_AXES = 64
+DATA_AXIS = "dp"
+"""The mesh axis over which records are dealt out, where there is one of this name."""
 _LAW = "a mesh is the grid of all ranks, or, where it has another size, of every group in 'placement'"
 
 

@@ -58,6 +58,10 @@ class PipelineRules:
     recompute: tuple[RecomputeRule, ...] = ()
     accumulates: bool = False
     """Whether it is a plan's `accumulate`, which says nothing of a pipeline."""
+    parts: int = 0
+    """The number of parts of a batch that all sums are added up of in one order, whatever the ranks; 0: in the order of ranks."""
+    shares: int = 1
+    """The number that a dim of a parameter must divide by to be shared out over ranks, beside that of the ranks."""
     pieces: int = 1
     """Into how many pieces a batch is dealt out at least, of each of which a microbatch has a share: those of ranks that one stands for."""
 
@@ -71,7 +75,7 @@ class PipelineRules:
             one for one in range(min(2 * groups, self.microbatches), self.microbatches) if not self.microbatches % one
         )
         return replace(
-            self, microbatches=next(fits, self.microbatches), schedule=None, memory=None, rows=(), recompute=()
+            self, microbatches=next(fits, self.microbatches), schedule=None, memory=None, rows=(), recompute=(), parts=0
         )
 
 

@@ -7,12 +7,14 @@ plan.yaml:7: placement of 'conv9': rank 5, but there are 5 ranks
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.adapters import AdapterRule
 from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, repeated_keys
-from partc.compiler.plan.document import Document, Steps, parse_document, read_text
+from partc.compiler.plan.document import Data, Document, Steps, parse_document, read_text
+from partc.compiler.plan.elastic import ElasticEntry, on_ranks
 from partc.compiler.plan.experts import ExpertsRule
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineRules
@@ -58,18 +60,30 @@ def read_plan(path: Path) -> Plan:
 def parse_plan(text: str, name: str) -> Plan:
     """The plan of a YAML text that messages call `name`; CompileError with all problems in the order of their lines."""
     document = parse_document(text, name)
+    entries = _entries(document, document.data)
+    plan = _plan(entries, document, entries.elastic)
+    others: dict[int, Plan] = {}
+    for ranks in [] if entries.elastic is None else [one for one in entries.elastic.ranks if one != plan.ranks]:
+        try:
+            others[ranks] = _plan(_entries(document, on_ranks(document.data, ranks)), document, entries.elastic)
+        except CompileError as error:
+            problems = [replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]
+            raise CompileError(problems) from None
+    return replace(plan, elastic=others)
+
+
+def _entries(document: Document, data: Data) -> PlanEntries:
+    """The entries of a document's data, or of the same for another number of ranks."""
     problems = list(document.problems)
     entries: PlanEntries | None = None
-    if not isinstance(document.data, dict):
-        what = (
-            "the plan is empty" if document.data is None else f"a plan is a mapping, but this is {shown(document.data)}"
-        )
+    if not isinstance(data, dict):
+        what = "the plan is empty" if data is None else f"a plan is a mapping, but this is {shown(data)}"
         problems.append(Problem(document.where(), what, help="begin with 'ranks: 2'"))
     else:
         try:
-            frame = frame_of(document.data, Path(name).parent, sizes_of_groups(document.data))
-            form = PlanEntries if "train" in document.data else PlanWithoutTraining
-            entries = form.model_validate(document.data, context=frame)
+            frame = frame_of(data, Path(document.file).parent, sizes_of_groups(data))
+            form = PlanEntries if "train" in data else PlanWithoutTraining
+            entries = form.model_validate(data, context=frame)
         except ValidationError as error:
             found = [one for one in refusals(error) if one[0] not in document.refused]
             problems += (_problem(steps, refused, value, document) for steps, refused, value in found)
@@ -77,13 +91,16 @@ def parse_plan(text: str, name: str) -> Plan:
     problems += repeated_keys(said, {key: document.where(key) for key in said})
     if problems or entries is None:
         raise CompileError(sorted(problems, key=lambda problem: int(problem.where.rpartition(":")[2])))
-    return _plan(entries, document)
+    return entries
 
 
-def _plan(entries: PlanEntries, document: Document) -> Plan:
+def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None) -> Plan:
+    """The plan of entries, whose numbers of ranks are those of `elastic`."""
     where = document.where
     train = entries.train.placed(where) if entries.train else None
     pipeline = entries.pipeline.rules(where) if entries.pipeline else None
+    if pipeline is None and elastic is not None:
+        pipeline = elastic.pipeline(entries.ranks, where)
     if train is not None and pipeline is not None:
         train = train.model_copy(update={"accumulate": pipeline.microbatches})
     elif train is not None and train.accumulate > 1:
@@ -91,6 +108,8 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         pipeline = PipelineRules(place, train.accumulate, statistics=MICROBATCH, accumulates=True)
     if train is not None and pipeline is not None and (uneven := _uneven_batch(train, pipeline, where)):
         raise CompileError(uneven)
+    if train is not None and elastic is not None:
+        elastic.refuse_uneven(train.batch, pipeline.microbatches if pipeline is not None else 1, entries.mesh, where)
     dims = DimRules(
         symbols={
             symbol: SymbolRule(entry.symbol(), where("symbols", symbol)) for symbol, entry in entries.symbols.items()

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from partc.compiler.dims.symbol import Symbol
-from partc.compiler.plan.groups import Axes, axes_of, spanned, workers_of
+from partc.compiler.plan.groups import DATA_AXIS, Axes, axes_of, spanned, workers_of
 from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.plan.stored import StoredRules
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from partc.compiler.plan.training.rules import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
-DATA_AXIS = "dp"
-"""The mesh axis over which records are dealt out, where there is one of this name."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,8 @@ class Plan(RankRules):
     target: tuple[TargetRule, ...] = ()
     generate: GenerateRules | None = None
     adapters: tuple[AdapterRule, ...] = ()
+    elastic: Mapping[int, Plan] = field(default_factory=dict)
+    """Maps each further number of ranks of an elastic training to the plan for it."""
     experts: tuple[ExpertsRule, ...] = ()
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.adapters import AdapterForm, refused_adapters
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
+from partc.compiler.plan.elastic import ElasticEntry
 from partc.compiler.plan.experts import ExpertsEntry, everywhere
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
@@ -327,8 +328,27 @@ class PlanEntries(DataEntries):
         description="A batch runs as microbatches through the stages that the placement makes, in training and without it.",
     )
 
+    elastic: Annotated[ElasticEntry | None, Remedy("write elastic: {ranks: [8, 6, 4]}")] = Field(
+        None, description="The numbers of ranks that a training may continue on after it has lost some."
+    )
+
     @model_validator(mode="after")
     def _one_number_of_parts(self) -> PlanEntries:
+        if self.elastic is not None and self.train is None:
+            law = "a training continues from its checkpoint, and an inference has none"
+            raise Refused("'elastic' without 'train'", law, "leave out 'elastic'", "elastic")
+        parts = self.elastic is not None and self.elastic.parts is not None
+        if parts and (self.placement or self.target):
+            key = "placement" if self.placement else "target"
+            law = "each rank runs all of the model, on parts of the batch"
+            raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
+        if parts and self.train is not None and (self.train.accumulate > 1 or self.pipeline is not None):
+            key = "pipeline" if self.pipeline is not None else "train.accumulate"
+            law = "the parts of a batch are its microbatches, and their gradients are added up"
+            raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
+        if self.elastic is not None and self.train is not None and getattr(self.train.loss, "per_rank_mean", False):
+            law = "it is other numbers on another number of ranks"
+            raise Refused("'elastic', and a loss with 'sum_over_ranks'", law, "write reduction: mean", "elastic")
         if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
             raise Refused(
                 f"'train.accumulate' is {self.train.accumulate} already",

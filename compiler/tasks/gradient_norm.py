@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import Compute, Value
-from partc.compiler.ir.sharded import Group, Ranks, ranks_of, split
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
 from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
+from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import computed
 from partc.compiler.lower.local_view import Gradient, Localized, LocalView
-from partc.compiler.sharding.values.operands import replicated_on
+from partc.compiler.sharding.values.operands import replicated_on, shared_dim
+from partc.compiler.tasks.buckets import Buckets, Fused
 from partc.compiler.tasks.duals import typed
 from partc.runtime.artifact.format import GRADIENT_NORM
 
@@ -59,12 +64,18 @@ class GradientNorm(UpdateWriter):
     def __init__(self, program: Localized, local: LocalView) -> None:
         super().__init__(program, local)
         self.squares, self.total = (self.job.number(f"gradients.{word}") for word in ("squares", "square_norm"))
+        self._sums: dict[ir.Value, ir.Value] = {}
 
     def of(self, gradients: Sequence[Gradient]) -> Value:
         """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
         """Maps each group, and the group of which each list has one shard, to the squares of gradients."""
         seen: set[ir.Value] = set()
+        rows: list[tuple[Gradient, Value, Value]] = []
+        rules, training = self.program.plan.pipeline, self.program.training
+        if rules is not None and rules.parts and training is not None:  # which are ready first differs with the ranks
+            places = {parameter: place for place, parameter in enumerate(training.parameters)}
+            gradients = sorted(gradients, key=lambda one: places[one.parameter])
         for one in gradients:
             if one.parameter in seen:
                 continue
@@ -72,12 +83,17 @@ class GradientNorm(UpdateWriter):
             group = one.owner.group
             squares = self.job.derived_on(group, one.value, ".squares")
             self.target = self.program.update_targets.get(one.parameter, "")
-            self._add_squares(group, one, squares)
+            dim = self._row_dim(one)
+            if dim is None:
+                self._add_squares(group, one, squares)
+            else:
+                rows.append((one, squares, self._row_squares(one, dim)))
             self.target = ""
-            shards = one.share.holders
+            shards = (one.share if dim is None else one.owner).holders
             apart = len(shards) == len(one.share.group)  # every rank has a shard of its own
             holding = "" if apart else self.comm.group(tuple(ranks for _, ranks in shards))
             terms.setdefault(group, {}).setdefault(holding, []).append(squares)
+        self._add_rows(rows)
         counted: list[tuple[Ranks, Value]] = []
         for group, by_holders in terms.items():
             for holders, squared in by_holders.items():
@@ -111,6 +127,76 @@ class GradientNorm(UpdateWriter):
             self._emit(first, "Mul", [root, inverse], norm)
         value = typed(self.values, self.program.symbols, number_type(str(norm)))[0]
         self.job.outputs.add(first, norm, replicated_on(value, first))
+
+    def _row_dim(self, one: Gradient) -> int | None:
+        """The dim by whose rows squares are added up: where bits are those of any number of ranks, whose shards of it are other ones."""
+        rules, training = self.program.plan.pipeline, self.program.training
+        if (
+            rules is None
+            or not rules.parts
+            or training is None
+            or not training.rules.optimizer.shard
+            or one.ids is not None
+        ):
+            return None
+        return shared_dim(self.program, one.owner, 1)
+
+    def _row_squares(self, one: Gradient, dim: int) -> Value:
+        """The squares of a gradient's shard, added up for each place along a dim, element by element and so alike in any shard."""
+        group, shape = one.owner.group, self.values.local_shape(one.share) or ()
+        kind = one.parameter.type
+
+        def written(
+            op_type: str, given: Sequence[Value], word: str, sizes: Sequence[int | str], **attributes: Any
+        ) -> Value:
+            made = self.job.derived_on(group, one.value, f".squares.{word}")
+            self._declare(group, made, ir.Value(name="", type=kind, shape=ir.Shape(sizes)))
+            self._write(group, computed(op_type, given, [made], **attributes))
+            return made
+
+        def constant(word: str, numbers: Sequence[int]) -> Value:
+            made = self.job.derived_on(group, one.value, f".squares.{word}")
+            return self.job.constant(group, made, np.array(numbers, np.int64))
+
+        squares, size = written("Mul", [one.value, one.value], "each", shape), shape[dim]
+        if len(shape) == 1:
+            return squares
+        if dim != len(shape) - 1:
+            order = [*(axis for axis in range(len(shape)) if axis != dim), dim]
+            squares = written("Transpose", [squares], "turned", [shape[axis] for axis in order], perm=order)
+        others = math.prod(other for axis, other in enumerate(shape) if axis != dim and isinstance(other, int))
+        flat = written("Reshape", [squares, constant("rows", [others, int(size)])], "flat", [others, size])
+        return written("ReduceSum", [flat, constant("axis", [0])], "sums", [size], keepdims=0)
+
+    def _add_rows(self, rows: Sequence[tuple[Gradient, Value, Value]]) -> None:
+        """Gathers the sums of rows of all shards, and adds them up on every rank."""
+        buckets, whole = Buckets(self.comm, 1 << 62, "norm"), list[tuple[Gradient, Value, Value]]()
+        for one, squares, sums in rows:
+            share, owner = (self._of_rows(one, version) for version in (one.share, one.owner))
+            moves = lower(share.layout, owner.layout, one.share.group, one.owner.group)
+            if not moves:
+                whole.append((one, squares, sums))
+                continue
+            made = self.job.derived_on(one.owner.group, one.value, ".squares.gathered")
+            self._declare(one.owner.group, made, ir.Value(name="", type=one.parameter.type, shape=share.value.shape))
+            shape = self.values.local_shape(share)
+            assert shape is not None
+            buckets.add(cast(Fused, moves[0]), share.value, sums, shape, made)
+            whole.append((one, squares, made))
+        buckets.flush()
+        for one, squares, sums in whole:
+            self._emit(one.owner.group, "ReduceSum", [sums], squares, keepdims=0)
+
+    def _of_rows(self, one: Gradient, version: ShardedValue) -> ShardedValue:
+        """The sums of rows of a gradient, as they lie where the gradient is this version."""
+        dim = self._row_dim(one)
+        assert dim is not None
+        if one.parameter not in self._sums:
+            size = (self.values[one.parameter].shape or ())[dim]
+            own = ir.Value(name=f"{one.parameter.name}.grad.squares", type=one.parameter.type, shape=ir.Shape([size]))
+            self._sums[one.parameter] = typed(self.values, self.program.symbols, own)[0]
+        layout = version.layout
+        return ShardedValue(self._sums[one.parameter], version.group, normal(Layout(layout.mesh, (layout.cuts[dim],))))
 
     def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
         """Writes the sum of a gradient's squares, a float32 as all norms are."""

@@ -190,6 +190,8 @@ def add_training(program: Loaded) -> Prepared:
     # An evaluation is of all its records, however they are dealt out.
     alone = not rules.loss.per_rank_mean or program.kind.evaluates
     shards = 1 if alone else batch_shards(plan, rules.loss.labels)
+    if plan.pipeline is not None and plan.pipeline.parts:
+        shards = 0
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, plan.dims.batch_dims, promised(program))
     precision = plan.precision
@@ -282,7 +284,7 @@ def add_loss_and_metrics(
         metrics=tuple(name_of(value) for value in metrics),
         denominators={name_of(one): name_of(made) for one, made in denominators.items()},
         scalars=tuple(scalars),
-        records=BatchRecords(shards=shards),
+        records=BatchRecords(shards=max(1, shards)),
         notes=TrainingNotes(shared=tuple(one.text(own) for one, own in shared)),
         untrained=Untrained(outputs=ModelOutputs(known, {name_of(value): one for value, one in inferred.items()})),
     )

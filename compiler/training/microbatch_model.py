@@ -24,7 +24,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import drop_unread, name_of, take_out
 from partc.compiler.ir.program import Annotated, Placed, Prepared
-from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.ops.families.neural.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
@@ -122,8 +122,42 @@ def in_parts(program: Annotated) -> Annotated:
     program = _arriving_whole(program, training.records.totals)
     if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
         raise CompileError(_refused(program, found))
+    if program.plan.pipeline is not None and program.plan.pipeline.parts:
+        _hold_bits(program, found, read, training)
     warnings = (*program.warnings, *_told(program, found, [str(value.name) for value in own]))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
+
+
+def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], training: Training) -> None:
+    """Raises CompileError for what has other bits on another number of ranks, though all sums over parts have one order.
+
+    `read` is what the numbers of the whole batch are made of: whole numbers, whose sums are the same in any order.
+    """
+    rules = program.plan.pipeline
+    assert rules is not None
+    facts: dict[str, str] = {}
+    if found.state(training.loss) != SUM:
+        facts[f"the loss '{training.loss.name}' is not a sum over records"] = "take one of train.loss, or its sum"
+    for value in read:
+        tensor = ir.convenience.get_const_tensor(value)
+        fraction = value.is_graph_input() if tensor is None else (tensor.numpy() % 1).any()
+        if value.dtype is not None and value.dtype.is_floating_point() and fraction:
+            facts[f"the loss divides by a sum of '{value.name}', which has fractions"] = (
+                "take weights that are whole numbers"
+            )
+    for node, _ in found.shares:
+        path = program.paths[node]
+        facts[f"{path} ({node.op_type}) adds what all parts have alike to the loss"] = "leave it out of the loss"
+    if training.low_messages:
+        facts["gradients are sent in 16 bits"] = "leave out the type of messages"
+    optimizer = training.rules.optimizer
+    if optimizer.shard and any(not training.optimizer_of(one).is_elementwise for one in training.parameters):
+        facts[f"an optimizer with norms of whole parameters, '{optimizer.type}', is shared out"] = "leave out 'shard'"
+    law = "the bits are to be the same on any number of ranks"
+    if facts:
+        raise CompileError(
+            [Problem(rules.where, fact, law, f"{help}, or leave out 'parts'") for fact, help in facts.items()]
+        )
 
 
 def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -> None:
@@ -256,6 +290,13 @@ def _refused(program: Annotated, found: Flow) -> Problem:
     assert program.plan.pipeline is not None
     named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
     more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
+    if program.plan.pipeline.parts:
+        return Problem(
+            program.plan.pipeline.where,
+            f"not all of the model can run by parts: {'; '.join(named[:3])}{more}",
+            "a part knows its own records alone; only losses and gradients are added up",
+            "leave out 'parts', or freeze what reads all records",
+        )
     return Problem(
         program.plan.pipeline.where,
         f"not all of the model can run by microbatches: {'; '.join(named[:3])}{more}",

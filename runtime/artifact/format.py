@@ -180,6 +180,11 @@ def weights_file(rank: int, program: str = "") -> str:
     return f"{WEIGHTS}/{_before(program)}rank_{rank:04d}.safetensors"
 
 
+def ranks_folder(ranks: int) -> str:
+    """The folder, in an artifact, of the artifact of the same plan for another number of ranks."""
+    return f"r{ranks}"
+
+
 def dump_file(file: str, program: str = "") -> str:
     """The file of a text about another program than the main one, whose is `file`."""
     return file.replace("/", f"/{program}/", 1) if program else file
@@ -401,6 +406,15 @@ class Manifest(ArtifactRecord):
         """The file that the external data of a weight names: one of the artifact's folder, or one outside that weights stay in."""
         record = self.files.get(location)
         return Path(record.path) if record is not None and record.path else folder / location
+
+    @property
+    def numbers(self) -> dict[int, str]:
+        """Maps each number of ranks that there are programs for to its artifact's folder: "" is this one, `r6` is inside of it."""
+        inside = [name.removesuffix(f"/{MANIFEST}") for name in self.files if name.endswith(f"/{MANIFEST}")]
+        numbers = {
+            int(name[1:]): name for name in inside if name[1:].isdecimal() and name == ranks_folder(int(name[1:]))
+        }
+        return {self.ranks: "", **{ranks: numbers[ranks] for ranks in sorted(numbers, reverse=True)}}
 
     @property
     def referenced(self) -> dict[str, FileRecord]:

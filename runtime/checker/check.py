@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
 from partc.runtime.checker.subject import SingleFile, StateCounts, Subject
+from partc.runtime.checker.training.state import different_tensors
 from partc.runtime.errors import Violation, out_of_memory
 
 __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
@@ -72,9 +73,21 @@ def check(folder: str | Path) -> Checked:
     before = stamp(place)
     artifact, unread = read_artifact(place)
     checked = Checked(unread) if artifact is None else _checked(_Run(artifact))
+    if artifact is not None:
+        checked.violations.extend(_of_other_numbers(artifact))
     if stamp(place) != before:
         return Checked([Violation(MANIFEST, "the artifact was replaced while it was checked", help="check it again")])
     return checked
+
+
+def _of_other_numbers(artifact: Artifact) -> Iterator[Violation]:
+    """The violations in the artifacts for other numbers of ranks, and where they do not keep the tensors of this one."""
+    for folder in filter(None, artifact.manifest.numbers.values()):
+        other, unread = read_artifact(artifact.folder / folder)
+        found = unread if other is None else _Run(other).violations
+        yield from (replace(one, file=f"{folder}/{one.file}") for one in found)
+        if other is not None:
+            yield from different_tensors(artifact.manifest, other.manifest, f"{folder}/{MANIFEST}")
 
 
 class _Run:

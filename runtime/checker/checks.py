@@ -21,6 +21,7 @@ from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
 from partc.runtime.checker.across.rows import check_microbatches, check_rows
+from partc.runtime.checker.across.tree_sums import check_tree_sums
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph, check_targets
 from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks
@@ -90,6 +91,7 @@ CHECKS = (
         lambda one: check_places(one.manifest, one.models),
         SOUND,
     ),
+    Check("the order of sums over parts", ACROSS, lambda one: check_tree_sums(one.manifest, one.models), SOUND),
     Check(
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
     ),

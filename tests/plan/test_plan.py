@@ -320,6 +320,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "adapters",
         "generate",
         "pipeline",
+        "elastic",
     ]
     assert schema["required"] == ["ranks"]
     assert schema["additionalProperties"] is False

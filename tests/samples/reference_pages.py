@@ -44,6 +44,7 @@ SEE = {
     "pipeline": "pipelines",
     "generate": "generation",
     "adapters": "adapters",
+    "elastic": "elastic",
 }
 """By key the page that teaches it."""
 PARTS = {
@@ -60,6 +61,7 @@ PARTS = {
     "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",
+    "ElasticEntry": "elastic",
 }
 TRAIN_PARTS = {
     "ParameterRule": "parameters",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,3 +75,14 @@ def tensors(folder: Path) -> dict[str, bytes]:
 def train(build: str, *options: str) -> int:
     """The exit code of a training on ranks in this process, by its own plan."""
     return invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--threads", "1", *options])
+
+
+def run(build: Path, *words: str) -> tuple[int, str]:
+    """The exit code of a training under MPI, and what it says of its restarts."""
+    done = subprocess.run(
+        command(str(build), "--plan", f"{build}.yaml", "--threads", "1", *words),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **AS_ROOT},
+    )
+    return done.returncode, done.stderr

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.plan.training.graph_nodes import FLOATS, INTEGERS, Dims, GraphNodes, class_axis, float_type
-from partc.compiler.plan.training.loss import ClassLabels, OfLogits, Weights
+from partc.compiler.plan.training.loss import ClassLabels, OfLogits, Weights, mean_by_shares, ones_like
 from partc.runtime.options import Refused
 from pydantic import Field, model_validator
 
@@ -68,14 +68,22 @@ class SoftmaxCrossEntropy(OfLogits):
         parts = _Parts(to, self, axis, axes, shifted, to.op("log_total", "Log", total), dtype)
         if self.probabilities:
             shares = to.graph_input(self.labels, dims, [dtype, *FLOATS])
-            return _reduced(to, self, parts.against(shares, classes, len(dims)), None, positions, dtype, shards)
+            losses = parts.against(shares, classes, len(dims))
+            if not shards and self.reduction != "sum":
+                ones = to.op("positions", "ReduceMax", ones_like(to, shares, dtype), axes, keepdims=1)
+                return mean_by_shares(to, losses, ones, dtype)
+            return _reduced(to, self, losses, None, positions, dtype, shards)
         labels = to.graph_input(self.labels, positions, INTEGERS)
         counted = None
         if self.ignore_index is not None:
             ignored = to.op("ignored", "Equal", labels, to.constant("ignore_index", self.ignore_index))
             labels = to.op("safe_labels", "Where", ignored, to.constant("no_label", 0), labels)
             counted = to.op("counted", "Not", to.op("ignored_there", "Unsqueeze", ignored, axes))
-        return _reduced(to, self, *parts.at(labels, counted, len(dims)), positions, dtype, shards)
+        losses, weights = parts.at(labels, counted, len(dims))
+        if not shards and self.reduction != "sum":
+            weights = weights or ones_like(to, to.op("positions", "Unsqueeze", labels, axes), dtype)
+            return mean_by_shares(to, losses, weights, dtype)
+        return _reduced(to, self, losses, weights, positions, dtype, shards)
 
 
 def _reduced(

@@ -98,13 +98,29 @@ class ComparedLoss(UsuallyNamed):
         raise NotImplementedError
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """The loss, one float32 number; `shards`: into how many a batch is dealt out whose means are the mean's terms."""
+        """The loss, one float32 number; `shards`: into how many a batch is dealt out whose means are the mean's terms; 0: into parts, of
+        each of which the mean has its terms (`mean_by_shares`).
+        """
         x, dims = to.prediction(self.output)
         dtype = float_type(x)
-        losses = self.losses(to, x, to.graph_input(self.labels, dims, [dtype, *FLOATS]), dims)
+        labels = to.graph_input(self.labels, dims, [dtype, *FLOATS])
+        losses = self.losses(to, x, labels, dims)
         if self.reduction == "sum":
             return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
+        if not shards:
+            return mean_by_shares(to, losses, ones_like(to, labels, dtype), dtype)
         return to.counted(to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0), losses, dims)
+
+
+def mean_by_shares(to: GraphNodes, losses: ir.Value, weights: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """A weighted mean as a sum of each loss's share of it: any part of the batch has its terms, whatever the other parts are."""
+    total = to.op("weight_sum", "ReduceSum", weights, keepdims=0)
+    return to.divided(to.scalar("ReduceSum", to.op("terms", "Div", losses, total), dtype=dtype, keepdims=0), total)
+
+
+def ones_like(to: GraphNodes, labels: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """A one for each label."""
+    return to.op("weights", "Cast", to.op("labelled", "Equal", labels, labels), to=dtype.value)
 
 
 class OfLogits(ComparedLoss):

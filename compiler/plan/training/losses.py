@@ -29,6 +29,8 @@ from partc.compiler.plan.training.loss import (
     OfPrediction,
     Reduction,
     Weights,
+    mean_by_shares,
+    ones_like,
 )
 from partc.compiler.plan.training.usual_names import UsuallyNamed, by_type, known_type, unknown_type
 from partc.runtime.options import Remedy, of_type
@@ -41,7 +43,7 @@ class MeanSquared(OfPrediction):
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
         """As `ComparedLoss` says."""
-        return distance(to, self.output, self.labels, "ReduceSumSquare", self.reduction)
+        return distance(to, self.output, self.labels, "ReduceSumSquare", self.reduction, shards)
 
 
 class L1(OfPrediction):
@@ -50,11 +52,14 @@ class L1(OfPrediction):
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
         """As `ComparedLoss` says."""
-        return distance(to, self.output, self.labels, "ReduceL1", self.reduction)
+        return distance(to, self.output, self.labels, "ReduceL1", self.reduction, shards)
 
 
-def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction: str) -> ir.Value:
-    """The mean or sum of what a prediction is off its target: of squares (ReduceSumSquare), or of absolute values (ReduceL1)."""
+def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction: str, shards: int = 1) -> ir.Value:
+    """The mean or sum of what a prediction is off its target: of squares (ReduceSumSquare), or of absolute values (ReduceL1).
+
+    `shards` is as `ComparedLoss.add` says.
+    """
     x, dims = to.prediction(prediction)
     dtype = float_type(x)
     t = to.graph_input(target, dims, [dtype, *FLOATS])
@@ -64,8 +69,10 @@ def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction:
     # A mean divides by a number that only a run tells; of dims that are known it is a sum, whose gradient is one multiplication.
     # The dim of records is not known: a part of a batch has fewer.
     known = [axis for axis, dim in enumerate(dims) if axis and isinstance(dim, int)]
-    if not known:
+    if not known or not shards:
         each = to.op("losses", "Abs", off) if norm == "ReduceL1" else to.op("losses", "Mul", off, off)
+        if not shards:
+            return mean_by_shares(to, each, ones_like(to, t, dtype), dtype)
         return to.counted(to.scalar("ReduceMean", each, dtype=dtype, keepdims=0), off, dims)
     count = float(np.prod([dim for dim in dims[1:] if isinstance(dim, int)]))
     sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)

@@ -26,7 +26,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Loaded
 from partc.compiler.matching import placement_rules
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
+from partc.compiler.plan.groups import DATA_AXIS
+from partc.compiler.plan.rules import DATA_PARALLEL
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.compiler.rewrite.opset import cuts

@@ -21,9 +21,9 @@ from partc.compiler.ir.graph import ADAPTER, BY_EXPERT, SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
-from partc.compiler.plan.groups import ranks_text, shown_mesh
+from partc.compiler.plan.groups import DATA_AXIS, ranks_text, shown_mesh
 from partc.compiler.plan.pattern import compile_pattern
-from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, ShardingRule
+from partc.compiler.plan.rules import DATA_PARALLEL, ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.sharding.seeding.region_layouts import is_text, layout_of_spec
 from partc.compiler.sharding.seeding.regions import RegionMatch, RegionShardings, line_of

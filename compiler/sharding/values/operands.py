@@ -91,11 +91,19 @@ def shared_out(program: Sharded, version: ShardedValue, over: Over) -> ShardedVa
     used = {axis for cuts in layout.cuts for axis in cuts}
     free = tuple(axis for axis in marked.cuts[0] if axis not in used)
     shards = math.prod(layout.mesh[axis] for axis in free)
-    dim = divided_dim(shape, [layout.num_shards(dim) for dim in range(len(shape))], shards)
+    dim = shared_dim(program, version, shards)
     if dim is None:
         return version
     cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
     return ShardedValue(version.value, version.group, normal(Layout(layout.mesh, cuts)))
+
+
+def shared_dim(program: Sharded, version: ShardedValue, shards: int) -> int | None:
+    """The dim along which ranks share the update of a parameter; where it has the same bits on any number of ranks the same for each."""
+    rules, shape = program.plan.pipeline, program.values[version.value].shape
+    assert shape is not None
+    least = rules.shares if rules is not None and rules.parts else shards
+    return divided_dim(shape, [version.layout.num_shards(dim) for dim in range(len(shape))], least)
 
 
 def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:

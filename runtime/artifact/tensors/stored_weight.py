@@ -81,7 +81,8 @@ def numbers(tensor: TensorProto, folder: Path, manifest: Manifest) -> Array:
     """The elements of a weight; its file, of the artifact in `folder`, is one that was checked."""
     from onnx import numpy_helper
 
-    if not is_read_here(tensor):
+    # onnx reads no file that has a second name, as weights that artifacts share
+    if not tensor.external_data or not (is_read_here(tensor) or BY_CODE[tensor.data_type].bits >= 8):
         found: Array = numpy_helper.to_array(tensor, base_dir=str(folder))
         return found
     entries = {entry.key: entry.value for entry in tensor.external_data}

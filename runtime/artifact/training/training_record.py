@@ -32,7 +32,8 @@ class TrainingRecord(MetricsRecord):
     to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates
     anything; where it is not finite the step replaces nothing of what is kept. `sum_over_ranks`: gradients are those of the sum over the
     batch's shards of their means. `not_streamed`: why a pipeline evaluates whole batches. `adapter`: the alpha
-    of each module of an adapter that is trained, which adds alpha / rank times a product.
+    of each module of an adapter that is trained, which adds alpha / rank times a product. `parts`: of how many parts of a batch sums have
+    one order, whatever the number of ranks; 0 where they have that of the ranks.
     """
 
     sum_over_ranks: bool = False
@@ -44,3 +45,4 @@ class TrainingRecord(MetricsRecord):
     guard: str = ""
     not_streamed: str = ""
     adapter: dict[str, float] = {}
+    parts: int = 0

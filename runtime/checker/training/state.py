@@ -46,6 +46,28 @@ def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     return found
 
 
+def different_tensors(manifest: Manifest, other: Manifest, file: str) -> Iterator[Violation]:
+    """The tensors, and the training, in which the programs for another number of ranks, of the manifest `file`, differ."""
+    ours, theirs = _tensors(manifest), _tensors(other)
+    for tensor in sorted({*ours, *theirs}):
+        if (here := ours.get(tensor, "nothing")) != (there := theirs.get(tensor, "nothing")):
+            fact = f"'{tensor}' is {there} on {other.ranks} ranks, and {here} on {manifest.ranks}"
+            yield Violation(file, f"{fact}; a checkpoint is of one list of tensors", help=_AGAIN)
+    one, two = (found.training and found.training.model_copy(update={"folder": ""}) for found in (manifest, other))
+    if one != two:
+        fact = f"its training on {other.ranks} ranks is not that on {manifest.ranks}"
+        yield Violation(file, f"{fact}; all but their programs is the same on each number of ranks", help=_AGAIN)
+
+
+def _tensors(manifest: Manifest) -> dict[str, str]:
+    """Maps each tensor of the state to what a checkpoint must know of it."""
+    return {
+        record.tensor: f"{record.kind} {record.type} {record.shape}"
+        + (f" of {record.parameter}" if record.parameter else "")
+        for record in manifest.state
+    }
+
+
 def check_state_of_rank(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
     """What is wrong with the state of one rank and the file that has it."""
     records = [record for record in manifest.state if rank in record.ranks]

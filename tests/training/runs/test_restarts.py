@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from training_command_case import AS_ROOT, PLACED, built, command, folder, tensors, train
+from training_command_case import PLACED, built, folder, run, tensors, train
 
 __all__ = ["folder"]
 
@@ -35,17 +33,6 @@ dies.calls = 0
 def fails(batch):
     raise ValueError("a mistake")
 '''
-
-
-def run(build: Path, *words: str) -> tuple[int, str]:
-    """The exit code of a training under MPI, and what it says of its restarts."""
-    done = subprocess.run(
-        command(str(build), "--plan", f"{build}.yaml", "--threads", "1", *words),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **AS_ROOT},
-    )
-    return done.returncode, done.stderr
 
 
 def made(folder: Path, transform: str) -> Path:
