@@ -37,8 +37,19 @@ ADAPTER = "partc.adapter"
 """Key of `ir.Node.meta`: the module to whose product a node adds an adapter, and whose style it does not follow. Key of the `ir.Value.meta`
 of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
 """
+CONTEXT = "partc.context"
+"""Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are cut."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
+
+
+class ContextMark(NamedTuple):
+    """The factors of a node that stay whole, and the one that a mesh axis cuts after all else, as the line of the plan says."""
+
+    axis: str
+    replicated: str
+    factor: str
+    why: str
 
 
 def has_computed_target(node: ir.Node) -> bool:

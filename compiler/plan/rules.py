@@ -18,6 +18,7 @@ from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from partc.compiler.plan.adapters import AdapterRule
+    from partc.compiler.plan.context import ContextRules
     from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
     from partc.compiler.plan.precision import PrecisionRules
@@ -179,6 +180,7 @@ class Plan(RankRules):
     target: tuple[TargetRule, ...] = ()
     generate: GenerateRules | None = None
     adapters: tuple[AdapterRule, ...] = ()
+    context: ContextRules | None = None
 
     @staticmethod
     def whole() -> Plan:

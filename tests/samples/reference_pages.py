@@ -40,6 +40,7 @@ SEE = {
     "pipeline": "pipelines",
     "generate": "generation",
     "adapters": "adapters",
+    "context": "context",
 }
 """By key the page that teaches it."""
 PARTS = {

@@ -1,0 +1,386 @@
+"""Pass: the tokens of a sequence are cut over a mesh axis, and each attention gets the keys and values of other ranks in one of three ways.
+
+    gather   the op table cuts the tokens of queries; keys and values are whole, gathered before heads are repeated
+    heads    all tokens of a rank's heads: an AllToAll of queries, keys and values before attention, and one after it (Ulysses)
+    ring     blocks of keys and values pass from rank to rank (`lower/ring.py`)
+
+Attention of single ops is recognized by its dataflow: a product of queries and keys, elementwise ops, a Softmax over keys, and a product
+with values. `marks` of its nodes say which factors of their rules stay whole and which one the axis cuts; the rest is derived as ever. The
+repetition of keys' heads commutes with a change of layout along the tokens, so it is among the marked nodes:
+
+    k [b, 2, s, d]  --AllGather-->  Unsqueeze  Expand  Reshape [b, 8, s, d]  Transpose  MatMul
+
+Bytes that a rank receives, in units of batch * tokens * depth * (bytes of a number), with H heads, G of keys, p ranks:
+
+              forward                            backward
+    gather    2 G (p-1)/p                        2 G (p-1)/p
+    heads     (2 H + 2 max(G, p)) (p-1)/p^2      the same
+    ring      2 G (p-1)/p                        4 G (p-1)/p + 2 G/p, without the last term where each token sees earlier ones alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import PurePath
+
+import onnx_ir as ir
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import CONTEXT, ContextMark, name_of
+from partc.compiler.ir.program import Typed
+from partc.compiler.ir.sized import SIZES
+from partc.compiler.ir.value_info import bytes_of
+from partc.compiler.layout.moves import share_of
+from partc.compiler.ops.node import constant_ints, rank_of
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import WHOLE
+from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.plan.context import ContextRules, Way
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, DatasetSpec
+from partc.compiler.plan.shard_spec import ShardSpec
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
+from partc.runtime.units import size_text
+
+_PASSING = ("Add", "Cast", "Clip", "Div", "Dropout", "Identity", "Mul", "Sub", "Tanh", "Where")
+"""Ops that may be between the two products of an attention, besides the Softmax."""
+_VIEWS = ("Cast", "Div", "Expand", "Identity", "Mul", "Reshape", "Transpose", "Unsqueeze")
+"""Ops that may be between the repetition of keys' heads and a product."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The nodes from the repetition of keys' or values' heads to the product, each with its factors of tokens and of heads.
+
+    `source`: what the first of them reads. `heads`: how many it has; None where they have no dim of their own, or of unknown size.
+    """
+
+    source: ir.Value
+    heads: int | None
+    nodes: tuple[tuple[ir.Node, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of single ops: the product with keys, what is between it and the product with values, and that."""
+
+    scores: ir.Node
+    between: tuple[ir.Node, ...]
+    product: ir.Node
+    keys: Side
+    values: Side
+
+    def marked(self, way: Way) -> Iterator[tuple[ir.Node, str, str]]:
+        """Each node with the factors that stay whole, and the one of heads."""
+        for node in (self.scores, *self.between):
+            letters = rule_of(node).outputs[0] or ""
+            yield node, letters[-2:] if way == "heads" else letters[-1:], letters[1:2]
+        own, made = rule_of(self.product).inputs[0] or "", rule_of(self.product).outputs[0] or ""
+        yield self.product, own[-2:] if way == "heads" else own[-1:], made[1:2]
+        for side in (self.keys, self.values):
+            yield from side.nodes
+
+
+def shard_context(program: Typed) -> Typed:
+    """The program whose inputs arrive with their tokens cut, and whose attentions are marked; as it is where the plan has no `context`.
+
+    CompileError with every attention that is not recognized or does not fit the way, and where no input has the tokens.
+    """
+    rules = program.plan.context
+    if rules is None or dict(program.plan.mesh).get(rules.axis, 1) == 1:
+        return program
+    if program.generation is not None:
+        law = "a step has one token of each sequence, and caches are not cut along their entries"
+        raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
+    found, strange = list[Attention](), list[Problem]()
+    lengths = dict[int | str, None]()
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is None:
+            continue
+        if (one := _attention(node)) is not None:
+            found.append(one)
+            lengths[shape[-2]] = None
+    known = {one for each in found for one in (each.scores, *each.between, each.product)}
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is not None and node not in known and {*shape[-2:]} <= {*lengths}:
+            fact = f"the attention of '{program.paths[node]}' is not recognized: its Softmax is over [{shape[-2]}, {shape[-1]}]"
+            law = "an attention is a product with keys, elementwise ops, a Softmax, and a product with values"
+            strange.append(Problem(rules.where(), fact, law, "write it so, or leave out 'context' and cut `dataset`"))
+    if not found:
+        law = "an attention is a product with keys, elementwise ops, a Softmax over them, and a product with values"
+        strange.append(Problem(rules.where(), "no attention is recognized", law, "cut `dataset` by hand"))
+    if strange:
+        raise CompileError(strange)
+    return _Context(program, rules).of(found, lengths)
+
+
+class _Context(Rewriting[Typed]):
+    def __init__(self, program: Typed, rules: ContextRules) -> None:
+        super().__init__(program)
+        self.rules, self.ranks = rules, dict(program.plan.mesh)[rules.axis]
+        styled = any(rule.style is not None for rule in (*program.declared.sharding, *program.plan.sharding))
+        self.tensor_parallel = dict(program.plan.mesh).get(TENSOR_PARALLEL, 1) if styled else 1
+
+    def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
+        specs = self.dataset(lengths)
+        told, problems = dict[str, int](), list[Problem]()
+        for one in attentions:
+            ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
+            fitting = {way: cost for way, cost in ways.items() if not cost.problem}
+            if not fitting:
+                problems += [Problem(self.rules.where("attention"), *cost.problem) for cost in ways.values()]
+                continue
+            way = min(fitting, key=lambda name: fitting[name].units)
+            self.mark(one, way)
+            text = ", ".join(f"{name} {cost.text}" for name, cost in self.costs(one).items())
+            told[f"by {way} ({text})"] = told.get(f"by {way} ({text})", 0) + 1
+        if problems:
+            raise CompileError([*dict.fromkeys(problems)])
+        warnings = [
+            f"{self.rules.where()}: {count} attention{'s' * (count > 1)} {text}" for text, count in told.items()
+        ]
+        dataset = self.before.plan.dataset
+        plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
+        return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
+
+    def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
+        """Maps each input with the tokens to how it arrives: cut along them, else as the plan says. CompileError without one."""
+        plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
+        for value in self.graph.inputs:
+            info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
+            dims = [dim for dim, size in enumerate(info.shape or ()) if size in lengths and dim != records]
+            if not dims:
+                continue
+            given = plan.dataset.specs.get(name)
+            spec: ShardSpec = given.spec if given is not None else ((),) * len(info.shape or ())
+            if given is None and plan.dataset.style == DATA_PARALLEL and records is not None:
+                axes = (DATA_AXIS,) if DATA_AXIS in dict(plan.mesh) else ()
+                spec = tuple(axes if dim == records else () for dim in range(len(spec)))
+            wrong = [one for one in spec if isinstance(one, int) and one > 1]
+            there = spec[dims[0]] if dims[0] < len(spec) else ()
+            if given is not None and (wrong or (isinstance(there, tuple) and there)):
+                fact = f"dataset of '{name}' {'is spelled by numbers' if wrong else 'cuts the tokens itself'}"
+                law = f"'context' cuts dim {dims[0]}, the tokens, over '{self.rules.axis}'"
+                problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
+                continue
+            if problem := self.uneven(name, dims[0], info.shape[dims[0]] if info.shape else 0):
+                problems.append(problem)
+            named = [one if isinstance(one, tuple) else () for one in spec]
+            named[dims[0]] = (self.rules.axis,)
+            found[name] = DatasetSpec(tuple(named), self.rules.where())
+        if not found and not problems:
+            sizes = ", ".join(map(str, lengths))
+            law = f"the attentions are over {sizes} tokens: an input of so many is cut"
+            problems.append(
+                Problem(self.rules.where("axis"), "no input has the tokens' dim", law, "cut `dataset` by hand")
+            )
+        if problems:
+            raise CompileError(problems)
+        return found
+
+    def uneven(self, name: str, dim: int, size: int | str) -> Problem | None:
+        """The problem of tokens that the ranks do not divide; None where they do."""
+        where, fact = (
+            self.rules.where("axis"),
+            f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens",
+        )
+        if isinstance(size, int):
+            legal = [str(one) for one in (size // self.ranks * self.ranks, -(-size // self.ranks) * self.ranks) if one]
+            law, help_ = f"{size} is not divisible by {self.ranks}", f"take {' or '.join(legal)} tokens"
+            return Problem(where, fact, law, help_) if size % self.ranks else None
+        facts = facts_of(size, {symbol: info.facts for symbol, info in self.before.symbols.items()})
+        if facts.divisible_by(self.ranks):
+            return None
+        divisor = math.lcm(facts.real_divisor(), self.ranks)
+        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {self.ranks}; nothing is padded"
+        known = size in self.before.symbols
+        help_ = (
+            f"declare `{size}: {{divisor: {divisor}}}` under symbols" if known else "give its symbols a larger divisor"
+        )
+        return Problem(where, fact, law, help_)
+
+    def costs(self, one: Attention) -> dict[Way, _Cost]:
+        """The cost of each way for an attention."""
+        query = one.scores.inputs[0]
+        assert query is not None
+        info, p, trains = self.values[query], self.ranks, self.before.training is not None and self.before.kind.backward
+        dims = info.shape or ()
+        heads = dims[1] if len(dims) > 3 and isinstance(dims[1], int) else 0
+        keys = sum(side.heads or heads for side in (one.keys, one.values))
+        moved = 2 * heads + sum(self.moved(side, heads) for side in (one.keys, one.values))
+        whole, unit = bytes_of(info, info.shape), Fraction(1, (heads or 1) * self.tensor_parallel)
+        ring, by_heads = Fraction(keys * (p - 1), p), Fraction(moved * (p - 1), p * p)
+        units: dict[Way, tuple[Fraction, Fraction, Fraction]] = {
+            "gather": (ring, ring, Fraction(keys)),
+            "heads": (by_heads, by_heads, Fraction(moved, p)),
+        }
+        found: dict[Way, _Cost] = {}
+        limit = self.rules.memory
+        for way, (forward, backward, kept) in units.items():
+            refused: tuple[str, ...] = ()
+            received = forward + (backward if trains else 0)
+            if way == "heads" and (not heads or heads % (p * self.tensor_parallel)):
+                count = f"{heads} heads" if heads else "heads without a dim of their own"
+                fact = f"'heads' of '{self.paths[one.product]}': {count} over {p * self.tensor_parallel} ranks"
+                refused = fact, "each rank has whole heads"
+                refused += ("write attention: gather, or an axis whose ranks divide the heads",)
+            bytes_kept = math.ceil(kept * unit * self.largest.bytes_of(query))
+            if limit is not None and bytes_kept > limit:
+                fact = f"'{way}' of '{self.paths[one.product]}' keeps {size_text(bytes_kept)} on a rank"
+                refused = fact, f"'memory' is {size_text(limit)}", "raise 'memory', or cut over more ranks"
+            text = "unknown" if whole is None else str(share_of(received * unit, whole))
+            found[way] = _Cost(received, f"{text} bytes", refused)
+        return found
+
+    @cached_property
+    def largest(self) -> TypicalSizes:
+        """The sizes of values at the largest sizes that symbols may have, as far as they are known."""
+        bounds = {name: info.facts.max for name, info in self.before.symbols.items()}
+        return TypicalSizes(self.before, {name: size for name, size in bounds.items() if size is not None})
+
+    def moved(self, side: Side, heads: int) -> int:
+        """The number of heads of a side are sent where each rank gets its own: all, else one a rank, else those of the queries."""
+        own = side.heads or heads
+        spread = self.ranks * self.tensor_parallel
+        if own % spread == 0:
+            return own
+        forms = [node.op_type for node, _, _ in side.nodes[-3:]]
+        repeated = forms == ["Reshape", "Expand", "Unsqueeze"] and constant_ints(side.nodes[-1][0], 1) == (2,)
+        return spread if repeated and spread % own == 0 else heads
+
+    def mark(self, one: Attention, way: Way) -> None:
+        """Notes in the nodes of an attention which factors stay whole, and which one the axis cuts."""
+        where, axis, apart = PurePath(self.rules.where()).name, self.rules.axis, set[ir.Node]()
+        for side in (one.keys, one.values) if way == "heads" else ():
+            if side.heads is not None and (moved := self.moved(side, 0)) != side.heads:
+                if moved:
+                    self.repeat(side, moved)
+                else:  # sent as they are repeated
+                    apart.update(node for node, _, _ in side.nodes)
+        for node, whole, heads in one.marked(way):
+            if node not in apart:
+                cut = heads if way == "heads" else ""
+                node.meta[CONTEXT] = ContextMark(axis, whole.replace(WHOLE, ""), cut, f"{where} context")
+
+    def repeat(self, side: Side, heads: int) -> None:
+        """Repeats heads until each rank has one, in front of the repetition, which then repeats them less often."""
+        expand, unsqueeze = side.nodes[-2][0], side.nodes[-1][0]
+        source, spread, wide = side.source, unsqueeze.outputs[0], expand.outputs[0]
+        assert side.heads is not None
+        name, times = name_of(wide), heads // side.heads
+        rest = self.values[wide].shape
+        assert rest is not None
+        left = int(rest[2]) // times
+        ones = self.like(spread, self.free(f"{name}.one"))
+        more = self.like(spread, self.free(f"{name}.more"), {2: times})
+        joined = self.like(source, self.free(f"{name}.joined"), {1: heads})
+        self.put(unsqueeze, "Unsqueeze", [source, unsqueeze.inputs[1]], [ones], ".one")
+        self.put(
+            unsqueeze, "Expand", [ones, self.constant(self.free(f"{name}.times"), [1, 1, times, 1, 1])], [more], ".more"
+        )
+        target = self.constant(self.free(f"{name}.heads"), [0, heads, -1, int(rest[4])])
+        self.put(unsqueeze, "Reshape", [more, target], [joined], ".joined")
+        unsqueeze.replace_input_with(0, joined)
+        expand.replace_input_with(1, self.constant(self.free(f"{name}.left"), [1, 1, left, 1, 1]))
+        for value, sizes in ((spread, {1: heads}), (wide, {1: heads, 2: left})):
+            value.shape = ir.Shape([sizes.get(k, dim) for k, dim in enumerate(value.shape or ())])
+            info = self.values[value]
+            self.values[value] = replace(info, shape=tuple(sizes.get(k, dim) for k, dim in enumerate(info.shape or ())))
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """The cost of a way: units that a rank receives, the bytes as text, and the fact, law and remedy where it does not fit."""
+
+    units: Fraction
+    text: str
+    problem: tuple[str, ...] = ()
+
+
+def _scores_shape(program: Typed, node: ir.Node) -> tuple[int | str, ...] | None:
+    """The shape of scores that a Softmax takes over its last dim; None of other nodes."""
+    value = node.inputs[0] if node.op_type == "Softmax" and node.domain in ("", "ai.onnx") else None
+    shape = None if value is None else program.values[value].shape
+    if shape is None or len(shape) < 3 or node.attributes.get_int("axis", -1) not in (-1, len(shape) - 1):
+        return None
+    return shape
+
+
+def _attention(softmax: ir.Node) -> Attention | None:
+    """The attention of a Softmax; None where its nodes are not of that form."""
+    value, after = softmax.outputs[0], list[ir.Node]()
+    while True:
+        readers = _readers(value)
+        if len(readers) != 1 or value.is_graph_output():
+            return None
+        (node,) = readers
+        if node.op_type == "MatMul":
+            break
+        if node.op_type not in _PASSING:
+            return None
+        after.append(node)
+        value = node.outputs[0]
+    product, rank = node, rank_of(softmax.outputs[0])
+    before = _back(softmax.inputs[0], rank)
+    keys = None if not before else before[-1].inputs[1]
+    if product.inputs[0] is not value or before is None or keys is None or product.inputs[1] is None or rank is None:
+        return None
+    scores = before[-1]
+    if any(rank_of(one) != rank for one in (*scores.inputs, *product.inputs)):
+        return None
+    made = rule_of(scores).outputs[0] or ""
+    own = rule_of(product).inputs[1] or ""
+    sides = _side(keys, len(made) - 1), _side(product.inputs[1], len(own) - 2)
+    return Attention(scores, (*before[-2::-1], softmax, *after), product, *sides)
+
+
+def _back(value: ir.Value | None, rank: int | None) -> list[ir.Node] | None:
+    """The nodes from a value back to the product that its largest operands come from, the product last."""
+    node = value.producer() if value is not None else None
+    if node is None or rank_of(value) != rank:
+        return None
+    if node.op_type == "MatMul":
+        return [node]
+    if node.op_type not in _PASSING or len(_readers(node.outputs[0])) > 1:
+        return None
+    ways = (_back(one, rank) for one in node.inputs)
+    found = next((way for way in ways if way is not None), None)
+    return None if found is None else [node, *found]
+
+
+def _side(value: ir.Value, tokens: int) -> Side:
+    """The nodes of keys or values from the repetition of their heads on, which follows the tokens' dim and that of heads."""
+    nodes, end, at = list[tuple[ir.Node, str, str]](), 0, value
+    heads: int | None = 1 if (rank_of(value) or 0) > 3 else None
+    source, count = value, _size(value, heads)
+    while (node := at.producer()) is not None and node.op_type in _VIEWS and len(_readers(at)) == 1:
+        rule = rule_of(node)
+        made = rule.outputs[0]
+        letter, head = (made[tokens], made[heads] if heads is not None else WHOLE) if made else (WHOLE, WHOLE)
+        k = next((k for k, own in enumerate(rule.inputs) if own and letter in own), None)
+        operand = None if k is None or letter == WHOLE else node.inputs[k]
+        if k is None or operand is None or operand.const_value is not None:
+            break
+        own = rule.inputs[k] or ""
+        nodes.append((node, letter, head))
+        tokens, heads, at = own.index(letter), own.index(head) if head != WHOLE and head in own else None, operand
+        if node.op_type == "Unsqueeze" and any(one.op_type == "Expand" for one, _, _ in nodes):
+            source, count, end = at, _size(at, heads), len(nodes)
+            break
+    return Side(source, count, tuple(nodes[:end]))
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read the numbers of a value."""
+    return [node for node in dict.fromkeys(value.consumers()) if node.op_type not in SIZES]
+
+
+def _size(value: ir.Value, dim: int | None) -> int | None:
+    size = None if dim is None or value.shape is None else value.shape[dim]
+    return size if isinstance(size, int) else None

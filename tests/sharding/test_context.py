@@ -1,0 +1,152 @@
+"""A sequence that is cut over ranks: each way of attention trains as one rank does, and sends what its formula says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from partc.compiler import nn
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.inputs import Spec
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import trace
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from training_equivalence import same_training
+
+HEADS, KEYS, DEPTH, LENGTH = 12, 2, 4, 24
+WIDTH = HEADS * DEPTH
+INT64 = ir.DataType.INT64
+
+
+class Layer(nn.Module):
+    """Grouped attention as exporters of `transformers` write it, with a causal mask; `padded`: and one of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, KEYS * DEPTH), nn.Linear(WIDTH, KEYS * DEPTH)
+
+    def forward(self, op, x, visible):
+        def by_head(y, heads):
+            return op.Transpose(op.Reshape(y, op.Constant(value_ints=[0, 0, heads, DEPTH])), perm=[0, 2, 1, 3])
+
+        def repeated(y):
+            wide = op.Expand(
+                op.Unsqueeze(y, op.Constant(value_ints=[2])),
+                op.Constant(value_ints=[1, 1, HEADS // KEYS, 1, 1]),
+            )
+            return op.Reshape(wide, op.Constant(value_ints=[0, HEADS, -1, DEPTH]))
+
+        k, v = repeated(by_head(self.k(op, x), KEYS)), repeated(by_head(self.v(op, x), KEYS))
+        scores = op.MatMul(op.Mul(by_head(self.q(op, x), HEADS), DEPTH**-0.5), op.Transpose(k, perm=[0, 1, 3, 2]))
+        shares = op.Softmax(op.Where(visible, scores, -1e9), axis=-1)
+        mixed = op.Transpose(op.MatMul(shares, v), perm=[0, 2, 1, 3])
+        return op.Add(x, self.out(op, op.Reshape(mixed, op.Constant(value_ints=[0, 0, WIDTH]))))
+
+
+class Decoder(nn.Module):
+    """A layer over tokens; `keep` is 0 at tokens that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(1)])
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, op, ids, keep):
+        places = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2)), 1)
+        causal = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
+        visible = op.And(causal, op.Cast(op.Unsqueeze(keep, [1, 2]), to=ir.DataType.BOOL))
+        x = self.tokens(op, ids)
+        for layer in self.layers:
+            x = layer(op, x, visible)
+        return self.head(op, x)
+
+
+def decoder() -> Source:
+    nn.seed(3)
+    inputs = [Spec("ids", ["batch", "seq"], INT64), Spec("keep", ["batch", "seq"], INT64)]
+    return Source(trace(Decoder(), inputs, ["logits"], "decoder.py"))
+
+
+TRAIN = """
+train:
+  loss: {type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}
+  optimizer: {type: sgd, lr: 0.1}
+"""
+
+
+def plan(ranks: int, attention: str, more: str = "", mesh: str = "") -> str:
+    return (
+        f"ranks: {ranks}\nmesh: {{{mesh or f'cp: {ranks}'}}}\ncontext: {{axis: cp, attention: {attention}{more}}}\n"
+        f"symbols: {{batch: {{divisor: 2}}, seq: {{divisor: 12, max: 48}}}}\n{TRAIN}"
+    )
+
+
+def feeds(seed: int = 0) -> list[dict[str, np.ndarray]]:
+    chance = np.random.default_rng(seed)
+    keep = (np.arange(LENGTH) >= np.array([[0], [5]])).astype(np.int64)
+    ids, labels = chance.integers(0, 16, (2, 2, LENGTH))
+    return [{"ids": ids, "keep": keep, "labels": labels}]
+
+
+def units(way: str, ranks: int) -> Fraction:
+    """What a rank receives of an attention forward and backward, in units of batch * tokens * depth * 4 bytes."""
+    if way == "heads":
+        keys = KEYS if KEYS % ranks == 0 else ranks if ranks % KEYS == 0 else HEADS
+        return 2 * Fraction((2 * HEADS + 2 * keys) * (ranks - 1), ranks**2)
+    return 2 * Fraction(2 * KEYS * (ranks - 1), ranks)
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "heads"), (3, "heads"), (4, "gather"), (6, "heads")])
+def test_a_cut_sequence_trains_as_a_whole_one(ranks: int, way: str, tmp_path: Path) -> None:
+    text = plan(ranks, way)
+    program = same_training(decoder, text, tmp_path, feeds(), rtol=1e-5, atol=1e-5)
+    assert not [event.bytes for event in program.events if "seq**2" in event.bytes]
+    sizes = {"batch": Facts.constant(2), "seq": Facts.constant(LENGTH)}
+    moved = [facts_of(event.bytes, sizes).value for event in program.events if DEPTH in (event.shape or ())[-2:]]
+    assert sum(moved) == units(way, ranks) * 2 * LENGTH * DEPTH * 4
+
+
+@pytest.mark.parametrize(("way", "mesh"), [("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")])
+def test_a_cut_sequence_goes_with_other_axes(way: str, mesh: str, tmp_path: Path) -> None:
+    more = "dataset: {ids: [dp, null], keep: [dp, null], labels: [dp, null]}\n"
+    styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise}\n'
+    text = plan(4, way, mesh=mesh).replace("\ntrain:", (more if "dp" in mesh else styles) + "train:")
+    same_training(decoder, text, tmp_path, feeds(), rtol=1e-5, atol=1e-5)
+
+
+def test_auto_takes_the_fewest_bytes_within_memory(tmp_path: Path) -> None:
+    def way(more: str) -> list[str]:
+        source = decoder()
+        found = compile_source(source, parse_plan(plan(2, "auto", more), "plan.yaml"), tmp_path / "build", check=False)
+        return [one for one in found.program.warnings if "attention" in one]
+
+    # (2 * 12 + 2 * 2) / 4 * 16 * 2 of heads are more than 2 * 2 / 2 * 16 * 2
+    assert way("") == ["plan.yaml:3: 1 attention by gather (gather 64*batch*seq bytes, heads 224*batch*seq bytes)"]
+
+
+REFUSED = [
+    (plan(4, "heads").replace("divisor: 12", "divisor: 6"), "plan.yaml:3: 'cp' has 4 ranks, and 'ids' dim 1 has seq tokens\n"
+     "  seq is a multiple of 6, not always of 4; nothing is padded\n  help: declare `seq: {divisor: 12}` under symbols"),
+    (plan(8, "heads").replace("divisor: 12", "divisor: 8"), "12 heads over 8 ranks\n  each rank has whole heads"),
+    (plan(2, "gather", ", memory: 1KB"), "'gather' of 'layers.0.MatMul_1' keeps"),
+    (plan(2, "gather", ", order: fold"), "'order: fold' is not supported"),
+    (plan(2, "gather", mesh="tp: 2"), "'cp' is not an axis of the mesh\n  the mesh is tp=2\n  help: write axis: tp"),
+    (plan(2, "gather") + "dataset: {ids: [null, cp]}", "dataset of 'ids' cuts the tokens itself"),
+    (plan(2, "gather").replace(", seq: {divisor: 12, max: 48}", "") + "inputs: {ids: [batch, 9], keep: [batch, 9], labels: [batch, 9]}",
+     "9 is not divisible by 2\n  help: take 8 or 10 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_fit_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as error:
+        compile_source(decoder(), parse_plan(text, "plan.yaml"), tmp_path / "build")
+    assert message in str(error.value)
