@@ -26,18 +26,23 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import PurePath
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import CONTEXT, ContextMark, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.sized import SIZES
-from partc.compiler.ir.value_info import bytes_of
+from partc.compiler.ir.value_info import SymbolInfo, bytes_of
 from partc.compiler.layout.moves import share_of
+from partc.compiler.ops.families.neural.ring import RING
 from partc.compiler.ops.node import constant_ints, rank_of
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE
+from partc.compiler.ops.rule import OWN, WHOLE
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.context import ContextRules, Way
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, DatasetSpec
@@ -91,7 +96,8 @@ def shard_context(program: Typed) -> Typed:
     CompileError with every attention that is not recognized or does not fit the way, and where no input has the tokens.
     """
     rules = program.plan.context
-    if rules is None or dict(program.plan.mesh).get(rules.axis, 1) == 1:
+    ranks = 0 if rules is None else dict(program.plan.mesh).get(rules.axis, 0)  # the unsharded model has no mesh
+    if rules is None or not ranks or (ranks == 1 and rules.attention != "ring"):
         return program
     if program.generation is not None:
         law = "a step has one token of each sequence, and caches are not cut along their entries"
@@ -125,6 +131,7 @@ class _Context(Rewriting[Typed]):
         super().__init__(program)
         self.rules, self.ranks = rules, dict(program.plan.mesh)[rules.axis]
         styled = any(rule.style is not None for rule in (*program.declared.sharding, *program.plan.sharding))
+        self.forms: dict[Attention, _RingForm | None] = {}
         self.tensor_parallel = dict(program.plan.mesh).get(TENSOR_PARALLEL, 1) if styled else 1
 
     def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
@@ -132,13 +139,18 @@ class _Context(Rewriting[Typed]):
         told, problems = dict[str, int](), list[Problem]()
         for one in attentions:
             ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
+            if not ways:
+                law = "float32 or float64, scores scaled and masked once by a mask that heads share, keys of the queries' tokens"
+                fact = f"the attention of '{self.paths[one.product]}' has no ring"
+                problems.append(Problem(self.rules.where("attention"), fact, law, "write attention: gather, or heads"))
+                continue
             fitting = {way: cost for way, cost in ways.items() if not cost.problem}
             if not fitting:
                 problems += [Problem(self.rules.where("attention"), *cost.problem) for cost in ways.values()]
                 continue
             way = min(fitting, key=lambda name: fitting[name].units)
-            self.mark(one, way)
             text = ", ".join(f"{name} {cost.text}" for name, cost in self.costs(one).items())
+            self.mark(one, way)
             told[f"by {way} ({text})"] = told.get(f"by {way} ({text})", 0) + 1
         if problems:
             raise CompileError([*dict.fromkeys(problems)])
@@ -147,6 +159,7 @@ class _Context(Rewriting[Typed]):
         ]
         dataset = self.before.plan.dataset
         plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
+        self.drop([*self.graph])  # masks that no attention reads
         return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
 
     def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
@@ -220,6 +233,10 @@ class _Context(Rewriting[Typed]):
             "gather": (ring, ring, Fraction(keys)),
             "heads": (by_heads, by_heads, Fraction(moved, p)),
         }
+        form = self.ring_form(one)
+        if form is not None:
+            home = 0 if form.causal else Fraction(keys, p)
+            units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
         found: dict[Way, _Cost] = {}
         limit = self.rules.memory
         for way, (forward, backward, kept) in units.items():
@@ -256,6 +273,9 @@ class _Context(Rewriting[Typed]):
 
     def mark(self, one: Attention, way: Way) -> None:
         """Notes in the nodes of an attention which factors stay whole, and which one the axis cuts."""
+        if way == "ring":
+            self.ring(one)
+            return
         where, axis, apart = PurePath(self.rules.where()).name, self.rules.axis, set[ir.Node]()
         for side in (one.keys, one.values) if way == "heads" else ():
             if side.heads is not None and (moved := self.moved(side, 0)) != side.heads:
@@ -292,6 +312,169 @@ class _Context(Rewriting[Typed]):
             value.shape = ir.Shape([sizes.get(k, dim) for k, dim in enumerate(value.shape or ())])
             info = self.values[value]
             self.values[value] = replace(info, shape=tuple(sizes.get(k, dim) for k, dim in enumerate(info.shape or ())))
+
+    def ring_form(self, one: Attention) -> _RingForm | None:
+        """The attention as a ring computes it; None where it is of another form."""
+        if one in self.forms:
+            return self.forms[one]
+        self.forms[one] = form = self._ring_form(one)
+        return form
+
+    def _ring_form(self, one: Attention) -> _RingForm | None:
+        query, keys, values = one.scores.inputs[0], one.scores.inputs[1], one.product.inputs[1]
+        assert query is not None
+        assert keys is not None
+        assert values is not None
+        scale, mask, hidden, guards, value, is_share = 1.0, None, 0.0, list[ir.Value](), one.scores.outputs[0], False
+        for node in one.between:
+            rest = [other for other in node.inputs if other is not None and other is not value]
+            number = _number(rest[0]) if len(rest) == 1 else None
+            if node.op_type == "Softmax":
+                is_share = True
+            elif node.op_type == "Where" and is_share and node.inputs[2] is value:
+                condition, zero = node.inputs[:2]
+                if condition is None or _number(zero) != 0 or condition.shape is None or condition.shape[-1] != 1:
+                    return None
+                guards.append(condition)
+            elif is_share or (mask is not None and node.op_type != "Identity"):
+                return None
+            elif node.op_type == "Mul" and number is not None:
+                scale *= number
+            elif node.op_type == "Div" and number is not None and node.inputs[0] is value:
+                scale /= number
+            elif node.op_type == "Add" and len(rest) == 1:
+                mask = rest[0]
+            elif node.op_type == "Where" and node.inputs[1] is value and _number(node.inputs[2]) is not None:
+                mask, hidden = node.inputs[0], _number(node.inputs[2]) or 0.0
+            elif node.op_type != "Identity":
+                return None
+            value = node.outputs[0]
+        keys, times = self._source(keys, turned=True)
+        values, weight = self._source(values, turned=False)
+        shapes = [self.values[each].shape for each in (query, keys, values)]
+        if any(shape is None or len(shape) != 4 for shape in shapes) or weight != 1:
+            return None
+        q, k, v = ([*shape] for shape in shapes if shape is not None)
+        heads = [q[1], k[1], v[1], q[3], v[3]]
+        if (
+            q[2] != k[2]
+            or k[2] != v[2]
+            or k[1] != v[1]
+            or not all(isinstance(dim, int) for dim in heads)
+            or int(q[1]) % int(k[1])
+        ):
+            return None
+        if {each.dtype for each in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
+            return None
+        causal = mask is not None and _is_causal(_of_sizes(self.graph, mask, self.before.symbols), hidden)
+        if causal:  # each token sees itself
+            conditions = [_of_sizes(self.graph, guard, self.before.symbols) for guard in guards]
+            causal = all(found is not None and not found.any() for found in conditions)
+            guards = [] if causal else guards
+        if mask is not None and not causal:
+            shape = self.values[mask].shape
+            aligned = (1,) * (4 - len(shape or ())) + (shape or ())
+            if (
+                shape is None
+                or len(shape) > 4
+                or aligned[1] != 1
+                or aligned[2] not in (1, q[2])
+                or aligned[3] not in (1, k[2])
+            ):
+                return None
+        return _RingForm(query, keys, values, None if causal else mask, scale * times, hidden, causal, tuple(guards))
+
+    def _source(self, value: ir.Value, *, turned: bool) -> tuple[ir.Value, float]:
+        """Keys or values before their heads are repeated, and the number by which they are multiplied after it.
+
+        `turned`: they come transposed; where nothing transposes them, a node that turns them back.
+        """
+        times, at, perm = 1.0, value, [0, 1, 3, 2]
+        while (node := at.producer()) is not None:
+            first = node.inputs[0]
+            number = _number(node.inputs[1]) if node.op_type in ("Mul", "Div") else None
+            if first is None:
+                break
+            if number is not None:
+                times *= number if node.op_type == "Mul" else 1 / number
+            elif node.op_type == "Transpose" and turned and [*(node.attributes.get_ints("perm") or ())] == perm:
+                turned = False
+            elif not self._is_view(node):
+                break
+            at = first
+        if turned:
+            node = value.producer()
+            back = self.turned(value, self.free(f"{name_of(value)}.turned"), perm)
+            reader = next(iter(value.consumers()))
+            self.put(reader, "Transpose", [value], [back], ".turned", perm=perm)
+            return back, 1.0
+        reshape = _by(at, "Reshape")
+        expand = _by(reshape.inputs[0], "Expand") if reshape is not None else None
+        unsqueeze = _by(expand.inputs[0], "Unsqueeze") if expand is not None else None
+        narrow = None if unsqueeze is None or constant_ints(unsqueeze, 1) != (2,) else unsqueeze.inputs[0]
+        if narrow is None or expand is None:
+            return at, times
+        few, wide = self.values[narrow].shape or (), self.values[expand.outputs[0]].shape or ()
+        if len(few) != 4 or len(wide) != 5 or not isinstance(few[1], int) or not isinstance(wide[2], int):
+            return at, times
+        fits = wide == (*few[:2], wide[2], *few[2:]) and self.values[at].shape == (few[0], few[1] * wide[2], *few[2:])
+        return (narrow, times) if fits else (at, times)
+
+    def _is_view(self, node: ir.Node) -> bool:
+        """Whether a Reshape, or an Identity, leaves all dims as they are."""
+        before = node.inputs[0]
+        same_dims = before is not None and self.values[before].shape == self.values[node.outputs[0]].shape
+        return node.op_type in ("Identity", "Reshape") and same_dims and self.values[node.outputs[0]].shape is not None
+
+    def ring(self, one: Attention) -> None:
+        """Puts a ring in the place of an attention."""
+        form, old = self.ring_form(one), one.product.outputs[0]
+        assert form is not None
+        made = self.like(old, self.free(f"{name_of(old)}.ring"))
+        inputs = [form.query, form.keys, form.values, *([form.mask] if form.mask is not None else [])]
+        numbers = ir.convenience.convert_attributes(
+            {"scale": form.scale, "causal": int(form.causal), "hidden": form.hidden}
+        )
+        self.put(one.product, RING, inputs, [made], ".ring", numbers, OWN)
+        for k, guard in enumerate(form.guards):
+            info = self.values[old]
+            zero = self.constant(
+                self.free(f"{name_of(old)}.zero"), np.zeros((), old.dtype.numpy() if old.dtype else np.float32)
+            )
+            kept = self.like(old, self.free(f"{name_of(old)}.kept{k}"))
+            self.values[kept] = info
+            self.put(one.product, "Where", [guard, zero, made], [kept], f".kept{k}")
+            made = kept
+        self.take_place(made, old, one.product)
+
+
+@dataclass(frozen=True)
+class _RingForm:
+    """The operands of a ring: keys and values before their heads are repeated, and no mask where each token sees those up to itself.
+
+    `guards`: conditions, by query, under which a result is 0.
+    """
+
+    query: ir.Value
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value | None
+    scale: float
+    hidden: float
+    causal: bool
+    guards: tuple[ir.Value, ...]
+
+
+def _by(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes a value, if it has this op."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """The number of a constant that has one; None of others."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 @dataclass(frozen=True)
@@ -384,3 +567,104 @@ def _readers(value: ir.Value) -> list[ir.Node]:
 def _size(value: ir.Value, dim: int | None) -> int | None:
     size = None if dim is None or value.shape is None else value.shape[dim]
     return size if isinstance(size, int) else None
+
+
+_LIMIT = 256
+"""The largest whole number in a mask that is evaluated: what it does beyond a few times as many tokens, it does before."""
+_LOWEST = -1e4
+
+
+def _is_causal(mask: npt.NDArray[Any] | None, hidden: float) -> bool:
+    """Whether the numbers of a mask let each token see those up to itself and no other."""
+    if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    seen = np.tril(np.ones(mask.shape[-2:], bool))
+    if mask.dtype == np.bool_:
+        return hidden <= _LOWEST and bool((mask == seen).all())
+    return bool((np.where(seen, mask == 0, mask <= _LOWEST)).all())
+
+
+def _of_sizes(graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo]) -> npt.NDArray[Any] | None:
+    """The numbers of a value that is made of the sizes of inputs and of constants alone; None of another one.
+
+    It is evaluated at a length of four times its largest whole number and more, or at the one that it has; of larger numbers than `_LIMIT`
+    nothing is said: what a mask does at a length that is not evaluated would not be known.
+    """
+    nodes, sizes, numbers = dict[ir.Node, None](), dict[ir.Value, None](), dict[ir.Value, None]()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        node = one.producer()
+        if node is None:
+            if one.const_value is None or one.const_value.nbytes > 1 << 22:
+                return None
+            numbers[one] = None
+        elif node not in nodes:
+            nodes[node] = None
+            if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].is_graph_input():
+                sizes[node.inputs[0]] = None
+            elif node.domain not in ("", "ai.onnx") or any(
+                attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()
+            ):
+                return None
+            else:
+                waiting += [operand for operand in node.inputs if operand is not None]
+    integers = [
+        one.const_value.numpy() for one in numbers if one.const_value is not None and one.dtype == ir.DataType.INT64
+    ]
+    # ends of slices are the largest number there is
+    most = max((int(abs(n)) for array in integers for n in array.ravel() if abs(n) < 1 << 31), default=0)
+    if most > _LIMIT:
+        return None
+    facts = {name: info.facts for name, info in symbols.items()}
+    length = max(64, 4 * most)
+    return _evaluated(graph, [node for node in graph if node in nodes], value, [*sizes], [*numbers], facts, length)
+
+
+def _evaluated(
+    graph: ir.Graph,
+    nodes: list[ir.Node],
+    value: ir.Value,
+    inputs: list[ir.Value],
+    constants: list[ir.Value],
+    facts: Mapping[str, Facts],
+    length: int,
+) -> npt.NDArray[Any] | None:
+    """The numbers of a value that is made of sizes alone, each symbol at its first legal size from `length` on; None where a run fails."""
+    import onnx
+    import onnxruntime
+    from onnx import helper
+
+    def size_of(dim: int | ir.SymbolicDim) -> int:
+        known = facts.get(str(dim.value)) if isinstance(dim, ir.SymbolicDim) else None
+        if isinstance(dim, int):
+            return dim
+        step = known.divisor if known is not None and known.divisor else 1
+        return -(-length // step) * step + (known.remainder if known is not None else 0)
+
+    arrays = {}
+    for one in inputs:
+        if one.shape is None or one.dtype is None:
+            return None
+        dims = [
+            size_of(dim) if k == len(one.shape) - 1 or isinstance(dim, int) else 1 for k, dim in enumerate(one.shape)
+        ]
+        arrays[name_of(one)] = np.zeros(dims, one.dtype.numpy())
+    feeds = [helper.make_tensor_value_info(name_of(one), ir.DataType(one.dtype or 1).value, None) for one in inputs]
+    weights = [
+        ir.serde.serialize_tensor(ir.Tensor(one.const_value.numpy(), name=name_of(one)))
+        for one in constants
+        if one.const_value is not None
+    ]
+    output = onnx.ValueInfoProto(name=name_of(value))
+    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", feeds, [output], weights)
+    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 21))]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    try:
+        model = helper.make_model(body, ir_version=10, opset_imports=opsets)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        made: npt.NDArray[Any] = session.run(None, arrays)[0]
+    except Exception:
+        return None
+    return made

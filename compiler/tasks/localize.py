@@ -34,7 +34,9 @@ from partc.compiler.lower.masked_replicas import keep_operands
 from partc.compiler.lower.model_collectives import is_written, write_forward
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
+from partc.compiler.lower.ring import write_ring
 from partc.compiler.matching import output_ranks
+from partc.compiler.ops.families.neural.ring import is_ring
 from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
 
@@ -108,6 +110,9 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
     """Writes a node on a group; its local forms there, each with the ranks that run it."""
     if is_pulled(comm.program, instance):
         write_pull(comm, instance)
+        return ()
+    if is_ring(instance.node):
+        write_ring(comm, instance)
         return ()
     if is_written(instance.node):
         write_forward(comm, instance)

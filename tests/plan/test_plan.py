@@ -314,6 +314,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "precision",
         "quantize",
         "adapters",
+        "context",
         "generate",
         "pipeline",
     ]

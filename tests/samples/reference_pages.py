@@ -50,6 +50,7 @@ PARTS = {
     "PrecisionRules": "precision",
     "GenerateRules": "generate",
     "AdapterEntry": "adapters",
+    "ContextRules": "context",
     "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",

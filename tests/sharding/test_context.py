@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from mutated import change_file, texts
 from partc.compiler import nn
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts
@@ -15,9 +18,14 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Comm
+from partc.compiler.lower import ring
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from training_equivalence import same_training
+from partc.runtime.artifact.format import HOP, PHASE
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from training_equivalence import run, run_whole, same_tensors, same_training, train_whole
 
 HEADS, KEYS, DEPTH, LENGTH = 12, 2, 4, 24
 WIDTH = HEADS * DEPTH
@@ -51,7 +59,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A layer over tokens; `keep` is 0 at tokens that nobody sees."""
+    """A layer over tokens; `keep` is 0 at tokens that none sees, where it is not causal alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,19 +67,21 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([Layer() for _ in range(1)])
         self.head = nn.Linear(WIDTH, 16)
 
-    def forward(self, op, ids, keep):
+    def forward(self, op, ids, keep=None):
         places = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2)), 1)
-        causal = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
-        visible = op.And(causal, op.Cast(op.Unsqueeze(keep, [1, 2]), to=ir.DataType.BOOL))
+        visible = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
+        if keep is not None:
+            visible = op.And(visible, op.Cast(op.Unsqueeze(keep, [1, 2]), to=ir.DataType.BOOL))
         x = self.tokens(op, ids)
         for layer in self.layers:
             x = layer(op, x, visible)
         return self.head(op, x)
 
 
-def decoder() -> Source:
+def decoder(causal: bool = False) -> Source:
     nn.seed(3)
-    inputs = [Spec("ids", ["batch", "seq"], INT64), Spec("keep", ["batch", "seq"], INT64)]
+    names = ["ids"] if causal else ["ids", "keep"]
+    inputs = [Spec(name, ("batch", "seq"), INT64) for name in names]
     return Source(trace(Decoder(), inputs, ["logits"], "decoder.py"))
 
 
@@ -89,29 +99,52 @@ def plan(ranks: int, attention: str, more: str = "", mesh: str = "") -> str:
     )
 
 
-def feeds(seed: int = 0) -> list[dict[str, np.ndarray]]:
-    chance = np.random.default_rng(seed)
+def feeds(causal: bool = False) -> list[dict[str, np.ndarray]]:
+    chance = np.random.default_rng(0)
     keep = (np.arange(LENGTH) >= np.array([[0], [5]])).astype(np.int64)
     ids, labels = chance.integers(0, 16, (2, 2, LENGTH))
-    return [{"ids": ids, "keep": keep, "labels": labels}]
+    return [{"ids": ids, "labels": labels} | ({} if causal else {"keep": keep})]
 
 
-def units(way: str, ranks: int) -> Fraction:
+def units(way: str, ranks: int, causal: bool) -> Fraction:
     """What a rank receives of an attention forward and backward, in units of batch * tokens * depth * 4 bytes."""
-    if way == "heads":
-        keys = KEYS if KEYS % ranks == 0 else ranks if ranks % KEYS == 0 else HEADS
-        return 2 * Fraction((2 * HEADS + 2 * keys) * (ranks - 1), ranks**2)
-    return 2 * Fraction(2 * KEYS * (ranks - 1), ranks)
+    blocks = Fraction(2 * KEYS * (ranks - 1), ranks)
+    if way == "gather":
+        return 2 * blocks
+    if way == "ring":
+        return 3 * blocks + (0 if causal else Fraction(2 * KEYS, ranks))
+    keys = KEYS if KEYS % ranks == 0 else ranks if ranks % KEYS == 0 else HEADS
+    return 2 * Fraction((2 * HEADS + 2 * keys) * (ranks - 1), ranks**2)
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(2, "heads"), (3, "heads"), (4, "gather"), (6, "heads")])
-def test_a_cut_sequence_trains_as_a_whole_one(ranks: int, way: str, tmp_path: Path) -> None:
-    text = plan(ranks, way)
-    program = same_training(decoder, text, tmp_path, feeds(), rtol=1e-5, atol=1e-5)
-    assert not [event.bytes for event in program.events if "seq**2" in event.bytes]
+def received(program: Complete) -> int:
+    """The bytes that a rank receives of queries, keys, values and their gradients, the most of all ranks."""
     sizes = {"batch": Facts.constant(2), "seq": Facts.constant(LENGTH)}
-    moved = [facts_of(event.bytes, sizes).value for event in program.events if DEPTH in (event.shape or ())[-2:]]
-    assert sum(moved) == units(way, ranks) * 2 * LENGTH * DEPTH * 4
+    found = [
+        sum(
+            facts_of(step.bytes, sizes).value or 0
+            for step in part.steps
+            if isinstance(step, Comm) and step.makes and DEPTH in (step.makes[0].shape or ())[-2:]
+        )
+        for part in program.parts
+    ]
+    return max(found)
+
+
+CASES = [(2, "heads", False), (3, "heads", False), (4, "gather", True), (6, "heads", False),
+         (2, "ring", True), (3, "ring", False), (4, "ring", True), (6, "ring", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "way", "causal"), CASES)
+def test_a_cut_sequence_trains_as_a_whole_one(
+    ranks: int, way: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a ring of two or three ranks queries are computed in chunks."""
+    monkeypatch.setattr(ring, "CHUNK", 4 if ranks < 4 else 128)
+    text = plan(ranks, way)
+    program = same_training(partial(decoder, causal), text, tmp_path, feeds(causal), rtol=1e-5, atol=1e-5)
+    assert not [event.bytes for event in program.events if "seq**2" in event.bytes]
+    assert received(program) == units(way, ranks, causal) * 2 * LENGTH * DEPTH * 4
 
 
 @pytest.mark.parametrize(("way", "mesh"), [("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")])
@@ -122,14 +155,51 @@ def test_a_cut_sequence_goes_with_other_axes(way: str, mesh: str, tmp_path: Path
     same_training(decoder, text, tmp_path, feeds(), rtol=1e-5, atol=1e-5)
 
 
+def mistaken(model: onnx.ModelProto, phase: str, hops: tuple[int, int]) -> None:
+    """Has the hops of a rank's keys read each other's blocks."""
+    nodes = {
+        metadata_of(node, HOP): node
+        for node in model.graph.node
+        if metadata_of(node, PHASE) == phase and metadata_of(node, HOP).startswith("k ")
+    }
+    one, two = (nodes[f"k {hop} causal"] for hop in hops)
+    one.input[0], two.input[0] = two.input[0], one.input[0]
+
+
+def test_a_wrong_order_of_hops_is_told(tmp_path: Path) -> None:
+    compile_source(decoder(True), parse_plan(plan(3, "ring"), "plan.yaml"), tmp_path / "build", check=False)
+    change_file(tmp_path / "build", "rank_0002.onnx", lambda model: mistaken(model, "", (1, 2)))
+    assert "hop 2 passes as many as its number" in texts(tmp_path / "build")
+
+
+def test_a_stale_block_is_told_and_trains_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass of all hops with the keys of the first one."""
+    passed = ring._Ring.passed
+    monkeypatch.setattr(
+        ring._Ring,
+        "passed",
+        lambda self, k, block, hop, cause: block if k == 1 and "grad" in cause else passed(self, k, block, hop, cause),
+    )
+    have = run(decoder(True), plan(2, "ring"), tmp_path / "build", feeds(True), check=False)
+    want = run_whole(decoder(True), train_whole(plan(2, "ring")), feeds(True))
+    with pytest.raises(AssertionError):
+        same_tensors(have.after, want.after, want.before, 1e-5)
+    assert "which no message brings" in texts(tmp_path / "build")
+
+
 def test_auto_takes_the_fewest_bytes_within_memory(tmp_path: Path) -> None:
-    def way(more: str) -> list[str]:
+    def way(more: str, ranks: int = 2) -> list[str]:
         source = decoder()
-        found = compile_source(source, parse_plan(plan(2, "auto", more), "plan.yaml"), tmp_path / "build", check=False)
+        found = compile_source(
+            source, parse_plan(plan(ranks, "auto", more), "plan.yaml"), tmp_path / "build", check=False
+        )
         return [one for one in found.program.warnings if "attention" in one]
 
     # (2 * 12 + 2 * 2) / 4 * 16 * 2 of heads are more than 2 * 2 / 2 * 16 * 2
-    assert way("") == ["plan.yaml:3: 1 attention by gather (gather 64*batch*seq bytes, heads 224*batch*seq bytes)"]
+    assert way(", memory: 300KB", 4)[0].startswith("plan.yaml:3: 1 attention by ring")
+    assert way("") == [
+        "plan.yaml:3: 1 attention by gather (gather 64*batch*seq bytes, heads 224*batch*seq bytes, ring 128*batch*seq bytes)"
+    ]
 
 
 REFUSED = [
