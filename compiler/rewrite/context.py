@@ -140,7 +140,7 @@ class _Context(Rewriting[Typed]):
         for one in attentions:
             ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
             if not ways:
-                law = "float32 or float64, scores scaled and masked once by a mask that heads share, keys of the queries' tokens"
+                law = "float32 or float64, keys of the queries' tokens, scores scaled and masked once, by what heads share and none learns"
                 fact = f"the attention of '{self.paths[one.product]}' has no ring"
                 problems.append(Problem(self.rules.where("attention"), fact, law, "write attention: gather, or heads"))
                 continue
@@ -371,6 +371,8 @@ class _Context(Rewriting[Typed]):
             conditions = [_of_sizes(self.graph, guard, self.before.symbols) for guard in guards]
             causal = all(found is not None and not found.any() for found in conditions)
             guards = [] if causal else guards
+        if mask is not None and not causal and self.learns(mask):
+            return None
         if mask is not None and not causal:
             shape = self.values[mask].shape
             aligned = (1,) * (4 - len(shape or ())) + (shape or ())
@@ -383,6 +385,19 @@ class _Context(Rewriting[Typed]):
             ):
                 return None
         return _RingForm(query, keys, values, None if causal else mask, scale * times, hidden, causal, tuple(guards))
+
+    def learns(self, value: ir.Value) -> bool:
+        """Whether a value depends on a parameter that is trained: the ring gives masks no gradient."""
+        training = self.before.training
+        waiting, seen = [value], set[ir.Value]()
+        while waiting and training is not None:
+            one = waiting.pop()
+            if one in training.parameters and not training.parameters[one].frozen:
+                return True
+            node = one.producer()
+            waiting += [each for each in (node.inputs if node else ()) if each is not None and each not in seen]
+            seen.update(waiting)
+        return False
 
     def _source(self, value: ir.Value, *, turned: bool) -> tuple[ir.Value, float]:
         """Keys or values before their heads are repeated, and the number by which they are multiplied after it.

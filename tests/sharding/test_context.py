@@ -58,6 +58,20 @@ class Layer(nn.Module):
         return op.Add(x, self.out(op, op.Reshape(mixed, op.Constant(value_ints=[0, 0, WIDTH]))))
 
 
+class Learned(nn.Module):
+    """Attention whose mask is made of tokens by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.bias = nn.Linear(8, 8), nn.Linear(8, LENGTH)
+
+    def forward(self, op, x):
+        one = op.Constant(value_ints=[1])
+        q, mask = op.Unsqueeze(self.q(op, x), one), op.Unsqueeze(self.bias(op, x), one)
+        shares = op.Softmax(op.Add(op.MatMul(q, op.Transpose(q, perm=[0, 1, 3, 2])), mask), axis=-1)
+        return op.Squeeze(op.MatMul(shares, q), one)
+
+
 class Decoder(nn.Module):
     """A layer over tokens; `keep` is 0 at tokens that none sees, where it is not causal alone."""
 
@@ -220,3 +234,13 @@ def test_what_does_not_fit_is_refused(text: str, message: str, tmp_path: Path) -
     with pytest.raises(CompileError) as error:
         compile_source(decoder(), parse_plan(text, "plan.yaml"), tmp_path / "build")
     assert message in str(error.value)
+
+
+def test_a_mask_that_learns_has_no_ring(tmp_path: Path) -> None:
+    source = Source(trace(Learned(), [Spec("x", ("batch", LENGTH, 8), ir.DataType.FLOAT)], ["y"], "learned.py"))
+    text = f"ranks: 2\nmesh: {{cp: 2}}\ncontext: {{axis: cp, attention: ring}}\n{TRAIN}".replace(
+        "{type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}",
+        "{type: mse, prediction: y, target: labels}",
+    )
+    with pytest.raises(CompileError, match="has no ring"):
+        compile_source(source, parse_plan(text, "plan.yaml"), tmp_path / "build")
