@@ -366,9 +366,9 @@ class _Context(Rewriting[Typed]):
             return None
         if {each.dtype for each in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
             return None
-        causal = mask is not None and _is_causal(_of_sizes(self.graph, mask, self.before.symbols), hidden)
+        causal = mask is not None and _is_causal(_of_sizes(self.graph, mask, self.before.symbols, q[2]), hidden, q[2])
         if causal:  # each token sees itself
-            conditions = [_of_sizes(self.graph, guard, self.before.symbols) for guard in guards]
+            conditions = [_of_sizes(self.graph, guard, self.before.symbols, q[2]) for guard in guards]
             causal = all(found is not None and not found.any() for found in conditions)
             guards = [] if causal else guards
         if mask is not None and not causal and self.learns(mask):
@@ -584,14 +584,16 @@ def _size(value: ir.Value, dim: int | None) -> int | None:
     return size if isinstance(size, int) else None
 
 
-_LIMIT = 256
+_LIMIT, _LENGTH = 256, 64
 """The largest whole number in a mask that is evaluated: what it does beyond a few times as many tokens, it does before."""
 _LOWEST = -1e4
 
 
-def _is_causal(mask: npt.NDArray[Any] | None, hidden: float) -> bool:
-    """Whether the numbers of a mask let each token see those up to itself and no other."""
+def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) -> bool:
+    """Whether the numbers of a mask, which was evaluated at enough `tokens`, let each see those up to itself and no other."""
     if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    if mask.shape[-1] != tokens and (isinstance(tokens, int) or mask.shape[-1] < _LENGTH):
         return False
     seen = np.tril(np.ones(mask.shape[-2:], bool))
     if mask.dtype == np.bool_:
@@ -599,11 +601,13 @@ def _is_causal(mask: npt.NDArray[Any] | None, hidden: float) -> bool:
     return bool((np.where(seen, mask == 0, mask <= _LOWEST)).all())
 
 
-def _of_sizes(graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo]) -> npt.NDArray[Any] | None:
+def _of_sizes(
+    graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo], tokens: int | str
+) -> npt.NDArray[Any] | None:
     """The numbers of a value that is made of the sizes of inputs and of constants alone; None of another one.
 
-    It is evaluated at a length of four times its largest whole number and more, or at the one that it has; of larger numbers than `_LIMIT`
-    nothing is said: what a mask does at a length that is not evaluated would not be known.
+    It is evaluated with `tokens`, if they are a symbol, of four times its largest whole number and more, and other symbols small; of larger
+    numbers than `_LIMIT` nothing is said: what a mask does at a length that is not evaluated would not be known.
     """
     nodes, sizes, numbers = dict[ir.Node, None](), dict[ir.Value, None](), dict[ir.Value, None]()
     waiting = [value]
@@ -624,16 +628,22 @@ def _of_sizes(graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo
                 return None
             else:
                 waiting += [operand for operand in node.inputs if operand is not None]
-    integers = [
-        one.const_value.numpy() for one in numbers if one.const_value is not None and one.dtype == ir.DataType.INT64
-    ]
-    # ends of slices are the largest number there is
-    most = max((int(abs(n)) for array in integers for n in array.ravel() if abs(n) < 1 << 31), default=0)
+    most = 0
+    for one in numbers:
+        array = one.const_value.numpy().ravel() if one.const_value is not None else np.zeros(0)
+        finite = np.abs(array[np.isfinite(array)].astype(np.float64)) if array.dtype.kind in "biuf" else np.zeros(0)
+        roles = {(use.node.op_type, use.idx) for use in one.uses() if use.node in nodes}
+        if roles <= {("Slice", 1), ("Slice", 2)}:  # an end beyond all others
+            finite = finite[finite < 1 << 31]
+        elif roles <= {(op, k) for op in ("Equal", "Mul", "Where") for k in range(3)} and (array <= 1).all():
+            # what is added to scores
+            finite = finite[array[np.isfinite(array)] > _LOWEST]
+        most = max(most, int(np.ceil(finite.max(initial=0))))
     if most > _LIMIT:
         return None
     facts = {name: info.facts for name, info in symbols.items()}
-    length = max(64, 4 * most)
-    return _evaluated(graph, [node for node in graph if node in nodes], value, [*sizes], [*numbers], facts, length)
+    least = {name: max(_LENGTH, 4 * most) if name == tokens else 2 for name in facts}
+    return _evaluated(graph, [node for node in graph if node in nodes], value, [*sizes], [*numbers], facts, least)
 
 
 def _evaluated(
@@ -643,28 +653,27 @@ def _evaluated(
     inputs: list[ir.Value],
     constants: list[ir.Value],
     facts: Mapping[str, Facts],
-    length: int,
+    least: Mapping[str, int],
 ) -> npt.NDArray[Any] | None:
-    """The numbers of a value that is made of sizes alone, each symbol at its first legal size from `length` on; None where a run fails."""
+    """The numbers of a value that is made of sizes alone, each symbol at its first legal size from `least` on; None where a run fails."""
     import onnx
     import onnxruntime
     from onnx import helper
 
-    def size_of(dim: int | ir.SymbolicDim) -> int:
-        known = facts.get(str(dim.value)) if isinstance(dim, ir.SymbolicDim) else None
+    def size_of(dim: int | ir.SymbolicDim) -> int | None:
         if isinstance(dim, int):
             return dim
-        step = known.divisor if known is not None and known.divisor else 1
-        return -(-length // step) * step + (known.remainder if known is not None else 0)
+        if (known := facts.get(str(dim.value))) is None:
+            return None
+        step, rest = known.divisor or 1, known.remainder or 0
+        return -(-max(0, least[str(dim.value)] - rest) // step) * step + rest
 
     arrays = {}
     for one in inputs:
-        if one.shape is None or one.dtype is None:
+        dims = None if one.shape is None else [size_of(dim) for dim in one.shape]
+        if dims is None or None in dims or one.dtype is None:
             return None
-        dims = [
-            size_of(dim) if k == len(one.shape) - 1 or isinstance(dim, int) else 1 for k, dim in enumerate(one.shape)
-        ]
-        arrays[name_of(one)] = np.zeros(dims, one.dtype.numpy())
+        arrays[name_of(one)] = np.zeros([dim for dim in dims if dim is not None], one.dtype.numpy())
     feeds = [helper.make_tensor_value_info(name_of(one), ir.DataType(one.dtype or 1).value, None) for one in inputs]
     weights = [
         ir.serde.serialize_tensor(ir.Tensor(one.const_value.numpy(), name=name_of(one)))

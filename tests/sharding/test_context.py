@@ -72,6 +72,22 @@ class Learned(nn.Module):
         return op.Squeeze(op.MatMul(shares, q), one)
 
 
+class Windowed(nn.Module):
+    """Attention of tokens that see the last five, or so many that none in a test is further away."""
+
+    def __init__(self, window: float) -> None:
+        super().__init__()
+        self.q, self.window = nn.Linear(8, 8), window
+
+    def forward(self, op, x):
+        q = op.Unsqueeze(self.q(op, x), op.Constant(value_ints=[1]))
+        places = op.Range(0, op.Squeeze(op.Shape(x, start=1, end=2)), 1)
+        gap = op.Sub(op.Unsqueeze(places, op.Constant(value_ints=[1])), places)
+        seen = op.And(op.GreaterOrEqual(gap, 0), op.Less(op.Cast(gap, to=ir.DataType.FLOAT), self.window))
+        shares = op.Softmax(op.Where(seen, op.MatMul(q, op.Transpose(q, perm=[0, 1, 3, 2])), -1e9), axis=-1)
+        return op.Squeeze(op.MatMul(shares, q), op.Constant(value_ints=[1]))
+
+
 class Decoder(nn.Module):
     """A layer over tokens; `keep` is 0 at tokens that none sees, where it is not causal alone."""
 
@@ -244,3 +260,20 @@ def test_a_mask_that_learns_has_no_ring(tmp_path: Path) -> None:
     )
     with pytest.raises(CompileError, match="has no ring"):
         compile_source(source, parse_plan(text, "plan.yaml"), tmp_path / "build")
+
+
+@pytest.mark.parametrize("window", [5.0, 4096.0])
+def test_a_window_is_not_taken_for_a_causal_mask(window: float, tmp_path: Path) -> None:
+    def source() -> Source:
+        nn.seed(2)
+        return Source(trace(Windowed(window), [Spec("x", ("batch", "seq", 8), ir.DataType.FLOAT)], ["y"], "window.py"))
+
+    text = plan(2, "ring").replace(
+        "{type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}",
+        "{type: mse, prediction: y, target: labels}",
+    )
+    chance = np.random.default_rng(1)
+    x, labels = chance.standard_normal((2, 2, LENGTH, 8)).astype(np.float32)
+    program = same_training(source, text, tmp_path, [{"x": x, "labels": labels}], rtol=1e-5, atol=1e-5)
+    (node,) = [node for node in program.model.graph if node.op_type == "RingAttention"]
+    assert node.attributes.get_int("causal", 1) == 0
