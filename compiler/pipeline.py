@@ -32,6 +32,7 @@ from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.quantize import quantized
+from partc.compiler.rewrite.context import shard_context
 from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.generation.caches import caches_as_state
 from partc.compiler.rewrite.generation.repeated_heads import repeat_heads
@@ -80,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     repeat_heads,
     serve,
     precision,
+    shard_context,
     follow_annotations,  # the global view
     in_parts,
     in_microbatches,

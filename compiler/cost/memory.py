@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import ceil, lcm, prod
@@ -44,7 +44,7 @@ from partc.runtime.artifact.format import (
     Shape,
 )
 from partc.runtime.artifact.generation import binds_rows
-from partc.runtime.artifact.graph.onnx_graph import reads
+from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of, reads
 from partc.runtime.artifact.liveness import Span, Use, alive, peak, spans
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.dtypes import dense
@@ -78,6 +78,7 @@ _OF_TRAINING = 1_200_000
 """The bytes that the loop, the reader of batches and MPI take for themselves."""
 _SIDE = "\n"
 """Divides the name of a Where from that of its operand; no name has it."""
+_CONDITIONS, _BOOL = ("And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Not", "Or"), 1.0
 _INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _NUMBER = 8
 """The bytes of a row's number."""
@@ -344,18 +345,28 @@ def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[
     """The places that the nodes of a session need in addition to its inputs and outputs; `of` gives its values by their names.
 
     A constant that one Transpose alone reads is turned once, while the session is made. A convolution, its batch normalization and its
-    activation are one kernel. A Where selects from either side, each spread to the condition, before it joins both.
+    activation are one kernel. A Where selects from either side, each spread to the condition, before it joins both. A turn of a Scan has
+    the places of its body.
     """
     elsewhere = {*segment.inputs, *segment.outputs, *segment.initializers}
-    readers, uses = Counter(name for node in segment.nodes for name in reads(node)), []
-    convolved: dict[str, str] = {}
-    for node in segment.nodes:
+    return _places(segment.nodes, elsewhere, segment.initializers, of)
+
+
+def _places(
+    nodes: Sequence[NodeProto], elsewhere: set[str], initializers: Collection[str], of: Callable[[str], Operand]
+) -> list[Span[str, int]]:
+    readers, uses = Counter(name for node in nodes for name in reads(node)), []
+    convolved, turns = dict[str, str](), dict[str, int]()
+    for node in nodes:
         op, first = "" if node.domain else node.op_type, node.input[0] if node.input else ""
-        if op == "Transpose" and first in segment.initializers and readers[first] == 1:
+        if op == "Transpose" and first in initializers and readers[first] == 1:
             elsewhere.add(node.output[0])
         made = [name for name in node.output if name]
         if op == "Where":
             made = [*(f"{made[0]}{_SIDE}{side}" for side in node.input[1:]), *made]
+        if op == "Scan":
+            turns[f"{made[0]}{_SIDE}"] = peak(_places_of_turn(node, of))[0]
+            made = [*made, f"{made[0]}{_SIDE}"]
         if op == "Conv":
             convolved[made[0]] = ""
         elif op in _INTO_CONV and first in convolved and readers[first] == 1:
@@ -363,7 +374,56 @@ def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[
             while made[0] in elsewhere and (inner := convolved[inner]):
                 elsewhere.add(inner)
         uses.append(Use(list(reads(node)), made, op))
-    return spans(uses, lambda name: _known_bytes(of(name.partition(_SIDE)[0])), elsewhere)
+    return spans(
+        uses, lambda name: turns[name] if name in turns else _known_bytes(of(name.partition(_SIDE)[0])), elsewhere
+    )
+
+
+def _places_of_turn(node: NodeProto, of: Callable[[str], Operand]) -> list[Span[str, int]]:
+    """The places of a turn of a Scan, whose values have the sizes of a turn's operands: of products, reductions, and what broadcasts."""
+    body = graph_bodies(node)[0]
+    ints = {one.name: one.ints for one in node.attribute}
+    states = len(node.input) - integer_of(node, "num_scan_inputs", 0)
+    axes = {k + states: axis for k, axis in enumerate(ints.get("scan_input_axes", ()))}
+    known: dict[str, Operand] = {}
+    for k, (port, name) in enumerate(zip(body.input, node.input, strict=True)):
+        outer, axis = of(name), axes.get(k, 0)
+        turned = outer.sizes if k < states or outer.sizes is None else (*outer.sizes[:axis], *outer.sizes[axis + 1 :])
+        known[port.name] = replace(outer, sizes=turned)
+
+    def operand(name: str) -> Operand:
+        return known[name] if name in known else of(name)
+
+    for one in body.node:
+        given = [operand(name) for name in one.input if name]
+        known |= dict.fromkeys(one.output, _result_of_turn(one, given))
+    outside = {*(port.name for port in (*body.input, *body.output))}
+    return _places(body.node, outside, (), operand)
+
+
+def _result_of_turn(node: NodeProto, operands: Sequence[Operand]) -> Operand:
+    """The result of an op in the body of a Scan, as large as its operands make it; of unknown size where theirs is."""
+    item = _BOOL if node.op_type in _CONDITIONS else max((one.item for one in operands), default=0.0)
+    sizes = [one.sizes for one in operands]
+    if not sizes or None in sizes:
+        return Operand(None, item)
+    known = [one for one in sizes if one is not None]
+    first = known[0]
+    if node.op_type.startswith("Reduce"):
+        kept = (*first[:-1], 1) if integer_of(node, "keepdims", 1) else first[:-3] + first[-2:]
+        return Operand(kept, item)
+    if node.op_type == "Transpose":
+        perm = next((one.ints for one in node.attribute if one.name == "perm"), range(len(first))[::-1])
+        return Operand(tuple(first[axis] for axis in perm), item)
+    if node.op_type == "MatMul":
+        return Operand((*_spread([one[:-2] for one in known]), first[-2], known[1][-1]), item)
+    return Operand(_spread(known), item)
+
+
+def _spread(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sizes to which several broadcast."""
+    rank = max(map(len, sizes))
+    return tuple(max(dims) for dims in zip(*((1,) * (rank - len(one)) + one for one in sizes), strict=True))
 
 
 def session_bytes(nodes: float, values: float) -> float:

@@ -16,6 +16,7 @@ from partc.compiler.annotations.seed import sharded_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.whole import save_unsharded
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
@@ -25,6 +26,7 @@ from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.matching import output_ranks
+from partc.compiler.ops.families.neural.ring import is_ring
 
 IR_VERSION = 11
 CONFIGURATION = "partc"
@@ -33,8 +35,17 @@ CONFIGURATION = "partc"
 def write_annotated(program: Complete, path: Path) -> None:
     """Writes the annotated model into `path`, and large weights beside it into `path` and `.data`.
 
-    Raises CompileError where that would overwrite weights that the model is read from.
+    Raises CompileError where that would overwrite weights that the model is read from, and for attention in a ring.
     """
+    context = program.plan.context
+    rings = [program.paths[node] for node in program.model.graph if is_ring(node)]
+    if rings and context is not None:
+        fact, law = (
+            f"'{rings[0]}' is attention in a ring, which --annotated cannot write",
+            "no op of the standard is one",
+        )
+        help_ = "write attention: gather, or heads, or leave out --annotated"
+        raise CompileError(Problem(context.where("attention"), fact, law, help_))
     save_unsharded(annotated(program), path, "--annotated")
 
 

@@ -262,6 +262,8 @@ class RankModels:
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
         factors = self._factors.of(step) if self._says_factors else ""
         said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors}
+        if hop := step.node.metadata_props.get(fmt.HOP):  # a ring proves its blocks itself
+            said = {fmt.HOP: hop}
         _add_metadata(proto, {fmt.PATH: path, **{key: text for key, text in said.items() if text}})
         if step.again:
             _add_metadata(proto, {fmt.RECOMPUTED: step.again})

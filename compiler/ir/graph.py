@@ -45,8 +45,19 @@ UNKNOWN_TURNS = "partc.unknown_turns"
 """The metadata of a node whose bodies are not written out: why, and on a second line what to do about it."""
 OF_TURNS = "partc.of_turns"
 """The metadata of a node that takes the elements of a stack for the turns of a loop that is written out, one each: their axis."""
+CONTEXT = "partc.context"
+"""Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are cut."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
+
+
+class ContextMark(NamedTuple):
+    """The factors of a node that stay whole, and the one that a mesh axis cuts after all else, as the line of the plan says."""
+
+    axis: str
+    replicated: str
+    factor: str
+    why: str
 
 
 def has_computed_target(node: ir.Node) -> bool:

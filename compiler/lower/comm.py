@@ -71,6 +71,8 @@ class CommLowering:
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
     """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
+    rings: dict[NodeOnGroup, tuple[Value, Value]] = field(default_factory=dict)
+    """Maps each attention in a ring to the maximum and the sum of each query's scores."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
     """Into how many pieces the batch of a training is dealt out that runs in parts."""
@@ -79,7 +81,8 @@ class CommLowering:
         """One of its own with the same contents, whose ops belong to `task`."""
         job, values, sets = self.job.copy(), self.values.copy(), dict(self._sets)
         events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
-        return CommLowering(self.program, job, values, events, groups, masked, task, pulls, sets, self.pieces)
+        rings = dict(self.rings)
+        return CommLowering(self.program, job, values, events, groups, masked, task, pulls, rings, sets, self.pieces)
 
     def of_task(self, task: TaskKind) -> CommLowering:
         """The same programs, where what is written belongs to `task`."""

@@ -145,6 +145,7 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
         quantize=tuple(
             QuantizeRule(pattern, blocks, where("quantize", pattern)) for pattern, blocks in entries.quantize.items()
         ),
+        context=entries.context.placed(where) if entries.context else None,
         generate=entries.generate.placed(where) if entries.generate else None,
         adapters=tuple(
             AdapterRule(name, entry, _beside(document.file, entry.source), where("adapters", name))

@@ -19,6 +19,7 @@ from partc.compiler.plan.stored import StoredRules
 
 if TYPE_CHECKING:
     from partc.compiler.plan.adapters import AdapterRule
+    from partc.compiler.plan.context import ContextRules
     from partc.compiler.plan.experts import ExpertsRule
     from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
@@ -184,6 +185,7 @@ class Plan(RankRules):
     elastic: Mapping[int, Plan] = field(default_factory=dict)
     """Maps each further number of ranks of an elastic training to the plan for it."""
     experts: tuple[ExpertsRule, ...] = ()
+    context: ContextRules | None = None
 
     @staticmethod
     def whole() -> Plan:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.adapters import AdapterForm, refused_adapters
+from partc.compiler.plan.context import ContextRules
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.elastic import ElasticEntry
 from partc.compiler.plan.experts import ExpertsEntry, everywhere
@@ -317,6 +318,10 @@ class PlanEntries(DataEntries):
         {},
         description="Adapters by name, which add to products of the model: a folder that peft wrote, or a new one, "
         '{on: "**.q_proj", rank: 8, alpha: 16, train: true}. A plan that generates has several, chosen by request.',
+    )
+    context: Annotated[ContextRules | None, Remedy("write context: {axis: cp}")] = Field(
+        None,
+        description="The tokens of a sequence are cut over a mesh axis, and attention gets keys and values of other ranks.",
     )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,

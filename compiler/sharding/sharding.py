@@ -11,7 +11,8 @@ Values that are cheap to compute from inputs and shapes are computed in a layout
 
 A mask that one reader takes sharded and another replicated would be gathered, or exchanged, in every step. Its operands are on every rank,
 so every rank computes all of it instead: a sharding that only neighbours asked for is removed where a reader on the same ranks takes the
-value in another layout. It stays where an input that arrives sharded would have to be gathered for that and has more bytes than the value.
+value in another layout. It stays where an input that arrives sharded would have to be gathered for that and has more bytes than the value,
+and where it is made of a large weight: a projection is not a table.
 
 Shardings given to a region's inputs that no op inside takes: the value is resharded, with a warning, or refused with the op's reason.
 
@@ -36,7 +37,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import names_in, read
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.graph import BY_EXPERT, SERVED
+from partc.compiler.ir.graph import BY_EXPERT, CONTEXT, SERVED
 from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.ir.sized import SIZES
 from partc.compiler.layout.layout import Layout
@@ -44,7 +45,7 @@ from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.matching import sharding_rules, stored_units
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.placement.computed_at_readers import following, repeatable
+from partc.compiler.placement.computed_at_readers import following, is_large_weight, repeatable
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.generate import multiples_beside
 from partc.compiler.plan.pattern import compile_pattern
@@ -56,6 +57,7 @@ from partc.compiler.sharding.seeding.local_maps import seed_local_maps
 from partc.compiler.sharding.seeding.region_layouts import is_text
 from partc.compiler.sharding.seeding.regions import group_mesh
 from partc.compiler.sharding.seeding.seeds import seed
+from partc.compiler.sharding.seeding.strategy import refined
 from partc.runtime.artifact import format as fmt
 
 
@@ -78,6 +80,29 @@ def ask_shards(done: Propagation) -> None:
                 choice.axes |= cuts
                 choice.why |= dict.fromkeys(cuts, done.paths[use.node])
                 break
+
+
+def shard_heads(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> None:
+    """Cuts the heads of an attention over the axis of the plan's `context`, minor to what else cuts them."""
+    for instance, choice in choices.items():
+        mark = instance.node.meta.get(CONTEXT)
+        if mark is None or not mark.factor:
+            continue
+        mesh, named = refined(program.plan.axes_of(instance.group))
+        if choice.mesh == mesh and choice.free.issuperset(named.get(mark.axis, ())):
+            choice.axes[mark.factor] = (*choice.axes.get(mark.factor, ()), *named.get(mark.axis, ()))
+            choice.why[mark.factor] = mark.why
+            choice.open = False
+    for instance, choice in choices.items():  # a size is known wherever a shard is
+        value = instance.node.inputs[0] if instance.node.op_type in SIZES else None
+        maker = value.producer() if value is not None else None
+        made = choices.get(NodeOnGroup(maker, instance.group)) if maker is not None and CONTEXT in maker.meta else None
+        layout = made.output(0) if made is not None and choice.open else None
+        if layout is not None:
+            choice.mesh = layout.mesh
+            choice.axes |= {
+                letter: axes for letter, axes in zip(choice.rule.inputs[0] or "", layout.cuts, strict=True) if axes
+            }
 
 
 def shard(program: Placed) -> Sharded:
@@ -109,6 +134,7 @@ def shard(program: Placed) -> Sharded:
     if not problems:
         derived = Propagation(instances, choices, given, program.paths, laws.weigh, laws.divides_in(choices))
         derived.run()
+        shard_heads(program, choices)
         levels = prefer(rules, derived)
         replicate_cheap_values(program, derived)
         ask_shards(derived)
@@ -141,6 +167,8 @@ def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
     if BY_EXPERT in node.meta and not rule.dealt:  # rows are with the ranks of their experts
         table = next((letters[0] for letters in rule.inputs if letters and letters[0] in rule.reduce), "")
         rule = replace(rule, looked_up=table)
+    if (mark := node.meta.get(CONTEXT)) is not None:
+        rule = replace(rule, replicated=rule.replicated | {*mark.replicated})
     if strings:
         operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
         text = {letter for letters, value in operands if letters and value in strings for letter in letters}
@@ -329,7 +357,8 @@ def _spelled(facts: Facts) -> str:
 def replicate_cheap_values(program: Placed, done: Propagation) -> None:
     """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
     shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
-    among = {*repeatable(program, {}, shapes, following(program)), *shapes}
+    weighty = {node: "" for node, values in program.reads.items() if any(map(is_large_weight, values))}
+    among = {*repeatable(program, weighty, shapes, following(program)), *shapes}
     heavy = _sharded_input_bytes(program, done, among)
     for instance in reversed(done.instances):
         choice = done.choices[instance]

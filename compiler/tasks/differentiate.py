@@ -40,7 +40,9 @@ from partc.compiler.lower.local_view import Localized, LocalView
 from partc.compiler.lower.masked_replicas import operand_as
 from partc.compiler.lower.model_collectives import is_written, write_backward
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
+from partc.compiler.lower.ring import write_ring_back
 from partc.compiler.lower.routes import write_dual
+from partc.compiler.ops.families.neural.ring import is_ring
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import CotangentNames
@@ -205,13 +207,16 @@ class Backward:
             self._served(instance)
             return
         written, pulled = is_written(node), is_pulled(self.program, instance)
-        dys, passing = self._incoming(instance, passes=not written and not pulled)
+        in_ring = is_ring(node)
+        dys, passing = self._incoming(instance, passes=not written and not pulled and not in_ring)
         if not dys or stops_gradient(node):
             return
         if written:
             self._written(instance, dys)
         elif pulled:
             self._pushed(instance, dys)
+        elif in_ring:
+            self._ring(instance, dys)
         else:
             self._by_rule(instance, dys, passing, flows, inner)
 
@@ -333,6 +338,24 @@ class Backward:
         given = ShardedValue(self.cotangents[read.value], read.group, normal(layout))
         self.job.declare(read.group, dx, given.value, self.values.local_shape(given))
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
+
+    def _ring(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
+        """Writes the backward pass of an attention whose keys and values pass from rank to rank."""
+        read = [input_layout_of(self.program, instance, k) for k in range(3)]
+        layouts = [normal(dual_of_input(self.program, instance, k)) for k in range(3)]
+        given = [
+            ShardedValue(self.cotangents[version.value], version.group, layout)
+            for version, layout in zip(read, layouts, strict=True)
+        ]
+        made = [
+            self.job.value(instance.group, *self.cotangent_names.spellings(instance, version, layout))
+            for version, layout in zip(read, layouts, strict=True)
+        ]
+        (dy,) = dys.values()
+        write_ring_back(self.comm, instance, dy, made, [one.value for one in given])
+        for version, one, dx in zip(read, given, made, strict=True):
+            self.job.declare(version.group, dx, one.value, self.values.local_shape(one))
+            self.contributions.setdefault(version, {}).setdefault(one, []).append(dx)
 
     def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[Value]]:
         """Takes the cotangent contributions of some versions, keyed by their layout."""

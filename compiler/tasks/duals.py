@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.graph import CONTEXT, SERVED
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.value_info import Shape, ValueInfo
@@ -59,11 +59,12 @@ def dual_layout(
     """The layout in which the cotangent of output `k` is wanted, and what of it passes through the node; `given` by its layout.
 
     What a node makes of parameters alone (a transposed weight) takes partial sums and gives such, since the parameter's
-    gradient is reduced in any case, together with others. Not along an axis over which the node sums up: there each rank needs
-    the whole sum for its own addends.
+    gradient is reduced in any case, together with others; so does what repeats the heads of keys that are gathered.
+    Not along an axis over which the node sums up: there each rank needs the whole sum for its own addends.
     """
     wanted = _dual_of_output(program, instance, k)
-    if not program.placement[instance.node].follows or len(given) != 1 or len(instance.node.outputs) != 1:
+    passes = program.placement[instance.node].follows or CONTEXT in instance.node.meta
+    if not passes or len(given) != 1 or len(instance.node.outputs) != 1:
         return wanted, None
     (version,) = given
     common = on_common_mesh(wanted, version.layout) if version.group == instance.group else None

@@ -36,8 +36,10 @@ from partc.compiler.lower.masked_replicas import keep_operands
 from partc.compiler.lower.model_collectives import is_written, write_forward
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
+from partc.compiler.lower.ring import write_ring
 from partc.compiler.lower.routes import write_route
 from partc.compiler.matching import output_ranks
+from partc.compiler.ops.families.neural.ring import is_ring
 from partc.compiler.sharding.values.versions import (
     ValueVersions,
     can_share,
@@ -124,6 +126,9 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
     if is_pulled(comm.program, instance):
         choice = comm.program.choices.get(instance)
         (write_route if choice is not None and choice.rule.dealt else write_pull)(comm, instance)
+        return ()
+    if is_ring(instance.node):
+        write_ring(comm, instance)
         return ()
     if is_written(instance.node):
         write_forward(comm, instance)

@@ -126,6 +126,7 @@ REDUCTIONS = (SUM, MAX, MIN)
 
 # metadata_props keys of nodes in a rank file
 PATH = "partc.path"
+HOP = "partc.hop"
 RULE = "partc.rule"
 CAUSE = "partc.cause"
 TASK = "partc.task"

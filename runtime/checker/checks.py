@@ -20,6 +20,7 @@ from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
+from partc.runtime.checker.across.rings import check_rings
 from partc.runtime.checker.across.rows import check_microbatches, check_rows
 from partc.runtime.checker.across.tree_sums import check_tree_sums
 from partc.runtime.checker.files import check_folder
@@ -96,6 +97,7 @@ CHECKS = (
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
     ),
     Check("messages of few bits", TRAINING, lambda one: check_packed(one.manifest, one.models), SOUND),
+    Check("the hops of rings", ACROSS, check_rings, SOUND),
     Check("that copies stay equal", TRAINING, check_copies, SOUND),
     Check("that nodes of one name are one", TRAINING, check_alike, SOUND),
 )

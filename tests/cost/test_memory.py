@@ -44,6 +44,10 @@ CASES = {
         2 * X,
     ),
     "a weight that is turned": ("b = Softmax (x) a = Transpose <perm = [1, 0]> (w) y = MatMul (a, b)", X),
+    "a turn of a scan": (
+        "y = Scan <num_scan_inputs = 1, body = turn (float[1000] v) => (float[1000] o) { e = Exp (v) t = Erf (e) o = Mul (t, e) }> (x)",
+        8000,
+    ),
     "a selection": ("a = Softmax (x) c = Greater (a, x) y = Where (c, a, x)", X + X // 4 + 2 * X),
 }
 
@@ -65,7 +69,8 @@ def test_sessions_need_what_is_predicted(name: str) -> None:
     pool = Pool()
     assert (pool.hold(places), pool.hold(places)) == (expected, 0)
     done = subprocess.run([sys.executable, "-c", RUN, text], capture_output=True, text=True, check=True)
-    assert sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr))) == expected
+    allocated = sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr)))
+    assert allocated == -(-expected // 256) * 256, "in whole blocks of 256 bytes"
 
 
 def test_freed_memory_has_what_is_not_larger() -> None:

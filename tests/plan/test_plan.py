@@ -318,6 +318,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "messages",
         "quantize",
         "adapters",
+        "context",
         "generate",
         "pipeline",
         "elastic",

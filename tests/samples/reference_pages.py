@@ -45,6 +45,7 @@ SEE = {
     "generate": "generation",
     "adapters": "adapters",
     "elastic": "elastic",
+    "context": "context",
 }
 """By key the page that teaches it."""
 PARTS = {
@@ -58,6 +59,7 @@ PARTS = {
     "GradientMessages": "messages.gradients",
     "GenerateRules": "generate",
     "AdapterEntry": "adapters",
+    "ContextRules": "context",
     "RequestDefaults": "generate: defaults",
     "Blocks": "quantize",
     "LossScale": "precision: loss_scale",

@@ -40,6 +40,7 @@ from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
     DTYPE,
+    HOP,
     PHASE,
     PIECE,
     RANK_CONSTANT,
@@ -245,11 +246,12 @@ def _has_gap(spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def _is_of_one_rank(node: NodeProto) -> bool:
-    """Whether a node may be another one on each rank: communication, sums over the gradients that a rank has, and what tells sizes."""
+    """Whether a node may be another one on each rank: communication, hops of a ring, sums over a rank's gradients, and what tells sizes."""
     summed = metadata_of(node, PHASE) == _UPDATE and not node.domain
     return (
         node.domain == DOMAIN
         or summed
+        or metadata_of(node, HOP) != ""
         or node.op_type in ("Shape", "Size")
         or (metadata_of(node, RULE) == SHAPE_ARITHMETIC and node.op_type not in _COMPARISONS)
     )
@@ -300,6 +302,8 @@ def _passed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
 
 
 def _computed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    if metadata_of(node, HOP):  # ranks have other numbers of hops
+        return [(_VALUE, _path(node))] * len(node.output)
     return [(_name(node), at, _path(node)) for at in range(len(node.output))]
 
 

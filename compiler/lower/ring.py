@@ -1,0 +1,668 @@
+"""Attention in a ring: each rank keeps its queries, and blocks of keys and values pass from rank to rank, a hop each.
+
+    forward    hop 0 own block   hop h: block of the rank h places before     (m, l, o): maximum, sum, output not yet divided
+               m' = max(m, max s)   l' = l e^(m - m') + sum e^(s - m')   o' = o e^(m - m') + e^(s - m') v       out = o / l
+    backward   do' = do / l   p = e^(s - m)   dv += pT do'   ds = p (do' vT - sum(do' out))   dq += ds k   dk += dsT q
+
+The backward pass keeps out, m and l, not m + log l: log l would be lost beside a maximum of -1e9, of a query that sees nothing. Keys and
+values of the next hop are on their way while a hop computes; dk and dv follow their block from rank to rank, so each sum has one order,
+and go home from where it ends. Where each token sees those up to itself alone, a block goes on to later ranks only: a hop that would see
+nothing has neither node nor message.
+
+Queries of a hop are computed in chunks, one after the other in a Scan, so that no more scores are there than those of a chunk. Heads of
+keys are not repeated: queries are [batch, heads of keys, queries of each, tokens, depth].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.normal import as_dim, normal
+from partc.compiler.dims.reading import read
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.local_form import over_values
+from partc.compiler.ir.programs import Comm, Compute, Event, Value
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import Shape, ValueInfo
+from partc.compiler.lower.comm import CommLowering, computed
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
+from partc.runtime.artifact import format as fmt
+
+CHUNK = 128
+"""The most queries of a chunk, where the tokens divide so."""
+_WHOLE_BOX = (0, 1, 1)
+
+
+def write_ring(comm: CommLowering, instance: NodeOnGroup) -> None:
+    """Writes the forward pass of a node's ring; `comm.rings` has what the backward pass keeps of it."""
+    ring = _Ring(comm, instance, comm.values.at[output_layout_of(comm.program, instance, 0)])
+    comm.rings[instance] = ring.forward()
+
+
+def write_ring_back(
+    comm: CommLowering, instance: NodeOnGroup, dy: Value, gradients: Sequence[Value], of: Sequence[ir.Value]
+) -> None:
+    """Writes the backward pass: of the output's cotangent `dy` the `gradients` of queries, keys and values, versions of `of`."""
+    out = comm.values.at[output_layout_of(comm.program, instance, 0)]
+    _Ring(comm, instance, dy).backward(out, *comm.rings[instance], dy, gradients, of)
+
+
+@dataclass
+class _Nodes:
+    """Nodes over handles."""
+
+    nodes: list[ir.Node] = field(default_factory=list)
+
+    def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        name = out or f"v{len(self.nodes)}"
+        kinds = ir.convenience.convert_attributes(attributes)
+        made = ir.Value(name=name)
+        self.nodes.append(ir.Node("", op_type, [ir.Value(name=one) for one in inputs], kinds, outputs=[made]))
+        return name
+
+
+@dataclass
+class _Ring:
+    """The ring of a node on its group; what it makes is named after `base`."""
+
+    comm: CommLowering
+    instance: NodeOnGroup
+    base: Value
+    tag: str = ""
+    """The end of the names of what is written: ranks whose nodes differ have other names."""
+
+    def __post_init__(self) -> None:
+        program, node, group = self.comm.program, self.instance.node, self.instance.group
+        choice = program.choices.get(self.instance)
+        axes = choice.axes.get("s", ()) if choice is not None else ()
+        self.sets: tuple[Group, ...] = tuple((rank,) for rank in group)
+        if choice is not None and axes:
+            self.sets = self.comm.subgroups(choice.mesh, axes, group)[0]
+        self.size = len(self.sets[0])
+        self.versions = [
+            None if v is None else input_layout_of(program, self.instance, k) for k, v in enumerate(node.inputs)
+        ]
+        self.values = [None if version is None else self.comm.values.at[version] for version in self.versions]
+        self.causal, self.scale = bool(node.attributes.get_int("causal", 0)), node.attributes.get_float("scale", 1.0)
+
+    def shape(self, k: int) -> Shape:
+        """The local shape of an operand."""
+        version = self.versions[k]
+        assert version is not None
+        shape = self.comm.values.local_shape(version)
+        assert shape is not None
+        return shape
+
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """The heads of keys on a rank, and the heads of queries for each of them."""
+        keys = int(self.shape(1)[1])
+        return keys, int(self.shape(0)[1]) // keys
+
+    @cached_property
+    def dtype(self) -> ir.DataType:
+        """The type of all operands but the mask."""
+        value = self.instance.node.inputs[0]
+        assert value is not None
+        assert value.dtype is not None
+        return value.dtype
+
+    @cached_property
+    def chunks(self) -> int:
+        """The number of chunks of queries: equal ones, of which none has more than `CHUNK` where the tokens divide so."""
+        tokens = self.shape(0)[2]
+        facts = facts_of(tokens, {name: info.facts for name, info in self.comm.program.symbols.items()})
+        divisor = tokens if isinstance(tokens, int) else facts.real_divisor()
+        most = facts.max if facts.max is not None else CHUNK
+        legal = [n for n in range(1, divisor + 1) if divisor % n == 0]
+        return next((n for n in legal if n * CHUNK >= most), legal[-1])
+
+    def ranks(self, places: Sequence[int]) -> Group:
+        """The ranks at some places of their rings."""
+        return tuple(ranks[place] for ranks in self.sets for place in places)
+
+    def places(self, hop: int) -> range:
+        """The places that compute in a hop."""
+        return range(hop if self.causal else 0, self.size)
+
+    def named(self, places: Sequence[int], hop: int) -> Group:
+        """The ranks at some places, after whose hop what follows is named; and after the place, where each has its own."""
+        self.tag = f"{hop}" if len(self.parts(hop)) == 1 else f"{hop}_{places[0]}"
+        return self.ranks(places)
+
+    # what is written
+
+    def op(
+        self,
+        ranks: Group,
+        op_type: str,
+        inputs: Sequence[Value],
+        word: str,
+        block: str = "",
+        result: Value | None = None,
+        **attributes: Any,
+    ) -> Value:
+        """Writes a node that makes one value; `block`: the operand and the hop whose block it begins with."""
+        out = result or self.comm.job.derived_on(ranks, self.base, f".{word}{self.tag}")
+        label = Value(f".{word}{self.tag}.{op_type.lower()}", self.base)
+        step = computed(op_type, inputs, [out], label, self.instance.node, **attributes)
+        step.node.metadata_props[fmt.HOP] = block or "-"
+        self.comm.append(ranks, step)
+        return out
+
+    def number(self, ranks: Group, word: str, number: float) -> Value:
+        return self.comm.constant(ranks, self.base, f"{word}{self.tag}", np.array(number, self.dtype.numpy()))
+
+    def vector(self, ranks: Group, word: str, numbers: Sequence[int]) -> Value:
+        return self.comm.constant(ranks, self.base, f"{word}{self.tag}", [*numbers])
+
+    def typed(self, ranks: Group, value: Value, shape: Shape) -> Value:
+        """Lists a value of the operands' type with its local shape."""
+        of = ir.Value(name=str(value), type=ir.TensorType(self.dtype), shape=ir.Shape(shape))
+        self.comm.values.add(of, ValueInfo(f"tensor({self._type_name})", shape, self.dtype.bitwidth // 8))
+        self.comm.job.declare(ranks, value, of, shape)
+        return value
+
+    @property
+    def _type_name(self) -> str:
+        return {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}.get(self.dtype, self.dtype.name.lower())
+
+    def exchange(
+        self,
+        k: int,
+        moved: Mapping[int, Value],
+        results: Mapping[int, Value],
+        to: Mapping[int, int],
+        of: ir.Value,
+        cause: str,
+    ) -> None:
+        """Writes the message of a block of operand `k` from each place of `to` to another; by place what is given, and what is results."""
+        if not to:
+            return
+        comm, shape, version = self.comm, self.shape(k), self.versions[k]
+        assert version is not None
+        sources = {target: source for source, target in to.items()}
+        amount = comm.amount(version.value, Fraction(1, math.prod(version.layout.shards)))
+        made = next(iter(results[place] for place in sources))
+        among = [place for place in range(self.size) if place in to or place in sources]
+        sets = tuple(tuple(ranks[place] for place in among) for ranks in self.sets)
+        tag, group = len(comm.events), comm.group(sets)
+        comm.events.append(Event(tag, fmt.EXCHANGE, of, made, sets, group, shape, amount, cause))
+        box = _WHOLE_BOX * len(shape)
+        for ranks in self.sets:
+            for place, rank in enumerate(ranks):
+                sends, receives = to.get(place), sources.get(place)
+                if sends is None and receives is None:
+                    continue
+                said: dict[str, int | str | tuple[int, ...]] = {
+                    fmt.GROUP: group,
+                    fmt.SEND_PEERS: () if sends is None else (ranks[sends],),
+                    fmt.SEND_BOXES: () if sends is None else box,
+                    fmt.RECV_PEERS: () if receives is None else (ranks[receives],),
+                    fmt.RECV_BOXES: () if receives is None else box,
+                    fmt.RANK: len(shape),
+                }
+                inputs = () if sends is None else (moved[place],)
+                outputs = () if receives is None else (results[place],)
+                comm.append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, said, tag, of, cause, amount))
+
+    def passed(self, k: int, block: Value, hop: int, cause: str) -> Value:
+        """The block of operand `k` that a rank has in a hop, sent on from the one before it; `block` is that of the hop before."""
+        to = {(place - 1) % self.size: place for place in self.places(hop)}
+        ranks, version = self.ranks(self.places(hop)), self.versions[k]
+        assert version is not None
+        taken = self.comm.job.derived_on(ranks, self.base, f".{'qkv'[k]}{hop}")
+        self.comm.job.declare(ranks, taken, self.comm.values.local_value(version), self.shape(k))
+        self.exchange(k, dict.fromkeys(to, block), dict.fromkeys(self.places(hop), taken), to, version.value, cause)
+        return taken
+
+    def run(
+        self,
+        ranks: Group,
+        nodes: _Nodes,
+        values: Mapping[str, Value],
+        scanned: Mapping[str, int],
+        states: Mapping[str, str],
+        results: Mapping[str, Value],
+    ) -> None:
+        """Writes nodes over the `values` of their handles: as they are, or for one chunk after the other.
+
+        `scanned`: the handles that have the queries, with their dim; `states`: what a chunk hands on to the next, by its handle before;
+        `results`: the values of what is computed, which but for states have the queries in dim 3.
+        """
+        job, node = self.comm.job, self.instance.node
+        if self.chunks == 1:
+            inner = {
+                str(one.outputs[0].name): job.derived_on(ranks, self.base, f".hop{self.tag}") for one in nodes.nodes
+            }
+            for one in nodes.nodes:
+                one.metadata_props[fmt.HOP] = "-"
+            self.comm.append(ranks, *over_values(nodes.nodes, node, {**inner, **values, **results}))
+            return
+        prefix = f"{self.comm.program.paths[node]}.chunk{self.tag}."
+        chunked = {name: self._in_chunks(ranks, values[name], dim, name) for name, dim in scanned.items()}
+        outer = [*[values[name] for name in states], *chunked.values()]
+        own = {*states, *scanned, *[str(one.outputs[0].name) for one in nodes.nodes]}
+        names = {name: f"{prefix}{name}" for name in own}
+        kinds = {name: values[name].of for name in (*states, *scanned)}
+        at = {
+            name: ir.Value(name=names[name], type=ir.TensorType((of and of.dtype) or self.dtype))
+            for name, of in kinds.items()
+        }
+        body = list[ir.Node]()
+        for one in nodes.nodes:
+            inputs = [at.setdefault(str(v.name), ir.Value(name=str(v.name))) for v in one.inputs if v is not None]
+            out = ir.Value(name=names[str(one.outputs[0].name)])
+            body.append(ir.Node("", one.op_type, inputs, [*one.attributes.values()], outputs=[out]))
+            at[str(one.outputs[0].name)] = out
+        ends = [*states.values(), *[name for name in results if name not in states.values()]]
+        graph = ir.Graph(
+            [at[name] for name in (*states, *scanned)], [at[name] for name in ends], nodes=body, name="chunk"
+        )
+        spread = len(ends) - len(states)
+        wide = [job.derived_on(ranks, results[name], ".chunks") for name in ends[len(states) :]]
+        for value, name in zip(wide, ends[len(states) :], strict=True):
+            shape = results[name].shape
+            assert shape is not None
+            chunk = _divided(shape[3], self.chunks)
+            self.typed(ranks, value, (*shape[:3], self.chunks, chunk, *shape[4:]))
+        attributes = ir.convenience.convert_attributes(
+            {
+                "num_scan_inputs": len(scanned),
+                "scan_input_axes": [*scanned.values()],
+                "scan_output_axes": [3] * spread,
+            }
+        )
+        outputs = (*[results[name] for name in states.values()], *wide)
+        scan = ir.Node(
+            "", "Scan", [None] * len(outer), [*attributes, ir.AttrGraph("body", graph)], num_outputs=len(outputs)
+        )
+        scan.metadata_props[fmt.HOP] = "-"
+        captured = {name: value for name, value in values.items() if name not in own}
+        label = Value(f".scan{self.tag}", self.base)
+        self.comm.append(ranks, Compute(scan, node, tuple(outer), outputs, captured, label))
+        for value, name in zip(wide, ends[len(states) :], strict=True):
+            joined = self.vector(ranks, "joined", [0, *self.heads, -1, int(str((results[name].shape or ())[-1]))])
+            self.op(ranks, "Reshape", [value, joined], f"joined_{name}", result=results[name])
+
+    def _in_chunks(self, ranks: Group, value: Value, dim: int, name: str) -> Value:
+        """A value with its queries in chunks, along a dim of their own."""
+        shape = value.shape or ()
+        if name == "mask":  # its last dim is the keys
+            sizes = self.op(ranks, "Shape", [value], "sizes", start=-1)
+            front = self.vector(ranks, "front", [0] * dim + [self.chunks, -1])
+            target = self.op(ranks, "Concat", [front, sizes], "target", axis=0)
+        else:
+            head, last = ([0, *self.heads], [int(str(shape[-1]))]) if dim else ([], [])
+            target = self.vector(ranks, "chunked", [*head, self.chunks, -1, *last])
+        made = self.op(ranks, "Reshape", [value, target], "chunks")
+        assert value.of is not None
+        dims = (*shape[:dim], self.chunks, _divided(shape[dim], self.chunks), *shape[dim + 1 :])
+        of = ir.Value(name=str(made), type=value.of.type, shape=ir.Shape(dims))
+        self.comm.values.add(of, replace(self.comm.values[value.of], shape=dims))
+        self.comm.job.declare(ranks, made, of, dims)
+        return made
+
+    # operands
+
+    def wide(self, ranks: Group, value: Value, depth: int, word: str) -> Value:
+        """Queries, or what is like them, with a dim for the heads of keys and one for those of queries that read each."""
+        target = self.vector(ranks, "wide", [0, *self.heads, -1, depth])
+        made = self.op(ranks, "Reshape", [value, target], word)
+        shape = self.shape(0)
+        return self.typed(ranks, made, (shape[0], *self.heads, shape[2], depth))
+
+    def apart(self, ranks: Group, value: Value, word: str, block: str, *, turned: bool) -> Value:
+        """Keys or values that broadcast over the queries' heads, transposed where `turned`."""
+        hop = f"{block} {self.tag}{' causal' if self.causal else ''}"
+        made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
+        return self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3]) if turned else made
+
+    def rows(self) -> Value:
+        """The places of a rank's queries within their run."""
+        ranks, tokens = self.instance.group, self.shape(0)[2]
+        if isinstance(tokens, int):
+            return self.vector(ranks, "rows", range(tokens))
+        size = self.op(ranks, "Shape", [self._operand(0)], "tokens", start=2, end=3)
+        axis = self.vector(ranks, "first", [0])
+        zero, one = (
+            self.comm.constant(ranks, self.base, word, np.array(n, np.int64)) for word, n in (("zero", 0), ("one", 1))
+        )
+        made = self.op(ranks, "Range", [zero, self.op(ranks, "Squeeze", [size, axis], "count"), one], "rows")
+        of = ir.Value(name=str(made), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([tokens]))
+        self.comm.values.add(of, ValueInfo("tensor(int64)", (tokens,), 8))
+        self.comm.job.declare(ranks, made, of, (tokens,))
+        return made
+
+    def _operand(self, k: int) -> Value:
+        value = self.values[k]
+        assert value is not None
+        return value
+
+    def masked(self, nodes: _Nodes, ranks: Group, hop: int, values: dict[str, Value], scanned: dict[str, int]) -> str:
+        """Writes the scores of a hop as the mask leaves them; notes in `values` and `scanned` what they read."""
+        scores = nodes("MatMul", "q", "kt")
+        if self.causal:
+            if hop:
+                return scores
+            values |= {
+                "rows": self.rows(),
+                "last": self.vector(ranks, "last", [1]),
+                "never": self.number(ranks, "never", -np.inf),
+            }
+            values["keys"] = values["rows"]
+            if self.chunks > 1:  # rows of a chunk, and all keys
+                values["keys"] = self.op(ranks, "Identity", [values["rows"]], "keys")
+                scanned["rows"] = 0
+            seen = nodes("LessOrEqual", "keys", nodes("Unsqueeze", "rows", "last"))
+            return nodes("Where", seen, scores, "never")
+        if "mask" not in values:
+            return scores
+        if values["mask"].shape is not None and self._queries_of_mask() is not None and self.chunks > 1:
+            scanned["mask"] = self._queries_of_mask() or 0
+        if not self.is_hiding:
+            return nodes("Add", scores, "mask")
+        values["hidden"] = self.number(ranks, "hidden", self.instance.node.attributes.get_float("hidden", 0.0))
+        return nodes("Where", "mask", scores, "hidden")
+
+    @property
+    def is_hiding(self) -> bool:
+        """Whether there is a mask of truth values."""
+        mask = self.instance.node.inputs[3] if len(self.instance.node.inputs) > 3 else None
+        return mask is not None and mask.dtype == ir.DataType.BOOL
+
+    def _queries_of_mask(self) -> int | None:
+        """The dim of a mask's queries, of five; None where it is the same for all."""
+        shape = self.shape(3)
+        return None if len(shape) < 2 or shape[-2] == 1 else (len(shape) - 2 if len(shape) < 4 else 3)
+
+    def block_of_mask(self, place: int, hop: int) -> dict[str, Value]:
+        """The columns of the mask that a place needs in a hop, for scores of five dims; nothing without a mask."""
+        if len(self.values) < 4 or self.values[3] is None:
+            return {}
+        ranks, shape, value = self.ranks([place]), self.shape(3), self._operand(3)
+        if len(shape) > 3:
+            value = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], "mask5")
+            shape = (*shape[:2], 1, *shape[2:])
+        if shape[-1] != 1 and self.size > 1:
+            size = self.op(ranks, "Shape", [self._operand(1)], "tokens", start=2, end=3)
+            block = (place - hop) % self.size
+            begin, end = (
+                self.op(ranks, "Mul", [size, self.vector(ranks, "block", [number])], "bound")
+                for number in (block, block + 1)
+            )
+            value = self.op(ranks, "Slice", [value, begin, end, self.vector(ranks, "axis", [-1])], "mask")
+            shape = (*shape[:-1], _divided(shape[-1], self.size))
+        mask = self.instance.node.inputs[3]
+        assert mask is not None
+        if value.of is None:
+            of = ir.Value(name=str(value), type=mask.type, shape=ir.Shape(shape))
+            self.comm.values.add(
+                of, ValueInfo("tensor(bool)" if self.is_hiding else f"tensor({self._type_name})", shape, 1)
+            )
+            self.comm.job.declare(ranks, value, of, shape)
+        return {"mask": value}
+
+    def parts(self, hop: int) -> list[Sequence[int]]:
+        """The places of a hop in sets that run the same nodes: one set, or each by itself where a mask is sliced by place."""
+        places = self.places(hop)
+        return (
+            [[place] for place in places]
+            if len(self.values) > 3 and self.values[3] is not None
+            else [places]
+            if places
+            else []
+        )
+
+    # the two passes
+
+    def queries(self) -> Value:
+        """The scaled queries in five dims."""
+        ranks, depth = self.instance.group, int(self.shape(0)[3])
+        made = self.wide(ranks, self._operand(0), depth, "q5")
+        if self.scale == 1.0:
+            return made
+        scaled = self.op(ranks, "Mul", [made, self.number(ranks, "scale", self.scale)], "qs")
+        return self.typed(ranks, scaled, made.shape or ())
+
+    def forward(self) -> tuple[Value, Value]:
+        """Writes the forward pass; the maximum and the sum of each query, in five dims."""
+        everyone, (groups, each) = self.instance.group, self.heads
+        query, tokens, depth = self.queries(), self.shape(0)[2], int(self.shape(2)[3])
+        narrow, wide = (self.shape(0)[0], groups, each, tokens, 1), (self.shape(0)[0], groups, each, tokens, depth)
+        cause = f"block of '{self.comm.program.paths[self.instance.node]}' in a ring ({self._why})"
+        key, value = self._operand(1), self._operand(2)
+        state: dict[int, dict[str, Value]] = {place: {} for place in range(self.size)}
+        for hop in range(self.size):
+            following = (
+                (self.passed(1, key, hop + 1, cause), self.passed(2, value, hop + 1, cause))
+                if hop + 1 < self.size
+                else None
+            )
+            self.tag, ranks = str(hop), self.ranks(self.places(hop))
+            kt, v = self.apart(ranks, key, "kt", "k", turned=True), self.apart(ranks, value, "v", "v", turned=False)
+            for places in self.parts(hop):
+                some, nodes = self.named(places, hop), _Nodes()
+                values = {"q": query, "kt": kt, "v": v, **self.block_of_mask(places[0], hop)}
+                scanned = {"q": 3}
+                scores = self.masked(nodes, some, hop, values, scanned)
+                values["axis"] = self.vector(some, "axis", [-1])
+                top = nodes("ReduceMax", scores, "axis", out="" if hop else "m2")
+                if hop:
+                    values |= state[places[0]]
+                    scanned |= dict.fromkeys(("m", "l", "o"), 3)
+                    top = nodes("Max", "m", top, out="m2")
+                least = top
+                if not self.causal and "mask" in values:
+                    values["zero"] = self.number(some, "none", 0)
+                    least = nodes("Where", nodes("IsInf", top), "zero", top)
+                shares = nodes("Exp", nodes("Sub", scores, least))
+                added = nodes("ReduceSum", shares, "axis", out="" if hop else "l2")
+                mixed = nodes("MatMul", shares, "v", out="" if hop else "o2")
+                if hop:
+                    kept = nodes("Exp", nodes("Sub", "m", least))
+                    nodes("Add", nodes("Mul", "l", kept), added, out="l2")
+                    nodes("Add", nodes("Mul", "o", kept), mixed, out="o2")
+                made = {
+                    name: self.typed(some, self.comm.job.derived_on(some, self.base, f".{name[0]}{self.tag}"), shape)
+                    for name, shape in (("m2", narrow), ("l2", narrow), ("o2", wide))
+                }
+                self.run(some, nodes, values, scanned, {}, made)
+                for place in places:
+                    state[place] = {name[0]: one for name, one in made.items()}
+            if following:
+                key, value = following
+        most = self.typed(everyone, self.comm.job.derived_on(everyone, self.base, ".most"), narrow)
+        total = self.typed(everyone, self.comm.job.derived_on(everyone, self.base, ".total"), narrow)
+        for places in self.last_hops():
+            self.tag = "" if len(places) == self.size else f"_{places[0]}"
+            self._finish(self.ranks(places), state[places[0]], most, total)
+        return most, total
+
+    def last_hops(self) -> list[Sequence[int]]:
+        """The places in sets that have their results of the same hop."""
+        return [[place] for place in range(self.size)] if self.causal or len(self.values) > 3 else [range(self.size)]
+
+    def _finish(self, ranks: Group, state: Mapping[str, Value], most: Value, total: Value) -> None:
+        """Writes the result; a query that sees nothing gets zeros, and no share of any gradient."""
+        if self.causal or len(self.values) < 4:
+            self.op(ranks, "Identity", [state["m"]], "most", result=most)
+            self.op(ranks, "Identity", [state["l"]], "total", result=total)
+        else:
+            zero, one = self.number(ranks, "none", 0), self.number(ranks, "whole", 1)
+            unseen, nothing = (
+                self.op(ranks, "IsInf", [state["m"]], "unseen"),
+                self.op(ranks, "Equal", [state["l"], zero], "nothing"),
+            )
+            self.op(ranks, "Where", [unseen, zero, state["m"]], "most", result=most)
+            self.op(ranks, "Where", [nothing, one, state["l"]], "total", result=total)
+        out = self.op(ranks, "Div", [state["o"], total], "out5")
+        groups, each = self.heads
+        target = self.vector(ranks, "joined", [0, groups * each, -1, int(self.shape(2)[3])])
+        self.op(ranks, "Reshape", [out, target], "out", result=self.base)
+        version = output_layout_of(self.comm.program, self.instance, 0)
+        self.comm.job.declare(
+            ranks, self.base, self.comm.values.local_value(version), self.comm.values.local_shape(version)
+        )
+
+    @property
+    def _why(self) -> str:
+        choice = self.comm.program.choices.get(self.instance)
+        return "" if choice is None else choice.why.get("s", "")
+
+    def backward(
+        self, out: Value, most: Value, total: Value, dy: Value, gradients: Sequence[Value], of: Sequence[ir.Value]
+    ) -> None:
+        """Writes the backward pass."""
+        everyone, (groups, each), path = self.instance.group, self.heads, self.comm.program.paths[self.instance.node]
+        tokens, depth, width = self.shape(0)[2], int(self.shape(0)[3]), int(self.shape(2)[3])
+        narrow = (self.shape(0)[0], groups, each, tokens, 1)
+        cause = f"gradient of '{path}' in a ring"
+        query, shape = self.queries(), (*narrow[:-1], width)
+        do = self.typed(everyone, self.op(everyone, "Div", [self.wide(everyone, dy, width, "dy5"), total], "do"), shape)
+        product = self.op(everyone, "Mul", [do, self.wide(everyone, out, width, "out5")], "weighed")
+        delta = self.op(everyone, "ReduceSum", [product, self.vector(everyone, "last_axis", [-1])], "delta")
+        self.typed(everyone, delta, narrow)
+        key, value = self._operand(1), self._operand(2)
+        dq: dict[int, Value] = {}
+        sums: dict[int, tuple[Value, Value]] = {}
+        for hop in range(self.size):
+            places = self.places(hop)
+            following = (
+                (self.passed(1, key, hop + 1, cause), self.passed(2, value, hop + 1, cause))
+                if hop + 1 < self.size
+                else None
+            )
+            arriving = self._sums_passed(hop, sums, of, cause) if hop else {}
+            self.tag, ranks = str(hop), self.ranks(places)
+            kt, vt = self.apart(ranks, key, "kt", "k", turned=True), self.apart(ranks, value, "vt", "v", turned=True)
+            k = self.apart(ranks, key, "k", "k", turned=False)
+            sums = {}
+            for some in self.parts(hop):
+                there, nodes = self.named(some, hop), _Nodes()
+                values = {
+                    "q": query,
+                    "kt": kt,
+                    "k": k,
+                    "vt": vt,
+                    "do": do,
+                    "most": most,
+                    "delta": delta,
+                    **self.block_of_mask(some[0], hop),
+                }
+                scanned = dict.fromkeys(("q", "do", "most", "delta"), 3)
+                scores = self.masked(nodes, there, hop, values, scanned)
+                values["two"] = self.vector(there, "two", [2])
+                p = nodes("Exp", nodes("Sub", scores, "most"))
+                over = nodes(
+                    "ReduceSum", nodes("MatMul", nodes("Transpose", p, perm=[0, 1, 2, 4, 3]), "do"), "two", keepdims=0
+                )
+                nodes("Add", "dv", over, out="dv2")
+                ds = nodes("Mul", p, nodes("Sub", nodes("MatMul", "do", "vt"), "delta"))
+                if self.is_hiding:
+                    values["zero"] = self.number(there, "none", 0)
+                    ds = nodes("Where", "mask", ds, "zero")
+                nodes("MatMul", ds, "k", out="dq")
+                over = nodes(
+                    "ReduceSum", nodes("MatMul", nodes("Transpose", ds, perm=[0, 1, 2, 4, 3]), "q"), "two", keepdims=0
+                )
+                nodes("Add", "dk", over, out="dk2")
+                made = {
+                    "dq": self.typed(
+                        there, self.comm.job.derived_on(there, self.base, f".dq{self.tag}"), query.shape or ()
+                    )
+                }
+                for k_, name in ((1, "dk"), (2, "dv")):
+                    zeros = self.op(there, "Shape", [self._operand(k_)], "sizes")
+                    empty = ir.tensor(np.zeros(1, self.dtype.numpy()))
+                    values[name] = self.typed(
+                        there, self.op(there, "ConstantOfShape", [zeros], "zeros", value=empty), self.shape(k_)
+                    )
+                    made[f"{name}2"] = self.typed(
+                        there, self.comm.job.derived_on(there, self.base, f".{name}{self.tag}"), self.shape(k_)
+                    )
+                self.run(there, nodes, values, scanned, {"dk": "dk2", "dv": "dv2"}, made)
+                for place in some:
+                    self.tag = f"{hop}_{place}"
+                    own = made["dk2"], made["dv2"]
+                    if place in arriving:
+                        own = tuple(
+                            self.typed(
+                                self.ranks([place]),
+                                self.op(self.ranks([place]), "Add", pair, f"{word}_sum"),
+                                self.shape(n),
+                            )
+                            for pair, word, n in zip(
+                                zip(arriving[place], own, strict=True), ("dk", "dv"), (1, 2), strict=True
+                            )
+                        )  # type: ignore[assignment]
+                    sums[place] = own
+                    before = dq.get(place)
+                    dq[place] = (
+                        made["dq"]
+                        if before is None
+                        else self.op(self.ranks([place]), "Add", [before, made["dq"]], "dq_sum")
+                    )
+            self._home(hop, sums, gradients, of, cause)
+            if following:
+                key, value = following
+        target = self.vector(everyone, "joined", [0, groups * each, -1, depth])
+        for place in range(self.size):
+            self.tag, ranks, found = f"_{place}", self.ranks([place]), dq[place]
+            if self.scale != 1.0:
+                found = self.op(ranks, "Mul", [found, self.number(ranks, "scale", self.scale)], "dq_scaled")
+            self.op(ranks, "Reshape", [found, target], "dq", result=gradients[0])
+
+    def _sums_passed(
+        self, hop: int, sums: Mapping[int, tuple[Value, Value]], of: Sequence[ir.Value], cause: str
+    ) -> dict[int, tuple[Value, Value]]:
+        """The sums dk and dv of the blocks that places have in a hop, sent on with them."""
+        to = {(place - 1) % self.size: place for place in self.places(hop)}
+        ranks = self.ranks(self.places(hop))
+        taken = []
+        for k, word in ((1, "dk"), (2, "dv")):
+            value = self.typed(ranks, self.comm.job.derived_on(ranks, self.base, f".{word}_in{hop}"), self.shape(k))
+            moved = {source: sums[source][k - 1] for source in to}
+            self.exchange(k, moved, dict.fromkeys(self.places(hop), value), to, of[k], cause)
+            taken.append(value)
+        return dict.fromkeys(self.places(hop), (taken[0], taken[1]))
+
+    def _home(
+        self,
+        hop: int,
+        sums: Mapping[int, tuple[Value, Value]],
+        gradients: Sequence[Value],
+        of: Sequence[ir.Value],
+        cause: str,
+    ) -> None:
+        """Sends dk and dv of the blocks that no later hop needs to where they belong."""
+        going = {(place - 1) % self.size for place in self.places(hop + 1)} if hop + 1 < self.size else set()
+        ending = {place: (place - hop) % self.size for place in self.places(hop) if place not in going}
+        for k in (1, 2):
+            to = {place: home for place, home in ending.items() if place != home}
+            for place in ending.keys() - to.keys():
+                self.op(
+                    self.ranks([place]), "Identity", [sums[place][k - 1]], f"d{'qkv'[k]}_{place}", result=gradients[k]
+                )
+            version = self.versions[k]
+            assert version is not None
+            self.exchange(
+                k, {p: sums[p][k - 1] for p in to}, dict.fromkeys(to.values(), gradients[k]), to, of[k], cause
+            )
+
+
+def _divided(size: int | str, count: int) -> int | str:
+    """A size divided by a number that divides it."""
+    if isinstance(size, int):
+        return size // count
+    one = read(size)
+    found = None if one is None else as_dim(normal(one / count, {}))
+    return size if found is None else found if isinstance(found, int) else str(found.value)

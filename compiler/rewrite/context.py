@@ -1,0 +1,694 @@
+"""Pass: the tokens of a sequence are cut over a mesh axis, and each attention gets the keys and values of other ranks in one of three ways.
+
+    gather   the op table cuts the tokens of queries; keys and values are whole, gathered before heads are repeated
+    heads    all tokens of a rank's heads: an AllToAll of queries, keys and values before attention, and one after it (Ulysses)
+    ring     blocks of keys and values pass from rank to rank (`lower/ring.py`)
+
+Attention of single ops is recognized by its dataflow: a product of queries and keys, elementwise ops, a Softmax over keys, and a product
+with values. `marks` of its nodes say which factors of their rules stay whole and which one the axis cuts; the rest is derived as ever. The
+repetition of keys' heads commutes with a change of layout along the tokens, so it is among the marked nodes:
+
+    k [b, 2, s, d]  --AllGather-->  Unsqueeze  Expand  Reshape [b, 8, s, d]  Transpose  MatMul
+
+Bytes that a rank receives, in units of batch * tokens * depth * (bytes of a number), with H heads, G of keys, p ranks:
+
+              forward                            backward
+    gather    2 G (p-1)/p                        2 G (p-1)/p
+    heads     (2 H + 2 max(G, p)) (p-1)/p^2      the same
+    ring      2 G (p-1)/p                        4 G (p-1)/p + 2 G/p, without the last term where each token sees earlier ones alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import CONTEXT, ContextMark, name_of
+from partc.compiler.ir.program import Typed
+from partc.compiler.ir.sized import SIZES
+from partc.compiler.ir.value_info import SymbolInfo, bytes_of
+from partc.compiler.layout.moves import share_of
+from partc.compiler.ops.families.neural.ring import RING
+from partc.compiler.ops.node import constant_ints, rank_of
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import OWN, WHOLE
+from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.plan.context import ContextRules, Way
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, DatasetSpec
+from partc.compiler.plan.shard_spec import ShardSpec
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
+from partc.runtime.units import size_text
+
+_PASSING = ("Add", "Cast", "Clip", "Div", "Dropout", "Identity", "Mul", "Sub", "Tanh", "Where")
+"""Ops that may be between the two products of an attention, besides the Softmax."""
+_VIEWS = ("Cast", "Div", "Expand", "Identity", "Mul", "Reshape", "Transpose", "Unsqueeze")
+"""Ops that may be between the repetition of keys' heads and a product."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The nodes from the repetition of keys' or values' heads to the product, each with its factors of tokens and of heads.
+
+    `source`: what the first of them reads. `heads`: how many it has; None where they have no dim of their own, or of unknown size.
+    """
+
+    source: ir.Value
+    heads: int | None
+    nodes: tuple[tuple[ir.Node, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of single ops: the product with keys, what is between it and the product with values, and that."""
+
+    scores: ir.Node
+    between: tuple[ir.Node, ...]
+    product: ir.Node
+    keys: Side
+    values: Side
+
+    def marked(self, way: Way) -> Iterator[tuple[ir.Node, str, str]]:
+        """Each node with the factors that stay whole, and the one of heads."""
+        for node in (self.scores, *self.between):
+            letters = rule_of(node).outputs[0] or ""
+            yield node, letters[-2:] if way == "heads" else letters[-1:], letters[1:2]
+        own, made = rule_of(self.product).inputs[0] or "", rule_of(self.product).outputs[0] or ""
+        yield self.product, own[-2:] if way == "heads" else own[-1:], made[1:2]
+        for side in (self.keys, self.values):
+            yield from side.nodes
+
+
+def shard_context(program: Typed) -> Typed:
+    """The program whose inputs arrive with their tokens cut, and whose attentions are marked; as it is where the plan has no `context`.
+
+    CompileError with every attention that is not recognized or does not fit the way, and where no input has the tokens.
+    """
+    rules = program.plan.context
+    ranks = 0 if rules is None else dict(program.plan.mesh).get(rules.axis, 0)  # the unsharded model has no mesh
+    if rules is None or not ranks or (ranks == 1 and rules.attention != "ring"):
+        return program
+    if program.generation is not None:
+        law = "a step has one token of each sequence, and caches are not cut along their entries"
+        raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
+    found, strange = list[Attention](), list[Problem]()
+    lengths = dict[int | str, None]()
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is None:
+            continue
+        if (one := _attention(node)) is not None:
+            found.append(one)
+            lengths[shape[-2]] = None
+    known = {one for each in found for one in (each.scores, *each.between, each.product)}
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is not None and node not in known and {*shape[-2:]} <= {*lengths}:
+            fact = f"the attention of '{program.paths[node]}' is not recognized: its Softmax is over [{shape[-2]}, {shape[-1]}]"
+            law = "an attention is a product with keys, elementwise ops, a Softmax, and a product with values"
+            strange.append(Problem(rules.where(), fact, law, "write it so, or leave out 'context' and cut `dataset`"))
+    if not found:
+        law = "an attention is a product with keys, elementwise ops, a Softmax over them, and a product with values"
+        strange.append(Problem(rules.where(), "no attention is recognized", law, "cut `dataset` by hand"))
+    if strange:
+        raise CompileError(strange)
+    return _Context(program, rules).of(found, lengths)
+
+
+class _Context(Rewriting[Typed]):
+    def __init__(self, program: Typed, rules: ContextRules) -> None:
+        super().__init__(program)
+        self.rules, self.ranks = rules, dict(program.plan.mesh)[rules.axis]
+        styled = any(rule.style is not None for rule in (*program.declared.sharding, *program.plan.sharding))
+        self.forms: dict[Attention, _RingForm | None] = {}
+        self.tensor_parallel = dict(program.plan.mesh).get(TENSOR_PARALLEL, 1) if styled else 1
+
+    def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
+        specs = self.dataset(lengths)
+        told, problems = dict[str, int](), list[Problem]()
+        for one in attentions:
+            ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
+            if not ways:
+                law = "float32 or float64, keys of the queries' tokens, scores scaled and masked once, by what heads share and none learns"
+                fact = f"the attention of '{self.paths[one.product]}' has no ring"
+                problems.append(Problem(self.rules.where("attention"), fact, law, "write attention: gather, or heads"))
+                continue
+            fitting = {way: cost for way, cost in ways.items() if not cost.problem}
+            if not fitting:
+                problems += [Problem(self.rules.where("attention"), *cost.problem) for cost in ways.values()]
+                continue
+            way = min(fitting, key=lambda name: fitting[name].units)
+            text = ", ".join(f"{name} {cost.text}" for name, cost in self.costs(one).items())
+            self.mark(one, way)
+            told[f"by {way} ({text})"] = told.get(f"by {way} ({text})", 0) + 1
+        if problems:
+            raise CompileError([*dict.fromkeys(problems)])
+        warnings = [
+            f"{self.rules.where()}: {count} attention{'s' * (count > 1)} {text}" for text, count in told.items()
+        ]
+        dataset = self.before.plan.dataset
+        plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
+        self.drop([*self.graph])  # masks that no attention reads
+        return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
+
+    def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
+        """Maps each input with the tokens to how it arrives: cut along them, else as the plan says. CompileError without one."""
+        plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
+        for value in self.graph.inputs:
+            info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
+            dims = [dim for dim, size in enumerate(info.shape or ()) if size in lengths and dim != records]
+            if not dims:
+                continue
+            given = plan.dataset.specs.get(name)
+            spec: ShardSpec = given.spec if given is not None else ((),) * len(info.shape or ())
+            if given is None and plan.dataset.style == DATA_PARALLEL and records is not None:
+                axes = (DATA_AXIS,) if DATA_AXIS in dict(plan.mesh) else ()
+                spec = tuple(axes if dim == records else () for dim in range(len(spec)))
+            wrong = [one for one in spec if isinstance(one, int) and one > 1]
+            there = spec[dims[0]] if dims[0] < len(spec) else ()
+            if given is not None and (wrong or (isinstance(there, tuple) and there)):
+                fact = f"dataset of '{name}' {'is spelled by numbers' if wrong else 'cuts the tokens itself'}"
+                law = f"'context' cuts dim {dims[0]}, the tokens, over '{self.rules.axis}'"
+                problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
+                continue
+            if problem := self.uneven(name, dims[0], info.shape[dims[0]] if info.shape else 0):
+                problems.append(problem)
+            named = [one if isinstance(one, tuple) else () for one in spec]
+            named[dims[0]] = (self.rules.axis,)
+            found[name] = DatasetSpec(tuple(named), self.rules.where())
+        if not found and not problems:
+            sizes = ", ".join(map(str, lengths))
+            law = f"the attentions are over {sizes} tokens: an input of so many is cut"
+            problems.append(
+                Problem(self.rules.where("axis"), "no input has the tokens' dim", law, "cut `dataset` by hand")
+            )
+        if problems:
+            raise CompileError(problems)
+        return found
+
+    def uneven(self, name: str, dim: int, size: int | str) -> Problem | None:
+        """The problem of tokens that the ranks do not divide; None where they do."""
+        where, fact = (
+            self.rules.where("axis"),
+            f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens",
+        )
+        if isinstance(size, int):
+            legal = [str(one) for one in (size // self.ranks * self.ranks, -(-size // self.ranks) * self.ranks) if one]
+            law, help_ = f"{size} is not divisible by {self.ranks}", f"take {' or '.join(legal)} tokens"
+            return Problem(where, fact, law, help_) if size % self.ranks else None
+        facts = facts_of(size, {symbol: info.facts for symbol, info in self.before.symbols.items()})
+        if facts.divisible_by(self.ranks):
+            return None
+        divisor = math.lcm(facts.real_divisor(), self.ranks)
+        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {self.ranks}; nothing is padded"
+        known = size in self.before.symbols
+        help_ = (
+            f"declare `{size}: {{divisor: {divisor}}}` under symbols" if known else "give its symbols a larger divisor"
+        )
+        return Problem(where, fact, law, help_)
+
+    def costs(self, one: Attention) -> dict[Way, _Cost]:
+        """The cost of each way for an attention."""
+        query = one.scores.inputs[0]
+        assert query is not None
+        info, p, trains = self.values[query], self.ranks, self.before.training is not None and self.before.kind.backward
+        dims = info.shape or ()
+        heads = dims[1] if len(dims) > 3 and isinstance(dims[1], int) else 0
+        keys = sum(side.heads or heads for side in (one.keys, one.values))
+        moved = 2 * heads + sum(self.moved(side, heads) for side in (one.keys, one.values))
+        whole, unit = bytes_of(info, info.shape), Fraction(1, (heads or 1) * self.tensor_parallel)
+        ring, by_heads = Fraction(keys * (p - 1), p), Fraction(moved * (p - 1), p * p)
+        units: dict[Way, tuple[Fraction, Fraction, Fraction]] = {
+            "gather": (ring, ring, Fraction(keys)),
+            "heads": (by_heads, by_heads, Fraction(moved, p)),
+        }
+        form = self.ring_form(one)
+        if form is not None:
+            home = 0 if form.causal else Fraction(keys, p)
+            units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
+        found: dict[Way, _Cost] = {}
+        limit = self.rules.memory
+        for way, (forward, backward, kept) in units.items():
+            refused: tuple[str, ...] = ()
+            received = forward + (backward if trains else 0)
+            if way == "heads" and (not heads or heads % (p * self.tensor_parallel)):
+                count = f"{heads} heads" if heads else "heads without a dim of their own"
+                fact = f"'heads' of '{self.paths[one.product]}': {count} over {p * self.tensor_parallel} ranks"
+                refused = fact, "each rank has whole heads"
+                refused += ("write attention: gather, or an axis whose ranks divide the heads",)
+            bytes_kept = math.ceil(kept * unit * self.largest.bytes_of(query))
+            if limit is not None and bytes_kept > limit:
+                fact = f"'{way}' of '{self.paths[one.product]}' keeps {size_text(bytes_kept)} on a rank"
+                refused = fact, f"'memory' is {size_text(limit)}", "raise 'memory', or cut over more ranks"
+            text = "unknown" if whole is None else str(share_of(received * unit, whole))
+            found[way] = _Cost(received, f"{text} bytes", refused)
+        return found
+
+    @cached_property
+    def largest(self) -> TypicalSizes:
+        """The sizes of values at the largest sizes that symbols may have, as far as they are known."""
+        bounds = {name: info.facts.max for name, info in self.before.symbols.items()}
+        return TypicalSizes(self.before, {name: size for name, size in bounds.items() if size is not None})
+
+    def moved(self, side: Side, heads: int) -> int:
+        """The number of heads of a side are sent where each rank gets its own: all, else one a rank, else those of the queries."""
+        own = side.heads or heads
+        spread = self.ranks * self.tensor_parallel
+        if own % spread == 0:
+            return own
+        forms = [node.op_type for node, _, _ in side.nodes[-3:]]
+        repeated = forms == ["Reshape", "Expand", "Unsqueeze"] and constant_ints(side.nodes[-1][0], 1) == (2,)
+        return spread if repeated and spread % own == 0 else heads
+
+    def mark(self, one: Attention, way: Way) -> None:
+        """Notes in the nodes of an attention which factors stay whole, and which one the axis cuts."""
+        if way == "ring":
+            self.ring(one)
+            return
+        where, axis, apart = PurePath(self.rules.where()).name, self.rules.axis, set[ir.Node]()
+        for side in (one.keys, one.values) if way == "heads" else ():
+            if side.heads is not None and (moved := self.moved(side, 0)) != side.heads:
+                if moved:
+                    self.repeat(side, moved)
+                else:  # sent as they are repeated
+                    apart.update(node for node, _, _ in side.nodes)
+        for node, whole, heads in one.marked(way):
+            if node not in apart:
+                cut = heads if way == "heads" else ""
+                node.meta[CONTEXT] = ContextMark(axis, whole.replace(WHOLE, ""), cut, f"{where} context")
+
+    def repeat(self, side: Side, heads: int) -> None:
+        """Repeats heads until each rank has one, in front of the repetition, which then repeats them less often."""
+        expand, unsqueeze = side.nodes[-2][0], side.nodes[-1][0]
+        source, spread, wide = side.source, unsqueeze.outputs[0], expand.outputs[0]
+        assert side.heads is not None
+        name, times = name_of(wide), heads // side.heads
+        rest = self.values[wide].shape
+        assert rest is not None
+        left = int(rest[2]) // times
+        ones = self.like(spread, self.free(f"{name}.one"))
+        more = self.like(spread, self.free(f"{name}.more"), {2: times})
+        joined = self.like(source, self.free(f"{name}.joined"), {1: heads})
+        self.put(unsqueeze, "Unsqueeze", [source, unsqueeze.inputs[1]], [ones], ".one")
+        self.put(
+            unsqueeze, "Expand", [ones, self.constant(self.free(f"{name}.times"), [1, 1, times, 1, 1])], [more], ".more"
+        )
+        target = self.constant(self.free(f"{name}.heads"), [0, heads, -1, int(rest[4])])
+        self.put(unsqueeze, "Reshape", [more, target], [joined], ".joined")
+        unsqueeze.replace_input_with(0, joined)
+        expand.replace_input_with(1, self.constant(self.free(f"{name}.left"), [1, 1, left, 1, 1]))
+        for value, sizes in ((spread, {1: heads}), (wide, {1: heads, 2: left})):
+            value.shape = ir.Shape([sizes.get(k, dim) for k, dim in enumerate(value.shape or ())])
+            info = self.values[value]
+            self.values[value] = replace(info, shape=tuple(sizes.get(k, dim) for k, dim in enumerate(info.shape or ())))
+
+    def ring_form(self, one: Attention) -> _RingForm | None:
+        """The attention as a ring computes it; None where it is of another form."""
+        if one in self.forms:
+            return self.forms[one]
+        self.forms[one] = form = self._ring_form(one)
+        return form
+
+    def _ring_form(self, one: Attention) -> _RingForm | None:
+        query, keys, values = one.scores.inputs[0], one.scores.inputs[1], one.product.inputs[1]
+        assert query is not None
+        assert keys is not None
+        assert values is not None
+        scale, mask, hidden, guards, value, is_share = 1.0, None, 0.0, list[ir.Value](), one.scores.outputs[0], False
+        for node in one.between:
+            rest = [other for other in node.inputs if other is not None and other is not value]
+            number = _number(rest[0]) if len(rest) == 1 else None
+            if node.op_type == "Softmax":
+                is_share = True
+            elif node.op_type == "Where" and is_share and node.inputs[2] is value:
+                condition, zero = node.inputs[:2]
+                if condition is None or _number(zero) != 0 or condition.shape is None or condition.shape[-1] != 1:
+                    return None
+                guards.append(condition)
+            elif is_share or (mask is not None and node.op_type != "Identity"):
+                return None
+            elif node.op_type == "Mul" and number is not None:
+                scale *= number
+            elif node.op_type == "Div" and number is not None and node.inputs[0] is value:
+                scale /= number
+            elif node.op_type == "Add" and len(rest) == 1:
+                mask = rest[0]
+            elif node.op_type == "Where" and node.inputs[1] is value and _number(node.inputs[2]) is not None:
+                mask, hidden = node.inputs[0], _number(node.inputs[2]) or 0.0
+            elif node.op_type != "Identity":
+                return None
+            value = node.outputs[0]
+        keys, times = self._source(keys, turned=True)
+        values, weight = self._source(values, turned=False)
+        shapes = [self.values[each].shape for each in (query, keys, values)]
+        if any(shape is None or len(shape) != 4 for shape in shapes) or weight != 1:
+            return None
+        q, k, v = ([*shape] for shape in shapes if shape is not None)
+        heads = [q[1], k[1], v[1], q[3], v[3]]
+        if (
+            q[2] != k[2]
+            or k[2] != v[2]
+            or k[1] != v[1]
+            or not all(isinstance(dim, int) for dim in heads)
+            or int(q[1]) % int(k[1])
+        ):
+            return None
+        if {each.dtype for each in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
+            return None
+        causal = mask is not None and _is_causal(_of_sizes(self.graph, mask, self.before.symbols, q[2]), hidden, q[2])
+        if causal:  # each token sees itself
+            conditions = [_of_sizes(self.graph, guard, self.before.symbols, q[2]) for guard in guards]
+            causal = all(found is not None and not found.any() for found in conditions)
+            guards = [] if causal else guards
+        if mask is not None and not causal and self.learns(mask):
+            return None
+        if mask is not None and not causal:
+            shape = self.values[mask].shape
+            aligned = (1,) * (4 - len(shape or ())) + (shape or ())
+            if (
+                shape is None
+                or len(shape) > 4
+                or aligned[1] != 1
+                or aligned[2] not in (1, q[2])
+                or aligned[3] not in (1, k[2])
+            ):
+                return None
+        return _RingForm(query, keys, values, None if causal else mask, scale * times, hidden, causal, tuple(guards))
+
+    def learns(self, value: ir.Value) -> bool:
+        """Whether a value depends on a parameter that is trained: the ring gives masks no gradient."""
+        training = self.before.training
+        waiting, seen = [value], set[ir.Value]()
+        while waiting and training is not None:
+            one = waiting.pop()
+            if one in training.parameters and not training.parameters[one].frozen:
+                return True
+            node = one.producer()
+            waiting += [each for each in (node.inputs if node else ()) if each is not None and each not in seen]
+            seen.update(waiting)
+        return False
+
+    def _source(self, value: ir.Value, *, turned: bool) -> tuple[ir.Value, float]:
+        """Keys or values before their heads are repeated, and the number by which they are multiplied after it.
+
+        `turned`: they come transposed; where nothing transposes them, a node that turns them back.
+        """
+        times, at, perm = 1.0, value, [0, 1, 3, 2]
+        while (node := at.producer()) is not None:
+            first = node.inputs[0]
+            number = _number(node.inputs[1]) if node.op_type in ("Mul", "Div") else None
+            if first is None:
+                break
+            if number is not None:
+                times *= number if node.op_type == "Mul" else 1 / number
+            elif node.op_type == "Transpose" and turned and [*(node.attributes.get_ints("perm") or ())] == perm:
+                turned = False
+            elif not self._is_view(node):
+                break
+            at = first
+        if turned:
+            node = value.producer()
+            back = self.turned(value, self.free(f"{name_of(value)}.turned"), perm)
+            reader = next(iter(value.consumers()))
+            self.put(reader, "Transpose", [value], [back], ".turned", perm=perm)
+            return back, 1.0
+        reshape = _by(at, "Reshape")
+        expand = _by(reshape.inputs[0], "Expand") if reshape is not None else None
+        unsqueeze = _by(expand.inputs[0], "Unsqueeze") if expand is not None else None
+        narrow = None if unsqueeze is None or constant_ints(unsqueeze, 1) != (2,) else unsqueeze.inputs[0]
+        if narrow is None or expand is None:
+            return at, times
+        few, wide = self.values[narrow].shape or (), self.values[expand.outputs[0]].shape or ()
+        if len(few) != 4 or len(wide) != 5 or not isinstance(few[1], int) or not isinstance(wide[2], int):
+            return at, times
+        fits = wide == (*few[:2], wide[2], *few[2:]) and self.values[at].shape == (few[0], few[1] * wide[2], *few[2:])
+        return (narrow, times) if fits else (at, times)
+
+    def _is_view(self, node: ir.Node) -> bool:
+        """Whether a Reshape, or an Identity, leaves all dims as they are."""
+        before = node.inputs[0]
+        same_dims = before is not None and self.values[before].shape == self.values[node.outputs[0]].shape
+        return node.op_type in ("Identity", "Reshape") and same_dims and self.values[node.outputs[0]].shape is not None
+
+    def ring(self, one: Attention) -> None:
+        """Puts a ring in the place of an attention."""
+        form, old = self.ring_form(one), one.product.outputs[0]
+        assert form is not None
+        made = self.like(old, self.free(f"{name_of(old)}.ring"))
+        inputs = [form.query, form.keys, form.values, *([form.mask] if form.mask is not None else [])]
+        numbers = ir.convenience.convert_attributes(
+            {"scale": form.scale, "causal": int(form.causal), "hidden": form.hidden}
+        )
+        self.put(one.product, RING, inputs, [made], ".ring", numbers, OWN)
+        for k, guard in enumerate(form.guards):
+            info = self.values[old]
+            zero = self.constant(
+                self.free(f"{name_of(old)}.zero"), np.zeros((), old.dtype.numpy() if old.dtype else np.float32)
+            )
+            kept = self.like(old, self.free(f"{name_of(old)}.kept{k}"))
+            self.values[kept] = info
+            self.put(one.product, "Where", [guard, zero, made], [kept], f".kept{k}")
+            made = kept
+        self.take_place(made, old, one.product)
+
+
+@dataclass(frozen=True)
+class _RingForm:
+    """The operands of a ring: keys and values before their heads are repeated, and no mask where each token sees those up to itself.
+
+    `guards`: conditions, by query, under which a result is 0.
+    """
+
+    query: ir.Value
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value | None
+    scale: float
+    hidden: float
+    causal: bool
+    guards: tuple[ir.Value, ...]
+
+
+def _by(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes a value, if it has this op."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """The number of a constant that has one; None of others."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """The cost of a way: units that a rank receives, the bytes as text, and the fact, law and remedy where it does not fit."""
+
+    units: Fraction
+    text: str
+    problem: tuple[str, ...] = ()
+
+
+def _scores_shape(program: Typed, node: ir.Node) -> tuple[int | str, ...] | None:
+    """The shape of scores that a Softmax takes over its last dim; None of other nodes."""
+    value = node.inputs[0] if node.op_type == "Softmax" and node.domain in ("", "ai.onnx") else None
+    shape = None if value is None else program.values[value].shape
+    if shape is None or len(shape) < 3 or node.attributes.get_int("axis", -1) not in (-1, len(shape) - 1):
+        return None
+    return shape
+
+
+def _attention(softmax: ir.Node) -> Attention | None:
+    """The attention of a Softmax; None where its nodes are not of that form."""
+    value, after = softmax.outputs[0], list[ir.Node]()
+    while True:
+        readers = _readers(value)
+        if len(readers) != 1 or value.is_graph_output():
+            return None
+        (node,) = readers
+        if node.op_type == "MatMul":
+            break
+        if node.op_type not in _PASSING:
+            return None
+        after.append(node)
+        value = node.outputs[0]
+    product, rank = node, rank_of(softmax.outputs[0])
+    before = _back(softmax.inputs[0], rank)
+    keys = None if not before else before[-1].inputs[1]
+    if product.inputs[0] is not value or before is None or keys is None or product.inputs[1] is None or rank is None:
+        return None
+    scores = before[-1]
+    if any(rank_of(one) != rank for one in (*scores.inputs, *product.inputs)):
+        return None
+    made = rule_of(scores).outputs[0] or ""
+    own = rule_of(product).inputs[1] or ""
+    sides = _side(keys, len(made) - 1), _side(product.inputs[1], len(own) - 2)
+    return Attention(scores, (*before[-2::-1], softmax, *after), product, *sides)
+
+
+def _back(value: ir.Value | None, rank: int | None) -> list[ir.Node] | None:
+    """The nodes from a value back to the product that its largest operands come from, the product last."""
+    node = value.producer() if value is not None else None
+    if node is None or rank_of(value) != rank:
+        return None
+    if node.op_type == "MatMul":
+        return [node]
+    if node.op_type not in _PASSING or len(_readers(node.outputs[0])) > 1:
+        return None
+    ways = (_back(one, rank) for one in node.inputs)
+    found = next((way for way in ways if way is not None), None)
+    return None if found is None else [node, *found]
+
+
+def _side(value: ir.Value, tokens: int) -> Side:
+    """The nodes of keys or values from the repetition of their heads on, which follows the tokens' dim and that of heads."""
+    nodes, end, at = list[tuple[ir.Node, str, str]](), 0, value
+    heads: int | None = 1 if (rank_of(value) or 0) > 3 else None
+    source, count = value, _size(value, heads)
+    while (node := at.producer()) is not None and node.op_type in _VIEWS and len(_readers(at)) == 1:
+        rule = rule_of(node)
+        made = rule.outputs[0]
+        letter, head = (made[tokens], made[heads] if heads is not None else WHOLE) if made else (WHOLE, WHOLE)
+        k = next((k for k, own in enumerate(rule.inputs) if own and letter in own), None)
+        operand = None if k is None or letter == WHOLE else node.inputs[k]
+        if k is None or operand is None or operand.const_value is not None:
+            break
+        own = rule.inputs[k] or ""
+        nodes.append((node, letter, head))
+        tokens, heads, at = own.index(letter), own.index(head) if head != WHOLE and head in own else None, operand
+        if node.op_type == "Unsqueeze" and any(one.op_type == "Expand" for one, _, _ in nodes):
+            source, count, end = at, _size(at, heads), len(nodes)
+            break
+    return Side(source, count, tuple(nodes[:end]))
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read the numbers of a value."""
+    return [node for node in dict.fromkeys(value.consumers()) if node.op_type not in SIZES]
+
+
+def _size(value: ir.Value, dim: int | None) -> int | None:
+    size = None if dim is None or value.shape is None else value.shape[dim]
+    return size if isinstance(size, int) else None
+
+
+_LIMIT, _LENGTH = 256, 64
+"""The largest whole number in a mask that is evaluated: what it does beyond a few times as many tokens, it does before."""
+_LOWEST = -1e4
+
+
+def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) -> bool:
+    """Whether the numbers of a mask, which was evaluated at enough `tokens`, let each see those up to itself and no other."""
+    if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    if mask.shape[-1] != tokens and (isinstance(tokens, int) or mask.shape[-1] < _LENGTH):
+        return False
+    seen = np.tril(np.ones(mask.shape[-2:], bool))
+    if mask.dtype == np.bool_:
+        return hidden <= _LOWEST and bool((mask == seen).all())
+    return bool((np.where(seen, mask == 0, mask <= _LOWEST)).all())
+
+
+def _of_sizes(
+    graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo], tokens: int | str
+) -> npt.NDArray[Any] | None:
+    """The numbers of a value that is made of the sizes of inputs and of constants alone; None of another one.
+
+    It is evaluated with `tokens`, if they are a symbol, of four times its largest whole number and more, and other symbols small; of larger
+    numbers than `_LIMIT` nothing is said: what a mask does at a length that is not evaluated would not be known.
+    """
+    nodes, sizes, numbers = dict[ir.Node, None](), dict[ir.Value, None](), dict[ir.Value, None]()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        node = one.producer()
+        if node is None:
+            if one.const_value is None or one.const_value.nbytes > 1 << 22:
+                return None
+            numbers[one] = None
+        elif node not in nodes:
+            nodes[node] = None
+            if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].is_graph_input():
+                sizes[node.inputs[0]] = None
+            elif node.domain not in ("", "ai.onnx") or any(
+                attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()
+            ):
+                return None
+            else:
+                waiting += [operand for operand in node.inputs if operand is not None]
+    most = 0
+    for one in numbers:
+        array = one.const_value.numpy().ravel() if one.const_value is not None else np.zeros(0)
+        finite = np.abs(array[np.isfinite(array)].astype(np.float64)) if array.dtype.kind in "biuf" else np.zeros(0)
+        roles = {(use.node.op_type, use.idx) for use in one.uses() if use.node in nodes}
+        if roles <= {("Slice", 1), ("Slice", 2)}:  # an end beyond all others
+            finite = finite[finite < 1 << 31]
+        elif roles <= {(op, k) for op in ("Equal", "Mul", "Where") for k in range(3)} and (array <= 1).all():
+            # what is added to scores
+            finite = finite[array[np.isfinite(array)] > _LOWEST]
+        most = max(most, int(np.ceil(finite.max(initial=0))))
+    if most > _LIMIT:
+        return None
+    facts = {name: info.facts for name, info in symbols.items()}
+    least = {name: max(_LENGTH, 4 * most) if name == tokens else 2 for name in facts}
+    return _evaluated(graph, [node for node in graph if node in nodes], value, [*sizes], [*numbers], facts, least)
+
+
+def _evaluated(
+    graph: ir.Graph,
+    nodes: list[ir.Node],
+    value: ir.Value,
+    inputs: list[ir.Value],
+    constants: list[ir.Value],
+    facts: Mapping[str, Facts],
+    least: Mapping[str, int],
+) -> npt.NDArray[Any] | None:
+    """The numbers of a value that is made of sizes alone, each symbol at its first legal size from `least` on; None where a run fails."""
+    import onnx
+    import onnxruntime
+    from onnx import helper
+
+    def size_of(dim: int | ir.SymbolicDim) -> int | None:
+        if isinstance(dim, int):
+            return dim
+        if (known := facts.get(str(dim.value))) is None:
+            return None
+        step, rest = known.divisor or 1, known.remainder or 0
+        return -(-max(0, least[str(dim.value)] - rest) // step) * step + rest
+
+    arrays = {}
+    for one in inputs:
+        dims = None if one.shape is None else [size_of(dim) for dim in one.shape]
+        if dims is None or None in dims or one.dtype is None:
+            return None
+        arrays[name_of(one)] = np.zeros([dim for dim in dims if dim is not None], one.dtype.numpy())
+    feeds = [helper.make_tensor_value_info(name_of(one), ir.DataType(one.dtype or 1).value, None) for one in inputs]
+    weights = [
+        ir.serde.serialize_tensor(ir.Tensor(one.const_value.numpy(), name=name_of(one)))
+        for one in constants
+        if one.const_value is not None
+    ]
+    output = onnx.ValueInfoProto(name=name_of(value))
+    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", feeds, [output], weights)
+    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 21))]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    try:
+        model = helper.make_model(body, ir_version=10, opset_imports=opsets)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        made: npt.NDArray[Any] = session.run(None, arrays)[0]
+    except Exception:
+        return None
+    return made

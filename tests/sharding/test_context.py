@@ -1,0 +1,279 @@
+"""A sequence that is cut over ranks: each way of attention trains as one rank does, and sends what its formula says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from mutated import change_file, texts
+from partc.compiler import nn
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.inputs import Spec
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Comm
+from partc.compiler.lower import ring
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime.artifact.format import HOP, PHASE
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from training_equivalence import run, run_whole, same_tensors, same_training, train_whole
+
+HEADS, KEYS, DEPTH, LENGTH = 12, 2, 4, 24
+WIDTH = HEADS * DEPTH
+INT64 = ir.DataType.INT64
+
+
+class Layer(nn.Module):
+    """Grouped attention as exporters of `transformers` write it, with a causal mask; `padded`: and one of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, KEYS * DEPTH), nn.Linear(WIDTH, KEYS * DEPTH)
+
+    def forward(self, op, x, visible):
+        def by_head(y, heads):
+            return op.Transpose(op.Reshape(y, op.Constant(value_ints=[0, 0, heads, DEPTH])), perm=[0, 2, 1, 3])
+
+        def repeated(y):
+            wide = op.Expand(
+                op.Unsqueeze(y, op.Constant(value_ints=[2])),
+                op.Constant(value_ints=[1, 1, HEADS // KEYS, 1, 1]),
+            )
+            return op.Reshape(wide, op.Constant(value_ints=[0, HEADS, -1, DEPTH]))
+
+        k, v = repeated(by_head(self.k(op, x), KEYS)), repeated(by_head(self.v(op, x), KEYS))
+        scores = op.MatMul(op.Mul(by_head(self.q(op, x), HEADS), DEPTH**-0.5), op.Transpose(k, perm=[0, 1, 3, 2]))
+        shares = op.Softmax(op.Where(visible, scores, -1e9), axis=-1)
+        mixed = op.Transpose(op.MatMul(shares, v), perm=[0, 2, 1, 3])
+        return op.Add(x, self.out(op, op.Reshape(mixed, op.Constant(value_ints=[0, 0, WIDTH]))))
+
+
+class Learned(nn.Module):
+    """Attention whose mask is made of tokens by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.bias = nn.Linear(8, 8), nn.Linear(8, LENGTH)
+
+    def forward(self, op, x):
+        one = op.Constant(value_ints=[1])
+        q, mask = op.Unsqueeze(self.q(op, x), one), op.Unsqueeze(self.bias(op, x), one)
+        shares = op.Softmax(op.Add(op.MatMul(q, op.Transpose(q, perm=[0, 1, 3, 2])), mask), axis=-1)
+        return op.Squeeze(op.MatMul(shares, q), one)
+
+
+class Windowed(nn.Module):
+    """Attention of tokens that see the last five, or so many that none in a test is further away."""
+
+    def __init__(self, window: float) -> None:
+        super().__init__()
+        self.q, self.window = nn.Linear(8, 8), window
+
+    def forward(self, op, x):
+        q = op.Unsqueeze(self.q(op, x), op.Constant(value_ints=[1]))
+        places = op.Range(0, op.Squeeze(op.Shape(x, start=1, end=2)), 1)
+        gap = op.Sub(op.Unsqueeze(places, op.Constant(value_ints=[1])), places)
+        seen = op.And(op.GreaterOrEqual(gap, 0), op.Less(op.Cast(gap, to=ir.DataType.FLOAT), self.window))
+        shares = op.Softmax(op.Where(seen, op.MatMul(q, op.Transpose(q, perm=[0, 1, 3, 2])), -1e9), axis=-1)
+        return op.Squeeze(op.MatMul(shares, q), op.Constant(value_ints=[1]))
+
+
+class Decoder(nn.Module):
+    """A layer over tokens; `keep` is 0 at tokens that none sees, where it is not causal alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(1)])
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, op, ids, keep=None):
+        places = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2)), 1)
+        visible = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
+        if keep is not None:
+            visible = op.And(visible, op.Cast(op.Unsqueeze(keep, [1, 2]), to=ir.DataType.BOOL))
+        x = self.tokens(op, ids)
+        for layer in self.layers:
+            x = layer(op, x, visible)
+        return self.head(op, x)
+
+
+def decoder(causal: bool = False) -> Source:
+    nn.seed(3)
+    names = ["ids"] if causal else ["ids", "keep"]
+    inputs = [Spec(name, ("batch", "seq"), INT64) for name in names]
+    return Source(trace(Decoder(), inputs, ["logits"], "decoder.py"))
+
+
+TRAIN = """
+train:
+  loss: {type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}
+  optimizer: {type: sgd, lr: 0.1}
+"""
+
+
+def plan(ranks: int, attention: str, more: str = "", mesh: str = "") -> str:
+    return (
+        f"ranks: {ranks}\nmesh: {{{mesh or f'cp: {ranks}'}}}\ncontext: {{axis: cp, attention: {attention}{more}}}\n"
+        f"symbols: {{batch: {{divisor: 2}}, seq: {{divisor: 12, max: 48}}}}\n{TRAIN}"
+    )
+
+
+def feeds(causal: bool = False) -> list[dict[str, np.ndarray]]:
+    chance = np.random.default_rng(0)
+    keep = (np.arange(LENGTH) >= np.array([[0], [5]])).astype(np.int64)
+    ids, labels = chance.integers(0, 16, (2, 2, LENGTH))
+    return [{"ids": ids, "labels": labels} | ({} if causal else {"keep": keep})]
+
+
+def units(way: str, ranks: int, causal: bool) -> Fraction:
+    """What a rank receives of an attention forward and backward, in units of batch * tokens * depth * 4 bytes."""
+    blocks = Fraction(2 * KEYS * (ranks - 1), ranks)
+    if way == "gather":
+        return 2 * blocks
+    if way == "ring":
+        return 3 * blocks + (0 if causal else Fraction(2 * KEYS, ranks))
+    keys = KEYS if KEYS % ranks == 0 else ranks if ranks % KEYS == 0 else HEADS
+    return 2 * Fraction((2 * HEADS + 2 * keys) * (ranks - 1), ranks**2)
+
+
+def received(program: Complete) -> int:
+    """The bytes that a rank receives of queries, keys, values and their gradients, the most of all ranks."""
+    sizes = {"batch": Facts.constant(2), "seq": Facts.constant(LENGTH)}
+    found = [
+        sum(
+            facts_of(step.bytes, sizes).value or 0
+            for step in part.steps
+            if isinstance(step, Comm) and step.makes and DEPTH in (step.makes[0].shape or ())[-2:]
+        )
+        for part in program.parts
+    ]
+    return max(found)
+
+
+CASES = [(2, "heads", False), (3, "heads", False), (4, "gather", True), (6, "heads", False),
+         (2, "ring", True), (3, "ring", False), (4, "ring", True), (6, "ring", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "way", "causal"), CASES)
+def test_a_cut_sequence_trains_as_a_whole_one(
+    ranks: int, way: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a ring of two or three ranks queries are computed in chunks."""
+    monkeypatch.setattr(ring, "CHUNK", 4 if ranks < 4 else 128)
+    text = plan(ranks, way)
+    program = same_training(partial(decoder, causal), text, tmp_path, feeds(causal), rtol=1e-5, atol=1e-5)
+    assert not [event.bytes for event in program.events if "seq**2" in event.bytes]
+    assert received(program) == units(way, ranks, causal) * 2 * LENGTH * DEPTH * 4
+
+
+@pytest.mark.parametrize(("way", "mesh"), [("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")])
+def test_a_cut_sequence_goes_with_other_axes(way: str, mesh: str, tmp_path: Path) -> None:
+    more = "dataset: {ids: [dp, null], keep: [dp, null], labels: [dp, null]}\n"
+    styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise}\n'
+    text = plan(4, way, mesh=mesh).replace("\ntrain:", (more if "dp" in mesh else styles) + "train:")
+    same_training(decoder, text, tmp_path, feeds(), rtol=1e-5, atol=1e-5)
+
+
+def mistaken(model: onnx.ModelProto, phase: str, hops: tuple[int, int]) -> None:
+    """Has the hops of a rank's keys read each other's blocks."""
+    nodes = {
+        metadata_of(node, HOP): node
+        for node in model.graph.node
+        if metadata_of(node, PHASE) == phase and metadata_of(node, HOP).startswith("k ")
+    }
+    one, two = (nodes[f"k {hop} causal"] for hop in hops)
+    one.input[0], two.input[0] = two.input[0], one.input[0]
+
+
+def test_a_wrong_order_of_hops_is_told(tmp_path: Path) -> None:
+    compile_source(decoder(True), parse_plan(plan(3, "ring"), "plan.yaml"), tmp_path / "build", check=False)
+    change_file(tmp_path / "build", "rank_0002.onnx", lambda model: mistaken(model, "", (1, 2)))
+    assert "hop 2 passes as many as its number" in texts(tmp_path / "build")
+
+
+def test_a_stale_block_is_told_and_trains_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass of all hops with the keys of the first one."""
+    passed = ring._Ring.passed
+    monkeypatch.setattr(
+        ring._Ring,
+        "passed",
+        lambda self, k, block, hop, cause: block if k == 1 and "grad" in cause else passed(self, k, block, hop, cause),
+    )
+    have = run(decoder(True), plan(2, "ring"), tmp_path / "build", feeds(True), check=False)
+    want = run_whole(decoder(True), train_whole(plan(2, "ring")), feeds(True))
+    with pytest.raises(AssertionError):
+        same_tensors(have.after, want.after, want.before, 1e-5)
+    assert "which no message brings" in texts(tmp_path / "build")
+
+
+def test_auto_takes_the_fewest_bytes_within_memory(tmp_path: Path) -> None:
+    def way(more: str, ranks: int = 2) -> list[str]:
+        source = decoder()
+        found = compile_source(
+            source, parse_plan(plan(ranks, "auto", more), "plan.yaml"), tmp_path / "build", check=False
+        )
+        return [one for one in found.program.warnings if "attention" in one]
+
+    # (2 * 12 + 2 * 2) / 4 * 16 * 2 of heads are more than 2 * 2 / 2 * 16 * 2
+    assert way(", memory: 300KB", 4)[0].startswith("plan.yaml:3: 1 attention by ring")
+    assert way("") == [
+        "plan.yaml:3: 1 attention by gather (gather 64*batch*seq bytes, heads 224*batch*seq bytes, ring 128*batch*seq bytes)"
+    ]
+
+
+REFUSED = [
+    (plan(4, "heads").replace("divisor: 12", "divisor: 6"), "plan.yaml:3: 'cp' has 4 ranks, and 'ids' dim 1 has seq tokens\n"
+     "  seq is a multiple of 6, not always of 4; nothing is padded\n  help: declare `seq: {divisor: 12}` under symbols"),
+    (plan(8, "heads").replace("divisor: 12", "divisor: 8"), "12 heads over 8 ranks\n  each rank has whole heads"),
+    (plan(2, "gather", ", memory: 1KB"), "'gather' of 'layers.0.MatMul_1' keeps"),
+    (plan(2, "gather", ", order: fold"), "'order: fold' is not supported"),
+    (plan(2, "gather", mesh="tp: 2"), "'cp' is not an axis of the mesh\n  the mesh is tp=2\n  help: write axis: tp"),
+    (plan(2, "gather") + "dataset: {ids: [null, cp]}", "dataset of 'ids' cuts the tokens itself"),
+    (plan(2, "gather").replace(", seq: {divisor: 12, max: 48}", "") + "inputs: {ids: [batch, 9], keep: [batch, 9], labels: [batch, 9]}",
+     "9 is not divisible by 2\n  help: take 8 or 10 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_fit_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as error:
+        compile_source(decoder(), parse_plan(text, "plan.yaml"), tmp_path / "build")
+    assert message in str(error.value)
+
+
+def test_a_mask_that_learns_has_no_ring(tmp_path: Path) -> None:
+    source = Source(trace(Learned(), [Spec("x", ("batch", LENGTH, 8), ir.DataType.FLOAT)], ["y"], "learned.py"))
+    text = f"ranks: 2\nmesh: {{cp: 2}}\ncontext: {{axis: cp, attention: ring}}\n{TRAIN}".replace(
+        "{type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}",
+        "{type: mse, prediction: y, target: labels}",
+    )
+    with pytest.raises(CompileError, match="has no ring"):
+        compile_source(source, parse_plan(text, "plan.yaml"), tmp_path / "build")
+
+
+@pytest.mark.parametrize("window", [5.0, 4096.0])
+def test_a_window_is_not_taken_for_a_causal_mask(window: float, tmp_path: Path) -> None:
+    def source() -> Source:
+        nn.seed(2)
+        return Source(trace(Windowed(window), [Spec("x", ("batch", "seq", 8), ir.DataType.FLOAT)], ["y"], "window.py"))
+
+    text = plan(2, "ring").replace(
+        "{type: softmax_cross_entropy, logits: logits, labels: labels, axis: 2}",
+        "{type: mse, prediction: y, target: labels}",
+    )
+    chance = np.random.default_rng(1)
+    x, labels = chance.standard_normal((2, 2, LENGTH, 8)).astype(np.float32)
+    program = same_training(source, text, tmp_path, [{"x": x, "labels": labels}], rtol=1e-5, atol=1e-5)
+    (node,) = [node for node in program.model.graph if node.op_type == "RingAttention"]
+    assert node.attributes.get_int("causal", 1) == 0
