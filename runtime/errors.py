@@ -19,7 +19,8 @@ NO_MEMORY_HELP = (
 
 
 _NO_MEMORY = re.compile(
-    "bad.alloc|failed to allocate|out of memory|(?:cannot|can't|could not|unable to) allocate|failed to map segment|can't start new thread"
+    "bad.alloc|failed to allocate|out of (?:dynamic )?memory"
+    "|(?:cannot|can't|could not|unable to) allocate|failed to map segment|can't start new thread"
     # what CPython and onnxruntime say later, after an allocation has failed
     "|error return without exception set|Trying to add a domain to DomainToVersion map",
     re.IGNORECASE,

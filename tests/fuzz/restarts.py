@@ -7,8 +7,8 @@ never disturbed, also where it continues on another number of ranks; what is the
     kill       a rank gets SIGKILL
     stop       a rank is stopped, and goes on after a moment
     silent     a rank is stopped, and then killed
-    memory     a rank gets no more memory from now on
     launcher   the launcher of the ranks gets SIGKILL
+    memory     a rank gets no more memory from now on; only where asked for, since MPI may wait for ever where it gets none as it begins
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def slow(batch):
 
 slow.calls = 0
 '''
-KINDS = ("kill", "stop", "silent", "memory", "launcher")
+KINDS = ("kill", "stop", "silent", "launcher")
 STEPS, SAVE = 36, 4
 MOST, WITHIN = 3, 120.0
 """The most failures of one training, and the seconds in which it must have ended."""
