@@ -180,8 +180,8 @@ def command(
     With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
 
     With --ranks it is the fastest that a search finds on a machine: candidates are estimated, and the best are compiled and played as by
-    `partc simulate`. It also says what usual plans take. --plan has a training to take over. --try 4 runs the four fastest on this host, since
-    a simulation hardly tells plans apart that differ by less than its error.
+    `partc simulate`. It also says what usual plans take. --plan has a training to take over. --try 4 runs the four fastest on this host,
+    since a simulation hardly tells plans apart that differ by less than its error.
 
     With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
 

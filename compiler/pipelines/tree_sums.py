@@ -1,4 +1,4 @@
-"""Sums over the parts of a batch in one order, whatever the number of ranks: by the tree of `sum_tree.py`.
+"""Sums over the parts of a batch in one order, whatever the number of ranks: by the tree of `artifact/tasks/sum_tree.py`.
 
 Each microbatch of a rank is a part, and its terms are added up as soon as both halves of a node of the tree are there. What the rank
 then has of a sum, its roots, replaces the reduction of ranks:

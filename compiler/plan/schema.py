@@ -168,6 +168,8 @@ TargetEntries: TypeAlias = dict[PatternText, TargetName]
 ExpertsEntries: TypeAlias = dict[PatternText, ExpertsEntry]
 QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
 StoredEntries: TypeAlias = dict[PatternText, StoredEntry]
+_NOT_IN_PARTS = ("parameters", "experts", "context", "messages")
+"""Keys of a plan that a training with `elastic: {parts: ...}` cannot have."""
 AdapterEntries: TypeAlias = dict[Annotated[str, Field(pattern=r"^[\w.:/@+-]+$", max_length=256)], AdapterForm]
 
 
@@ -350,6 +352,11 @@ class PlanEntries(DataEntries):
         if parts and self.train is not None and (self.train.accumulate > 1 or self.pipeline is not None):
             key = "pipeline" if self.pipeline is not None else "train.accumulate"
             law = "the parts of a batch are its microbatches, and their gradients are added up"
+            raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
+        if parts and (key := next((key for key in _NOT_IN_PARTS if getattr(self, key)), "")):
+            law = (
+                "gradients are whole on a rank, of records that no other rank shares, and added in float32 by one tree"
+            )
             raise Refused(f"'parts' beside '{key}'", law, f"leave out '{key}', or 'parts'", "elastic")
         if self.elastic is not None and self.train is not None and getattr(self.train.loss, "per_rank_mean", False):
             law = "it is other numbers on another number of ranks"

@@ -45,7 +45,8 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, WHOLE
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.context import ContextRules, Way
-from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, DatasetSpec
+from partc.compiler.plan.groups import DATA_AXIS
+from partc.compiler.plan.rules import DATA_PARALLEL, DatasetSpec
 from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL

@@ -44,7 +44,7 @@ def routed(program: Typed) -> Typed:
     """
     work = _Routing(program)
     for node in [node for node in work.graph if _is(node, "MatMul")]:
-        work.replace(node)
+        work.route(node)
     if problems := [*work.unquantized()]:
         raise CompileError(problems)
     copied = [
@@ -89,7 +89,7 @@ class _Routing(Rewriting[Typed]):
                     blocks.where, fact, law, f"leave out '{value.name}': null behind a pattern keeps its weights"
                 )
 
-    def replace(self, node: ir.Node) -> None:
+    def route(self, node: ir.Node) -> None:
         """Puts the product of rows with their experts' matrices in the place of a node that is one."""
         for side in (0, 1):
             found, rows = self.picked(node.inputs[side]), node.inputs[1 - side]

@@ -85,6 +85,7 @@ OTHERWISE = {
     "cli/main.py: os.open": "/dev/null",
     "cli/output/console.py: open": "/dev/null",
     "compiler/analysis/shape_rules.py: onnxruntime.InferenceSession": "a model in memory",
+    "compiler/rewrite/context.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/rewrite/generation/masks.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/emit/whole.py: ir.save": "the new folder of `replacing_together`",
     "runtime/checkpoint/lock.py: os.open": "the lock of a folder of checkpoints, and no link to one",

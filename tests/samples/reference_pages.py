@@ -52,6 +52,7 @@ PARTS = {
     "SymbolEntry": "symbols",
     "ShardingEntry": "sharding",
     "StoredEntry": "parameters",
+    "ExpertsEntry": "experts",
     "StoredSettings": "stored",
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",

@@ -1,4 +1,4 @@
-"""Proves that sums over the parts of a batch follow one tree (`sum_tree.py`), so that bits are those of any number of ranks.
+"""Proves that sums over the parts of a batch follow one tree (`artifact/tasks/sum_tree.py`), so that bits are those of any number of ranks.
 
 What a task makes is of one part, that of its microbatch in the rank's run. Each value of a step is followed as the nodes of the tree that
 it has, in order: an Add has both halves of a node, in their order; what only moves elements has those of its operand; what ranks exchange
