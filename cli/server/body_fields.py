@@ -18,9 +18,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _stops(given: object) -> object:
+def _stops(value: object) -> object:
     """The texts of `stop` as a list; ValueError where they are not texts, too many or too long."""
-    found = [given] if isinstance(given, str) else given
+    found = [value] if isinstance(value, str) else value
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
@@ -32,22 +32,22 @@ def _stops(given: object) -> object:
     return found
 
 
-def _biases(given: object) -> object:
+def _biases(value: object) -> object:
     """Biases by number of their token; ValueError where they are too many, or one is not a number by a token."""
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise ValueError("is not a mapping from tokens to numbers")
-    if len(given) > MOST_BIASES:
-        raise ValueError(f"has {len(given):,} tokens; at most {MOST_BIASES:,}")
-    if wrong := [name for name in given if not (isinstance(name, str) and name.isdecimal() and len(name) < 12)]:
+    if len(value) > MOST_BIASES:
+        raise ValueError(f"has {len(value):,} tokens; at most {MOST_BIASES:,}")
+    if wrong := [name for name in value if not (isinstance(name, str) and name.isdecimal() and len(name) < 12)]:
         raise ValueError(f"has {json.dumps(wrong[0])[:80]}, which is not the number of a token")
-    return {int(name): bias for name, bias in given.items()}
+    return {int(name): bias for name, bias in value.items()}
 
 
-def _labels(given: object) -> object:
+def _labels(value: object) -> object:
     """Labels that are few enough for a message about each that is wrong; ValueError."""
-    if isinstance(given, dict) and len(given) > MOST_LABELS:
-        raise ValueError(f"has {len(given):,} labels; at most {MOST_LABELS:,}")
-    return given
+    if isinstance(value, dict) and len(value) > MOST_LABELS:
+        raise ValueError(f"has {len(value):,} labels; at most {MOST_LABELS:,}")
+    return value
 
 
 class Labels(Strict):

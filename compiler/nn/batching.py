@@ -99,12 +99,12 @@ class Batch:
             target = self._joined([self.op.Shape(self.values[some], start=0, end=1), self.op.Shape(now)])
         return self.shaped(self.op.Expand(self.op.Unsqueeze(now, _vector(self.op, [0])), target), value)
 
-    def shaped(self, made: ir.Value, record: ir.Value) -> ir.Value:
+    def shaped(self, result: ir.Value, record: ir.Value) -> ir.Value:
         """A value of all records, with the type and the shape that follow from those of one."""
-        made.type = record.type or made.type
+        result.type = record.type or result.type
         if record.shape is not None:
-            made.shape = ir.Shape([self.size, *record.shape.dims])
-        return made
+            result.shape = ir.Shape([self.size, *record.shape.dims])
+        return result
 
     def _joined(self, parts: Sequence[ir.Value]) -> ir.Value:
         joined: ir.Value = parts[0] if len(parts) == 1 else self.op.Concat(*parts, axis=0)

@@ -88,18 +88,18 @@ def _within_module_of(builder: GraphBuilder, node: ir.Node) -> Iterator[None]:
         builder._scope_stack = outside
 
 
-def _axes(arguments: Sequence[object], given: Axes, where: str) -> list[int | None]:
+def _axes(arguments: Sequence[object], in_axes: Axes, where: str) -> list[int | None]:
     """The dim of each argument, counted from 0, along which its records are."""
-    if isinstance(given, list | tuple):
-        if len(given) != len(arguments):
-            fact = f"in_axes is {tuple(given)}, and the function is called with {len(arguments)} arguments"
+    if isinstance(in_axes, list | tuple):
+        if len(in_axes) != len(arguments):
+            fact = f"in_axes is {tuple(in_axes)}, and the function is called with {len(arguments)} arguments"
             raise CompileError(Problem(where, fact, _LAW, f"write in_axes={(0,) * len(arguments)}"))
-        axes = list(given)
+        axes = list(in_axes)
     else:
-        axes = [given if isinstance(argument, ir.Value) else None for argument in arguments]
+        axes = [in_axes if isinstance(argument, ir.Value) else None for argument in arguments]
     problems = list(_wrong_axes(arguments, axes, where))
     if not problems and all(axis is None for axis in axes):
-        fact = f"in_axes is {given!r}: no argument has records"
+        fact = f"in_axes is {in_axes!r}: no argument has records"
         problems.append(
             Problem(where, fact, "the results have as many records as an argument has", "name a dim of one")
         )
@@ -147,13 +147,13 @@ def _size(arguments: Sequence[Any], axes: Sequence[int | None], where: str) -> i
     return size
 
 
-def _out_axes(results: Sequence[object], given: int | Sequence[int], where: str) -> list[int]:
+def _out_axes(results: Sequence[object], out_axes: int | Sequence[int], where: str) -> list[int]:
     """The dim of each result along which its records are, counted from 0."""
     if wrong := [one for one in results if not isinstance(one, ir.Value)]:
         raise CompileError(
             Problem(where, f"the function returns {wrong[0]!r}", "vmap gives values, or a tuple of them")
         )
-    axes = list(given) if isinstance(given, list | tuple) else [given] * len(results)
+    axes = list(out_axes) if isinstance(out_axes, list | tuple) else [out_axes] * len(results)
     if len(axes) != len(results):
         fact = f"out_axes is {tuple(axes)}, and the function returns {len(results)} values"
         raise CompileError(Problem(where, fact, "an entry for each result", f"write out_axes={(0,) * len(results)}"))

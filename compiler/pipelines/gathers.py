@@ -242,9 +242,9 @@ class _Regions:
                     raise CompileError(Problem(rule.where, fact, law, help_))
                 readers.tracks[track] = runs
 
-    def _same_place(self, one: int, other: int, at: int) -> int:
+    def _same_place(self, first: int, other: int, at: int) -> int:
         """The place in a program that is before the same events as a place in another program."""
-        there, here = self.units[one].steps[at + 1 :], self.units[other].steps
+        there, here = self.units[first].steps[at + 1 :], self.units[other].steps
         later = {step.tag for step in there if isinstance(step, Comm) and not self.is_gather(step)}
         return next((k for k, step in enumerate(here) if isinstance(step, Comm) and step.tag in later), len(here)) - 1
 
@@ -437,12 +437,14 @@ class _Gathers:
             self.values[key] = value if is_first else value.derived(f"{_AGAIN}{number}")
         return self.values[key]
 
-    def _cast(self, one: Parameter) -> Op:
+    def _cast(self, parameter: Parameter) -> Op:
         """The Cast of a shard that travels in 16 bits; the same op in all programs."""
-        assert one.low is not None
-        if one.shard not in self.casts:
-            self.casts[one.shard] = replace(one.low, inputs=(one.step.reads[0],), outputs=(one.shard,), label=one.shard)
-        return self.casts[one.shard]
+        assert parameter.low is not None
+        if parameter.shard not in self.casts:
+            self.casts[parameter.shard] = replace(
+                parameter.low, inputs=(parameter.step.reads[0],), outputs=(parameter.shard,), label=parameter.shard
+            )
+        return self.casts[parameter.shard]
 
     def _gather(self, place: Place, key: Key, steps: Sequence[Op]) -> list[Comm]:
         """The messages that gather a unit for a region: one of what is cut along dim 0, of each type, and one for each other parameter."""
@@ -533,9 +535,9 @@ def _is_low(value: Value) -> bool:
     return value.of is not None and value.of.dtype in _HALVES
 
 
-def _part(one: Parameter, amount: int) -> int:
+def _part(parameter: Parameter, amount: int) -> int:
     """The bytes that a gather moves, which is so many of the parameter's own type."""
-    own, made = one.step.value.dtype, None if one.whole.of is None else one.whole.of.dtype
+    own, made = parameter.step.value.dtype, None if parameter.whole.of is None else parameter.whole.of.dtype
     return int(amount * made.itemsize / own.itemsize) if own is not None and made is not None else amount
 
 

@@ -219,22 +219,22 @@ class _Context(Rewriting[Typed]):
         )
         return Problem(where, fact, law, help_)
 
-    def costs(self, one: Attention) -> dict[Way, _Cost]:
+    def costs(self, attention: Attention) -> dict[Way, _Cost]:
         """The cost of each way for an attention."""
-        query = one.scores.inputs[0]
+        query = attention.scores.inputs[0]
         assert query is not None
         info, p, trains = self.values[query], self.ranks, self.before.training is not None and self.before.kind.backward
         dims = info.shape or ()
         heads = dims[1] if len(dims) > 3 and isinstance(dims[1], int) else 0
-        keys = sum(side.heads or heads for side in (one.keys, one.values))
-        moved = 2 * heads + sum(self.moved(side, heads) for side in (one.keys, one.values))
+        keys = sum(side.heads or heads for side in (attention.keys, attention.values))
+        moved = 2 * heads + sum(self.moved(side, heads) for side in (attention.keys, attention.values))
         whole, unit = bytes_of(info, info.shape), Fraction(1, (heads or 1) * self.tensor_parallel)
         ring, by_heads = Fraction(keys * (p - 1), p), Fraction(moved * (p - 1), p * p)
         units: dict[Way, tuple[Fraction, Fraction, Fraction]] = {
             "gather": (ring, ring, Fraction(keys)),
             "heads": (by_heads, by_heads, Fraction(moved, p)),
         }
-        form = self.ring_form(one)
+        form = self.ring_form(attention)
         if form is not None:
             home = 0 if form.causal else Fraction(keys, p)
             units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
@@ -245,12 +245,12 @@ class _Context(Rewriting[Typed]):
             received = forward + (backward if trains else 0)
             if way == "heads" and (not heads or heads % (p * self.tensor_parallel)):
                 count = f"{heads} heads" if heads else "heads without a dim of their own"
-                fact = f"'heads' of '{self.paths[one.product]}': {count} over {p * self.tensor_parallel} ranks"
+                fact = f"'heads' of '{self.paths[attention.product]}': {count} over {p * self.tensor_parallel} ranks"
                 refused = fact, "each rank has whole heads"
                 refused += ("write attention: gather, or an axis whose ranks divide the heads",)
             bytes_kept = math.ceil(kept * unit * self.largest.bytes_of(query))
             if limit is not None and bytes_kept > limit:
-                fact = f"'{way}' of '{self.paths[one.product]}' keeps {size_text(bytes_kept)} on a rank"
+                fact = f"'{way}' of '{self.paths[attention.product]}' keeps {size_text(bytes_kept)} on a rank"
                 refused = fact, f"'memory' is {size_text(limit)}", "raise 'memory', or cut over more ranks"
             text = "unknown" if whole is None else str(share_of(received * unit, whole))
             found[way] = _Cost(received, f"{text} bytes", refused)
@@ -272,19 +272,19 @@ class _Context(Rewriting[Typed]):
         repeated = forms == ["Reshape", "Expand", "Unsqueeze"] and constant_ints(side.nodes[-1][0], 1) == (2,)
         return spread if repeated and spread % own == 0 else heads
 
-    def mark(self, one: Attention, way: Way) -> None:
+    def mark(self, attention: Attention, way: Way) -> None:
         """Notes in the nodes of an attention which factors stay whole, and which one the axis cuts."""
         if way == "ring":
-            self.ring(one)
+            self.ring(attention)
             return
         where, axis, apart = PurePath(self.rules.where()).name, self.rules.axis, set[ir.Node]()
-        for side in (one.keys, one.values) if way == "heads" else ():
+        for side in (attention.keys, attention.values) if way == "heads" else ():
             if side.heads is not None and (moved := self.moved(side, 0)) != side.heads:
                 if moved:
                     self.repeat(side, moved)
                 else:  # sent as they are repeated
                     apart.update(node for node, _, _ in side.nodes)
-        for node, whole, heads in one.marked(way):
+        for node, whole, heads in attention.marked(way):
             if node not in apart:
                 cut = heads if way == "heads" else ""
                 node.meta[CONTEXT] = ContextMark(axis, whole.replace(WHOLE, ""), cut, f"{where} context")
@@ -314,20 +314,27 @@ class _Context(Rewriting[Typed]):
             info = self.values[value]
             self.values[value] = replace(info, shape=tuple(sizes.get(k, dim) for k, dim in enumerate(info.shape or ())))
 
-    def ring_form(self, one: Attention) -> _RingForm | None:
+    def ring_form(self, attention: Attention) -> _RingForm | None:
         """The attention as a ring computes it; None where it is of another form."""
-        if one in self.forms:
-            return self.forms[one]
-        self.forms[one] = form = self._ring_form(one)
+        if attention in self.forms:
+            return self.forms[attention]
+        self.forms[attention] = form = self._ring_form(attention)
         return form
 
-    def _ring_form(self, one: Attention) -> _RingForm | None:
-        query, keys, values = one.scores.inputs[0], one.scores.inputs[1], one.product.inputs[1]
+    def _ring_form(self, attention: Attention) -> _RingForm | None:
+        query, keys, values = attention.scores.inputs[0], attention.scores.inputs[1], attention.product.inputs[1]
         assert query is not None
         assert keys is not None
         assert values is not None
-        scale, mask, hidden, guards, value, is_share = 1.0, None, 0.0, list[ir.Value](), one.scores.outputs[0], False
-        for node in one.between:
+        scale, mask, hidden, guards, value, is_share = (
+            1.0,
+            None,
+            0.0,
+            list[ir.Value](),
+            attention.scores.outputs[0],
+            False,
+        )
+        for node in attention.between:
             rest = [other for other in node.inputs if other is not None and other is not value]
             number = _number(rest[0]) if len(rest) == 1 else None
             if node.op_type == "Softmax":
@@ -442,16 +449,16 @@ class _Context(Rewriting[Typed]):
         same_dims = before is not None and self.values[before].shape == self.values[node.outputs[0]].shape
         return node.op_type in ("Identity", "Reshape") and same_dims and self.values[node.outputs[0]].shape is not None
 
-    def ring(self, one: Attention) -> None:
+    def ring(self, attention: Attention) -> None:
         """Puts a ring in the place of an attention."""
-        form, old = self.ring_form(one), one.product.outputs[0]
+        form, old = self.ring_form(attention), attention.product.outputs[0]
         assert form is not None
         made = self.like(old, self.free(f"{name_of(old)}.ring"))
         inputs = [form.query, form.keys, form.values, *([form.mask] if form.mask is not None else [])]
         numbers = ir.convenience.convert_attributes(
             {"scale": form.scale, "causal": int(form.causal), "hidden": form.hidden}
         )
-        self.put(one.product, RING, inputs, [made], ".ring", numbers, OWN)
+        self.put(attention.product, RING, inputs, [made], ".ring", numbers, OWN)
         for k, guard in enumerate(form.guards):
             info = self.values[old]
             zero = self.constant(
@@ -459,9 +466,9 @@ class _Context(Rewriting[Typed]):
             )
             kept = self.like(old, self.free(f"{name_of(old)}.kept{k}"))
             self.values[kept] = info
-            self.put(one.product, "Where", [guard, zero, made], [kept], f".kept{k}")
+            self.put(attention.product, "Where", [guard, zero, made], [kept], f".kept{k}")
             made = kept
-        self.take_place(made, old, one.product)
+        self.take_place(made, old, attention.product)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class GradientNorm(UpdateWriter):
         value = typed(self.values, self.program.symbols, number_type(str(norm)))[0]
         self.job.outputs.add(first, norm, replicated_on(value, first))
 
-    def _row_dim(self, one: Gradient) -> int | None:
+    def _row_dim(self, gradient: Gradient) -> int | None:
         """The dim by whose rows squares are added up: where bits are those of any number of ranks, whose shards of it are other ones."""
         rules, training = self.program.plan.pipeline, self.program.training
         if (
@@ -136,29 +136,29 @@ class GradientNorm(UpdateWriter):
             or not rules.parts
             or training is None
             or not training.rules.optimizer.shard
-            or one.ids is not None
+            or gradient.ids is not None
         ):
             return None
-        return shared_dim(self.program, one.owner, 1)
+        return shared_dim(self.program, gradient.owner, 1)
 
-    def _row_squares(self, one: Gradient, dim: int) -> Value:
+    def _row_squares(self, gradient: Gradient, dim: int) -> Value:
         """The squares of a gradient's shard, added up for each place along a dim, element by element and so alike in any shard."""
-        group, shape = one.owner.group, self.values.local_shape(one.share) or ()
-        kind = one.parameter.type
+        group, shape = gradient.owner.group, self.values.local_shape(gradient.share) or ()
+        kind = gradient.parameter.type
 
         def written(
-            op_type: str, given: Sequence[Value], word: str, sizes: Sequence[int | str], **attributes: Any
+            op_type: str, operands: Sequence[Value], word: str, sizes: Sequence[int | str], **attributes: Any
         ) -> Value:
-            made = self.job.derived_on(group, one.value, f".squares.{word}")
+            made = self.job.derived_on(group, gradient.value, f".squares.{word}")
             self._declare(group, made, ir.Value(name="", type=kind, shape=ir.Shape(sizes)))
-            self._write(group, computed(op_type, given, [made], **attributes))
+            self._write(group, computed(op_type, operands, [made], **attributes))
             return made
 
         def constant(word: str, numbers: Sequence[int]) -> Value:
-            made = self.job.derived_on(group, one.value, f".squares.{word}")
+            made = self.job.derived_on(group, gradient.value, f".squares.{word}")
             return self.job.constant(group, made, np.array(numbers, np.int64))
 
-        squares, size = written("Mul", [one.value, one.value], "each", shape), shape[dim]
+        squares, size = written("Mul", [gradient.value, gradient.value], "each", shape), shape[dim]
         if len(shape) == 1:
             return squares
         if dim != len(shape) - 1:
@@ -187,16 +187,20 @@ class GradientNorm(UpdateWriter):
         for one, squares, sums in whole:
             self._emit(one.owner.group, "ReduceSum", [sums], squares, keepdims=0)
 
-    def _of_rows(self, one: Gradient, version: ShardedValue) -> ShardedValue:
+    def _of_rows(self, gradient: Gradient, version: ShardedValue) -> ShardedValue:
         """The sums of rows of a gradient, as they lie where the gradient is this version."""
-        dim = self._row_dim(one)
+        dim = self._row_dim(gradient)
         assert dim is not None
-        if one.parameter not in self._sums:
-            size = (self.values[one.parameter].shape or ())[dim]
-            own = ir.Value(name=f"{one.parameter.name}.grad.squares", type=one.parameter.type, shape=ir.Shape([size]))
-            self._sums[one.parameter] = typed(self.values, self.program.symbols, own)[0]
+        if gradient.parameter not in self._sums:
+            size = (self.values[gradient.parameter].shape or ())[dim]
+            own = ir.Value(
+                name=f"{gradient.parameter.name}.grad.squares", type=gradient.parameter.type, shape=ir.Shape([size])
+            )
+            self._sums[gradient.parameter] = typed(self.values, self.program.symbols, own)[0]
         layout = version.layout
-        return ShardedValue(self._sums[one.parameter], version.group, normal(Layout(layout.mesh, (layout.cuts[dim],))))
+        return ShardedValue(
+            self._sums[gradient.parameter], version.group, normal(Layout(layout.mesh, (layout.cuts[dim],)))
+        )
 
     def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
         """Writes the sum of a gradient's squares, a float32 as all norms are."""

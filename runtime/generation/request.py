@@ -258,13 +258,13 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
         yield f"its seed is {request.seed}; it is 0 to 2**64 - 1"
 
 
-def _faults_of_embedding(one: Request, record: GenerationRecord) -> Iterator[str]:
+def _faults_of_embedding(request: Request, record: GenerationRecord) -> Iterator[str]:
     """The faults of a request that asks for the embedding of its prompt."""
     if record.embedding is None:
         fact = "it asks for an embedding, and the artifact makes tokens alone"
         yield f"{fact}\n  help: compile with `generate: {{embeddings: mean}}` in the plan"
     for name in ("max_tokens", "temperature", *_CHANGES):
-        if getattr(one, name) not in (_DEFAULTS[name], 0):
+        if getattr(request, name) not in (_DEFAULTS[name], 0):
             yield f"it asks for an embedding and has {name}, and an embedding has no tokens\n  help: leave it out"
 
 

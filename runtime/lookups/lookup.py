@@ -388,12 +388,12 @@ class Lookup:
         rows: list[list[int]] = came.tolist()
         return rows
 
-    def _exchange(self, given: Bytes, leaving: Mapping[int, int], landing: Bytes, coming: Mapping[int, int]) -> int:
+    def _exchange(self, rows: Bytes, leaving: Mapping[int, int], landing: Bytes, coming: Mapping[int, int]) -> int:
         """Rows go to ranks and come from ranks, as many as each mapping says, rank by rank in its order; the bytes that have come."""
         mine, received, at = self.transport.rank, 0, 0
         parts: dict[int, Bytes] = {}
         for rank, count in leaving.items():
-            parts[rank], at = given[at : at + count], at + count
+            parts[rank], at = rows[at : at + count], at + count
         requests: list[Request] = []
         at = 0
         for rank, count in coming.items():
