@@ -24,8 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns the bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, upper or lower case; None for a text that is not a size.
-    """
+    """Returns the bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is not a size."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None

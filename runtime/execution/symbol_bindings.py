@@ -142,8 +142,7 @@ class Binder:
         self._same_of_all = all(port.name in self.read for port, _ in self._cells)
 
     def bind(self, step: AnnouncedStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
-        """Returns the bindings of an announced step, and the values of the inputs that this rank reads; InputError is raised by all ranks.
-        """
+        """Returns an announced step's bindings, and the values of the inputs that this rank reads; InputError is raised on all ranks."""
         values, agreed = step.values, step.vector if step.agreed is None else step.agreed()
         last, _, bindings = self._last
         if agreed is last:  # a job of one rank, with the sizes of its last step
@@ -170,8 +169,7 @@ class Binder:
         return bindings
 
     def _stand_ins(self, bindings: Bindings) -> dict[str, Value]:
-        """Returns memory, neither read nor written, of the agreed sizes of the inputs in `sized`; InputError where a size is not a number.
-        """
+        """Returns memory, never read or written, of the agreed sizes for the inputs in `sized`; InputError where a size is not a number."""
         symbols, problems = self.manifest.symbols, []
         for name, (dtype, dims) in self.sized.items():
             try:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def default_list(model: ModelProto, name: str, where: str) -> RunList:
-    """Returns the list of a program without tasks, with its row called `name`; ArtifactError, naming the file `where`, for an invalid node.
+    """Returns the list of a program without tasks, with one row, called `name`; ArtifactError, naming the file `where`, for an invalid
+    node.
     """
     graph = model.graph
     nodes = [node for node in graph.node if not is_rank_constant(node)]

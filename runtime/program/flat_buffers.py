@@ -14,8 +14,7 @@ from .rank_file import RankFile
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Values of one type, adjacent in memory in the order of `members`; `elements` are their numbers of elements, `name` names the range.
-    """
+    """Values of one type, adjacent in memory in the order of `members`; `elements` has their numbers of elements, `name` is the range's."""
 
     name: str
     type: str

@@ -67,8 +67,8 @@ def in_place_aliases(
 ) -> dict[str, str]:
     """Maps each value that reuses the memory of its operand to the value that first had that memory.
 
-    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks and what updates make of shards (`renewed`,
-    by step), of values that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
+    These are outputs of collectives, except those whose tags are `excluded`, sums of tasks, and an update's results for shards (`renewed`,
+    by step); the last two need operands that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}

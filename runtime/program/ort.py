@@ -73,8 +73,7 @@ value uses another order where that value has no other reader.
 
 @functools.cache
 def _one_arena(device: Device) -> bool:
-    """Whether onnxruntime has one arena on a device for all sessions of this process that ask for it; else each session has its own memory.
-    """
+    """Whether onnxruntime has one arena on a device for all sessions of this process that request it; else each has its own memory."""
     import onnxruntime
 
     ((provider, options),) = device.providers
