@@ -1,5 +1,4 @@
-"""Runs sessions as actions of a step: bound once if their operands have fixed places, otherwise bound in each step or called with objects.
-"""
+"""Runs sessions as actions of a step: bound once if their operands have fixed places, else bound in each step or called with objects."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class SessionCalls:
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
         self.rows: list[tuple[Bind, str, str]] = []
-        """The rows of caches that a step of some slots uses: the function that binds them, their name in the session, and in the program.
-        """
+        """For each use of the rows of a cache: the function that binds them, their name in the session, and their name in the program."""
 
     def bind_rows(self) -> None:
         """Binds the rows of caches again, after other slots were chosen."""

@@ -86,8 +86,7 @@ class Profiler:
         """Whether measuring has ended."""
 
     def add(self, plans: Iterable[StepPlan]) -> None:
-        """Measures the step plans of a program. `plans` may grow: when the profiler is stopped, all plans in it get their own actions back.
-        """
+        """Measures the step plans of a program. `plans` may grow; when the profiler stops, all plans in it get their own actions back."""
         self._plans.append(plans)
         for plan in plans:
             self.watch(plan)
