@@ -306,8 +306,7 @@ class Program:
         return other
 
     def at_slots(self, slots: Sequence[int]) -> None:
-        """Sets the slots that the next steps compute, on all ranks the same: one of each run for a prefill, a group of them for a decode.
-        """
+        """Sets the slots that the next steps compute, the same on all ranks: for a prefill one of each run, for a decode a group."""
         if self._program.rows is None:
             fact = f"the program '{self.manifest.name}' computes all slots"
             raise UsageError(f"{fact}\n  help: choose slots of the program '{PREFILL}'")
