@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class _Blocks:
-    """Counts the open blocks, of all threads, without collection.
+    """Counts the open blocks, of all threads, that need the collector off.
 
     The first block turns the collector off; the last turns it on again, if it was on before.
     """

@@ -115,9 +115,7 @@ def of_type(value: Any, handler: Callable[[Any], Any]) -> Any:
 
 
 def refusals(error: ValidationError) -> Iterator[Line]:
-    """Yields the path, the reason and the value of each value that a model refused; the path of a key that breaks a pattern ends with the
-    key.
-    """
+    """Yields the path, the reason and the value of each value that a model refused; the path of a key itself ends with the key."""
     for one in error.errors(include_url=False):
         yield tuple(step for step in one["loc"] if step != "[key]"), _refused(one), one["input"]
 

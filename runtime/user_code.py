@@ -41,9 +41,7 @@ _SHOWN = 12
 
 
 class UserCodeError(PartcError):
-    """The user's code failed: the place and the exception (`head`), the task it was called for, and its stack lines; `__cause__` is the
-    exception.
-    """
+    """The user's code failed: the place and the exception (`head`), its task, and its stack lines; `__cause__` is the exception."""
 
     def __init__(self, head: str, circumstances: tuple[str, ...] = (), lines: tuple[str, ...] = ()) -> None:
         super().__init__("\n".join([head, *(f"  {text}" for text in circumstances), *lines]))

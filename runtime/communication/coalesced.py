@@ -62,7 +62,7 @@ class CoalescedCollective:
 def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = False) -> list[tuple[Bytes, Bytes]]:
     """Returns pairs of memory (source, target) that pack `values` into `together`; with `apart`, those that unpack it.
 
-    `together` has a row for each of `ranks`, with that rank's shards of all values one after another.
+    `ranks` is the number of rows of `together`; each row has one rank's shards of all values, one after another.
     """
     row, at = len(together) // ranks, 0
     table = together.reshape(ranks, row)

@@ -135,9 +135,7 @@ def are_copied(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[bool, bo
 
 
 def _along(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[int, int, Shape]:
-    """Returns the axis along which a value is split, that along which its result is joined (0 if none), and the shape of one rank's shard
-    for another.
-    """
+    """Returns the axis of the split and the axis of the join, each 0 if there is none, and the shape of one rank's shard for another."""
     before = place_of(call.axis, shape) if call.kind.splits else 0
     behind = place_of(call.join_axis, result_shape(call, shape, ranks)) if call.kind.joins else 0
     if not call.kind.splits:

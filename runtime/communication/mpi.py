@@ -154,7 +154,7 @@ class MpiTransport:
         self._meet()
 
     def _meet(self) -> None:
-        """Finds the ranks on this machine and the cores of each, and shares memory with those ranks."""
+        """Finds the ranks on this machine and the number of cores for each, and shares memory with those ranks."""
         segment, futex, problem = _shared_memory()
         machine = f"{platform.node()} {text_of_system('/proc/sys/kernel/random/boot_id').strip()}"
         mine = [
@@ -384,7 +384,7 @@ class MpiTransport:
         return [buffer[start : start + self.piece] for start in range(0, buffer.size, self.piece)]
 
     def _look(self) -> None:
-        """Raises RankError if another rank has failed, or has left without what this one waits for, or if the launcher has ended."""
+        """Raises RankError if another rank has failed, or left before communication that this one needs, or if the launcher has ended."""
         while self.notices is not None and (notice := calls.receive(self.notices, _NOTICE)) is not None:
             rounds, text = _ROUNDS.unpack_from(notice)[0], notice[_ROUNDS.size :].decode(errors="ignore")
             if rounds == _FAILED:

@@ -85,9 +85,7 @@ class BlockingCollective:
         return True
 
     def linger(self) -> None:
-        """Makes the call with the ranks that come within a second, if this rank has arrived and abandons the wait for another one's
-        failure.
-        """
+        """Makes the call with the ranks that come within a second; for a rank that has arrived and ends its wait for another's failure."""
         for _ in sleeps(1e-3, within=_LINGER):
             if not self.here or self.called or self.Test():
                 return

@@ -9,9 +9,9 @@ and for zeros of two signs, MPI's result depends on the order of the operands.
 The settings of Open MPI are variables of the environment; where they are set already they stay.
 
 The first setting lets its waits yield their cores; the others use both directions of a network at once. On a single connection between two
-ranks, the notice of a large message waits until a large message in the same direction has left. For a non-blocking sum among two or three
-ranks Open MPI itself adds on one rank, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of ranks, in
-both directions at once.
+ranks, a rank's permission for a large message to come waits until a large message that it sends has left. For a non-blocking sum among two
+or three ranks Open MPI itself adds on one rank, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of
+ranks, in both directions at once.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def started(stall: float) -> MPI.Intracomm:
     """Starts MPI unless it is started, and returns the communicator of all ranks.
 
-    If this function starts MPI in place of the import of mpi4py.MPI, it also ends MPI at the end of the script; else mpi4py does.
+    If this function starts MPI in place of the import of mpi4py.MPI, it also ends MPI at the end of the script; else mpi4py or the script
+    does.
     """
     own = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
     if own:

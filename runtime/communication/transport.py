@@ -60,9 +60,7 @@ class Agreements(Protocol):
     """
 
     def begin(self, vector: Vector) -> Callable[[], Vector]:
-        """Contributes this rank's vector without waiting; the returned function waits for the vectors of all ranks and returns their
-        maximum.
-        """
+        """Contributes this rank's vector without waiting; the returned function waits for all ranks' vectors and returns their maximum."""
         ...
 
 
@@ -100,7 +98,7 @@ class Transport(Protocol):
         ...
 
     def interrupt(self, message: str) -> None:
-        """Called from another thread: the current wait of this rank, or else its next one, ends with a RankError with this message."""
+        """Called from another thread: ends this rank's current wait, and later ones, with a RankError with this message."""
         ...
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:

@@ -61,7 +61,7 @@ def shard(port: Port, rank: int, value: object) -> object:
 
 
 class InputReader:
-    """Reads an input of a rank, and remembers its type and shape: an array with the type and shape of the last one is not checked again."""
+    """Reads an input of a rank; an array with the type and the shape of the last one is not converted or measured again."""
 
     __slots__ = ("_axes", "_box", "_checks", "_dtype", "_kept", "_last", "name", "port", "rank", "sizes")
 
@@ -179,9 +179,7 @@ def _general(value: object, text: str) -> Value:
 
 
 def check_numbers(port: Port, value: Value, rank: int) -> None:
-    """Raises ValueError for the first number of a rank's shard that is not a valid label, or not a row of the table that it is looked up
-    in.
-    """
+    """Raises ValueError for the first number of a rank's shard that is not a valid label, or not a row of its table."""
     if (port.labels is None and not port.ids) or not isinstance(value, Tensor):
         return
     array: Any = value.array()

@@ -97,8 +97,7 @@ class StepAgreement:
         return self.binder.sizes
 
     def of(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
-        """Returns the bindings and inputs that all ranks agreed on for this step; then sends the sizes of the next step, if it is
-        announced.
+        """Returns the bindings and inputs of this step, as all ranks agreed; then sends the sizes of the next step, if it is announced.
 
         If a rank has sent a request there may be no next step: then nothing is sent ahead, and the next step begins with its own agreement.
         """
@@ -171,9 +170,7 @@ class Program:
         self._board = open_board(transport.rank)
         self._step = 0
         self._attempted: Bindings | None = None
-        """The last sizes for which all ranks had a plan, where steps can be abandoned; the plans that ranks cache for other sizes may
-        differ.
-        """
+        """The last sizes for which all ranks had a plan, where steps can be abandoned; ranks may cache plans for different other sizes."""
         self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
         self._broken: str | None = None
 
@@ -253,8 +250,7 @@ class Program:
 
     @one_call(PROGRAM)
     def announce(self, inputs: Mapping[str, object]) -> None:
-        """Announces the inputs of the step after the next one: the next step begins the agreement on it, which then waits for no other
-        rank.
+        """Announces the inputs of the step after the next one, so that its agreement begins in the next step and waits for no other rank.
 
         That step must be called with the same arrays, unchanged in between. Other ranks need not announce it. Where steps can be abandoned
         (`on_error="recover"`) each begins with an agreement of its own.

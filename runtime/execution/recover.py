@@ -40,9 +40,7 @@ class Failure:
 def attempt(
     schedule: StepPlan, inputs: Mapping[str, Value], board: Board, step: int
 ) -> tuple[dict[str, Value], Failure | None]:
-    """Runs a step; returns its outputs, or the failure of an op of this rank. All communication is done in both cases; RankError if it
-    fails.
-    """
+    """Runs a step with all its communication; returns its outputs, or the failure of an op here. RankError where communication fails."""
     write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
     schedule.take(inputs)
     position, index, failure = -1, IDLE, None

@@ -50,9 +50,7 @@ class State:
                 move(Tensor.of(array, tensor.dtype), tensor)
 
     def rows(self, record: StateRecord, first: int, count: int) -> Placed:
-        """Returns the rows of slots `first` to `first + count` of this rank's shard of a cache, as a cache of `count` slots; without a
-        copy.
-        """
+        """Returns `count` of this rank's slots of a cache, from slot `first` on, as a cache with that number of slots; without a copy."""
         whole = self.tensors[record.value]
         at = first * whole.dtype.bytes_of((1, *whole.shape[1:]))
         return part(whole, at, whole.dtype, (count, *whole.shape[1:]))

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 def default_list(model: ModelProto, name: str, where: str) -> RunList:
-    """Returns the list of a program without tasks, with one row, called `name`; ArtifactError, naming the file `where`, for an invalid
-    node.
-    """
+    """Returns the list of a program without tasks, with one row, called `name`; ArtifactError, naming `where`, for an invalid node."""
     graph = model.graph
     nodes = [node for node in graph.node if not is_rank_constant(node)]
     inputs, outputs = ({port.name for port in ports} for ports in (graph.input, graph.output))
@@ -61,9 +59,7 @@ def _segment_rows(
     outputs: Collection[str],
     fixed: Collection[str],
 ) -> list[SegmentRow]:
-    """Returns the rows of segments, each given by its node numbers; a segment's outputs are those that others or the program's `outputs`
-    read.
-    """
+    """Returns the rows of segments, each a list of node numbers; outputs are the values that others or the program's `outputs` read."""
     segment_of = {at: number for number, members in enumerate(segments) for at in members}
     readers: dict[str, set[int]] = {name: {-1} for name in outputs}
     for at, values in enumerate(operands):

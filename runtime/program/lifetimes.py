@@ -1,4 +1,4 @@
-"""Computes the lifetimes of the values of a rank's program, in step numbers; values share the arena, and steps drop values, by these.
+"""Computes the lifetimes of the values of a rank's program, in step numbers, by which values share the arena, and steps drop values.
 
 A value lives from the step that makes it, posts its receive or begins its collective, to its last reader. A run of copies counts as one
 point in time: its results live from its first step, its sources to its last. A collective reads its input until it is finished; a Send, an

@@ -253,7 +253,7 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 
 
 def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
-    """Returns the record of each collective and lookup of this rank, by tag; ArtifactError if manifest and file disagree or an op is
+    """Returns the record of each collective and lookup of this rank, by tag; ArtifactError if it contradicts the file's, or an op is
     unknown.
     """
     records = {one.tag: one for one in manifest.collectives}

@@ -38,8 +38,10 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of sessions: threads of one operator, whether idle threads may spin, the devices of the rank's targets, whether the rank
-    has state (`keeps`: then copies of a value are computed with the same bits), and the names of a decoder's caches.
+    """The settings of sessions.
+
+    Threads of one operator, whether idle threads may spin, the devices of the rank's targets, whether the rank has state (`keeps`: then
+    copies of a value are computed with the same bits), and the names of a decoder's caches.
     """
 
     threads: int
@@ -228,8 +230,7 @@ class Builder:
         return model
 
     def _declared(self, name: str) -> TypeProto | None:
-        """Returns the declared type of an input or output of a session; without a shape where programs of other sizes may share the
-        session.
+        """Returns the declared type of a session's input or output; without a shape where programs of other sizes may share the session.
 
         A cache's type omits only the number of slots, because onnxruntime takes a dim of unknown size to be as long as the new entries.
         """

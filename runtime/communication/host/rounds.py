@@ -44,9 +44,7 @@ class Rounds:
     """Whether this rank receives anything."""
 
     def ahead(self, index: int) -> int:
-        """Returns the distance to the earlier round that must be over on this rank before a round: two, or one if it puts that round's
-        result.
-        """
+        """Returns k: a round is put once the k-th round before it is over on this rank. 2, or 1 if it puts the result of that round."""
         return _AHEAD
 
     def put(self, index: int, turn: int) -> Action | None:
@@ -195,9 +193,7 @@ class HostGroup:
         self._raised.wake()
 
     def _made(self, number: int, first: int, rounds: Rounds) -> bool:
-        """Returns whether all have arrived in a round; if so it has computed their common result. `first` is the first round of the
-        collective.
-        """
+        """Returns whether all have arrived in a round, whose common result it then computes. `first`: the collective's first round."""
         for cell in self.cells:
             if cell[0] < number:
                 return False

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: one segment for a job, without a name in any folder, so that nothing remains of it.
+"""Memory that the ranks of one host share: one segment for a job, without a name in any folder, so nothing remains however they end.
 
 Every rank creates an anonymous file (memfd) before the ranks have met, and sends the others its path in the system (`/proc/PID/fd/N`); all
 use the file of the first rank of the host. It begins with a random token, by which the others check that they have opened the right one:

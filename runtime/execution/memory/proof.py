@@ -77,7 +77,7 @@ class Effects:
 
 
 def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollective]) -> Effects:
-    """Returns the effects of an action; `works` are the collectives that run beside other actions, by tag."""
+    """Returns the effects of an action; `works` maps tags to the collectives that overlap with other actions."""
     steps = program.steps
     match role.kind:
         case ActionKind.DROPPED:
@@ -194,7 +194,7 @@ class Planned(Protocol):
 
     @property
     def works(self) -> Mapping[int, AnyCollective]:
-        """Maps tags to the collectives that run beside other actions."""
+        """Maps tags to the collectives that overlap with other actions."""
         ...
 
     @property
@@ -220,9 +220,7 @@ _NOBODY = 0
 
 @dataclass(frozen=True)
 class _Place:
-    """A value's parts of memory, `begin` to `end`, and the number that they hold when it is complete; the negative number while it is
-    coming.
-    """
+    """A value's parts of memory, `begin` to `end`; they have the number `held` when it is complete, and -`held` while it is coming."""
 
     name: str
     begin: int
@@ -350,7 +348,7 @@ class _Memory:
         return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
 
     def _twice(self, one: Effects, place: _Place, does: str) -> str:
-        """Returns the reason why an action that writes or reads a value must not overwrite it by another one."""
+        """Returns the reason why an action that writes or reads a value must not overwrite it with another value."""
         parts = [part for part in range(place.begin, place.end) if abs(self.held[part]) != place.held]
         name = _described(self.names[abs(self.held[parts[0]])])
         return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
