@@ -159,7 +159,7 @@ def printable(text: str) -> str:
     These are control characters, characters that are invisible or turn the direction of writing, and all line ends but the plain one.
     """
     if text.isascii() and not text.encode().translate(None, _PLAIN):
-        return text  # as dumps of many megabytes are
+        return text  # a fast path, for dumps of many megabytes
     return _RARE.sub(_escaped, text)
 
 

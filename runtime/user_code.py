@@ -1,4 +1,4 @@
-"""Calls a user's own Python while data are read and a model trains: every exception of it becomes an error for the user.
+"""The only way to call a user's own Python while data are read and a model trains: its exceptions become errors for the user.
 
     with user_code("records.py", "reading record 17"):
         record = source[17]

@@ -81,7 +81,7 @@ def _ufunc(reduce: str) -> np.ufunc:
 
 def _folded(terms: Iterable[Array], ufunc: np.ufunc) -> Array:
     rest = iter(terms)
-    total = np.array(next(rest))  # also of a value without dims: an item of it is not an array
+    total = np.array(next(rest))  # a copy as an array also for a value without dims, whose items are not arrays
     for term in rest:
         ufunc(total, term, out=total)
     return total
