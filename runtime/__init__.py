@@ -73,5 +73,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The names, those too that are not imported yet: what a notebook completes."""
+    """Returns all public names, including those that are not imported yet, so that notebooks complete them."""
     return sorted({*globals(), *__all__})

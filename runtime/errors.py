@@ -1,7 +1,7 @@
 """The errors of the runtime: every message is complete, so that a command prints it and nothing else.
 
-`UsageError` is the caller's to mend (exit 2); `ArtifactError` and `RankError` are failures (exit 1). The first line says where
-and what; a last line that begins with `help:` says the remedy.
+A `UsageError` is a mistake of the caller (exit 2); `ArtifactError` and `RankError` are failures (exit 1). The first line has the place and
+the fact; a last line that begins with `help:` has the remedy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NO_MEMORY = "no memory is left"
 NO_MEMORY_HELP = (
     "\n  help: `partc inspect` says what each rank takes; give it more memory, or the plan more ranks or smaller sizes"
 )
-"""The last line of a message about a rank that has no memory left."""
+"""The last line of a message about a rank without free memory."""
 
 
 _NO_MEMORY = re.compile(
@@ -33,9 +33,9 @@ def speaks_of_memory(text: str) -> bool:
 
 
 def chain_of(error: BaseException, contexts: bool = True) -> Iterator[BaseException]:
-    """Yields an exception and those that led to it, each once: what a library raises may lead to itself.
+    """Yields an exception and those that led to it, each once, because the chain of a library's exception may be a circle.
 
-    `contexts`: also those that were handled when it was raised, not only those that it was raised from.
+    `contexts`: follow also `__context__`, the exceptions that were handled when it was raised, not only `__cause__`.
     """
     seen, reason = list[BaseException](), error
     while not any(reason is other for other in seen):
@@ -48,10 +48,10 @@ def chain_of(error: BaseException, contexts: bool = True) -> Iterator[BaseExcept
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """The exception that says that memory ran out, of those that led to `error`; None where none does.
+    """Returns the first exception in the chain of `error` that reports that memory ran out, or None.
 
-    MemoryError, ENOMEM of the system (a mapping), and by its text whatever a library raises: ImportError of a library that cannot be
-    mapped, RuntimeError of std::bad_alloc or of a thread that cannot start, what onnxruntime and torch raise.
+    These are MemoryError, ENOMEM of the system (a mapping), and exceptions of libraries, recognized by their text: ImportError of a library
+    that cannot be mapped, RuntimeError of std::bad_alloc or of a thread that cannot start, exceptions of onnxruntime and torch.
     """
     for reason in chain_of(error):
         if isinstance(reason, MemoryError) or (isinstance(reason, OSError) and reason.errno == errno.ENOMEM):
@@ -62,7 +62,7 @@ def out_of_memory(error: BaseException) -> BaseException | None:
 
 
 def no_memory(reason: BaseException) -> str:
-    """What `out_of_memory` has found, for a message."""
+    """Returns the line of a message about an exception that `out_of_memory` returned."""
     text = " ".join(str(reason).split())
     if not isinstance(reason, MemoryError):
         text = f"{type(reason).__name__}: {text}"
@@ -70,7 +70,7 @@ def no_memory(reason: BaseException) -> str:
 
 
 class PartcError(Exception):
-    """A failure with a message made for the user: no traceback is shown for it."""
+    """A failure with a message for the user: no traceback is shown for it."""
 
     exit_code = 1
 
@@ -85,11 +85,11 @@ class UsageError(PartcError):
 
 
 class InputError(UsageError):
-    """A step was refused before any communication, by every rank alike: an input is missing, or its shape breaks a promise."""
+    """Every rank refused a step before any communication: an input is missing, or its shape breaks a promise."""
 
 
 class ArtifactError(PartcError):
-    """The folder is not what the compiler wrote: a changed, truncated or missing file, another format version, a bad order."""
+    """The folder is not as the compiler wrote it: a changed, truncated or missing file, another format version, a bad order."""
 
 
 class RankError(PartcError):
@@ -97,25 +97,25 @@ class RankError(PartcError):
 
 
 class StepError(RankError):
-    """A step of a program that recovers has failed on a rank; all have given it up alike, and the next one can run."""
+    """A step of a program that recovers from errors failed on a rank; all ranks have abandoned the step, and the next one can run."""
 
 
 class NonFiniteError(PartcError):
-    """The loss of a step, or a parameter, is not finite; raised by all ranks alike."""
+    """The loss of a step, or a parameter, is not finite; raised by all ranks."""
 
 
 class StoppedError(PartcError):
-    """A training was asked to stop before its last step, on all ranks alike; its exit code, 75, is EX_TEMPFAIL: start it again."""
+    """A training was asked to stop before its last step; raised by all ranks. The exit code, 75, is EX_TEMPFAIL: start it again."""
 
     exit_code = 75
 
 
 class CheckpointError(PartcError):
-    """A checkpoint is not whole, or cannot be written, or does not fit; the message says all that is wrong with it."""
+    """A checkpoint is incomplete, or cannot be written, or does not fit; the message lists all its problems."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written; `problems` are lines, each with the file and the tensor."""
+    """A checkpoint differs from what was written; each line of `problems` names the file and the tensor."""
 
     def __init__(
         self, problems: Sequence[str], help: str = "take another checkpoint, or copy the whole folder again"
@@ -126,9 +126,9 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken promise of an artifact, as a check reports it.
+    """A broken promise of an artifact, as a check reports it.
 
-    `file` is relative to the artifact; `node` is an op and its name, `path` its place in the model, or empty.
+    `file` is relative to the artifact; `node` is an op and its name, `path` its place in the model; both may be empty.
 
         rank_0001.onnx: Recv 'conv1.y' (conv1): tag 4 has no Send on rank 0
           help: compile the model again
@@ -148,36 +148,36 @@ class Violation:
 
 
 def no_such_row(lookup: str, record: int, id: int, rows: int, rank: int | None = None) -> str:
-    """The text of the refusal of an id that is not a row of a table; `rank`: the one on which it is the id of a record."""
+    """Returns the message about an id that is not a row of a table; `rank` is the rank in whose record it is, None if not known."""
     there = "" if rank is None else f" on rank {rank}"
     law = f"the table has {rows} rows: ids are {-rows} to {rows - 1}"
     return f"{lookup}: record {record}{there} has the id {id}\n  {law}\n  help: look at the data, or give the table more rows"
 
 
 def printable(text: str) -> str:
-    """The text with control characters and invisible ones escaped, since messages contain names from files.
+    """Returns the text with unsafe characters escaped, since messages contain names from files.
 
-    Control characters, those that turn the direction of writing, and line ends but for the plain one, which stays.
+    These are control characters, characters that are invisible or turn the direction of writing, and all line ends but the plain one.
     """
     if text.isascii() and not text.encode().translate(None, _PLAIN):
-        return text  # as dumps of many megabytes are
+        return text  # a fast path, for dumps of many megabytes
     return _RARE.sub(_escaped, text)
 
 
 def one_line(text: str) -> str:
-    """A name on one line: what it holds cannot be taken for a line of the message that it stands in."""
+    """Returns a text on one line, so that no part of a name can be mistaken for a line of its message."""
     return printable(text).replace("\n", "\\n")
 
 
 def breaks_lines(text: str) -> bool:
-    """Whether a text is on more than one line, by any of the line ends that there are."""
+    """Whether a text has any line end, including those of Unicode."""
     return _LINE_END.search(text) is not None
 
 
 def merged(texts: Iterable[str]) -> list[str]:
-    """The messages, of those that differ in the numbers of a path alone the first with how many more there are.
+    """Merges the messages that differ only in the numbers of a path into the first of them, with a count of the others.
 
-    `layers.0.up: ...`, `layers.1.up: ...`, `layers.2.up: ...` are one, with a line `and 2 more layers` in front of its help.
+    `layers.0.up: ...`, `layers.1.up: ...`, `layers.2.up: ...` become one, with a line `and 2 more layers` before its help.
     """
     groups: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
@@ -197,14 +197,14 @@ def _counted(texts: Sequence[str]) -> str:
 
 
 def _whose(texts: Sequence[str]) -> str:
-    """What the messages differ in: `layers`, where these alone are counted; else `like it`."""
+    """Returns the noun for the number in which the messages differ: `layers`, where only that name's numbers differ; else `like it`."""
     places = [[(name, number) for path in _PATH.findall(text) for name, number in _numbers(path)] for text in texts]
     names = {row[0][0] for row in zip(*places, strict=False) if len(set(row)) > 1}
     return names.pop() if len(names) == 1 and min(names).endswith("s") else "like it"
 
 
 def _numbers(words: str) -> list[tuple[str, str]]:
-    """The numbers in a path, each with the name in front of it."""
+    """Returns the numbers in a path as pairs (the preceding name, the number)."""
     parts = words.split(".")
     parts = parts[_begin(parts) :]
     return [(before, part) for before, part in zip(["", *parts], parts, strict=False) if part.isdecimal()]
@@ -217,7 +217,7 @@ def _unnumbered(words: re.Match[str]) -> str:
 
 
 def _begin(parts: Sequence[str]) -> int:
-    """Where a path begins in words with dots between them: at a name, or a number in front of a name; 0.5 is not a path."""
+    """Returns the index of the first part of a path in words joined by dots: a name, or a number before a name; 0.5 is not a path."""
     for k, part in enumerate(parts):
         if _NAME.search(part) or (part.isdecimal() and k + 1 < len(parts) and _NAME.search(parts[k + 1])):
             return k
@@ -225,12 +225,12 @@ def _begin(parts: Sequence[str]) -> int:
 
 
 _PATH = re.compile(r"(?<!\w)\w++(?:\.\w++)+")
-"""Words with dots between them, found in time that is linear in the text."""
+"""Matches words joined by dots, in time linear in the text."""
 _NAME = re.compile("[A-Za-z_]")
 _LINE_END = re.compile("[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _RARE = re.compile(r"[^ -~\n\t]")
 _PLAIN = bytes(range(ord(" "), ord("~") + 1)) + b"\n\t"
-"""The characters that `_RARE` leaves out."""
+"""The characters that `_RARE` does not match, as bytes."""
 
 
 def _escaped(found: re.Match[str]) -> str:

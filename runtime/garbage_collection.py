@@ -1,7 +1,7 @@
-"""When Python's garbage collector looks for reference cycles: not while a program is compiled, nor while modules are imported.
+"""Turns Python's garbage collector off while a program is compiled and while modules are imported.
 
-Both make objects that live until the end, and few cycles. The collector would look through all of them again and again, and
-free next to nothing.
+Both create objects that live until the end, and few reference cycles. The collector would search all of them again and again, and free next
+to nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from contextlib import contextmanager
 
 
 class _Blocks:
-    """The blocks of all threads within which cycles stay: the first turns the collector off, and the last on again, where it was on."""
+    """Counts the open blocks, of all threads, that need the collector off.
+
+    The first block turns the collector off; the last turns it on again, if it was on before.
+    """
 
     def __init__(self) -> None:
         self._lock, self._open, self._collects = threading.Lock(), 0, False
@@ -38,7 +41,7 @@ _blocks = _Blocks()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A block, or a function that this decorates, within which reference cycles stay; none of the user's code runs there."""
+    """A block, or a decorated function, without collection of reference cycles; it must not run the user's code."""
     _blocks.enter()
     try:
         yield
@@ -48,9 +51,10 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """A block with the imports of a command: what they make lives until the process ends, and is kept from the collector for good.
+    """A block with the imports of a command: the objects that exist at its end are exempt from collection for good.
 
-    Otherwise the first collection after the block would look through all of it. A block that imports nothing new keeps nothing.
+    They live until the process ends; otherwise the first collection after the block would search all of them. A block that imports no new
+    module exempts nothing.
     """
     with uncollected():
         known = len(sys.modules)
@@ -61,7 +65,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """A block of a command that ends soon behind it: what it makes is kept from the collector for good."""
+    """A block after which the command soon ends: the objects that exist at its end are exempt from collection for good."""
     with uncollected():
         yield
         gc.freeze()

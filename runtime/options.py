@@ -1,10 +1,10 @@
-"""Keys that users write, in a plan or as options, as frozen models: a field's type and bounds are the law of its key.
+"""Keys that users write, in a plan or as options, as frozen models: the type and the bounds of a field are the law of its key.
 
     class Clip(Options):
         norm: float | None = Field(None, gt=0, description="Maximum of the global norm of all gradients.")
 
-Validation, the JSON schema, messages and the help of commands are all made of the fields. A value that a model refuses is told by a
-`Refused` for each key that is wrong, all at once, whatever models lie within each other.
+Validation, the JSON schema, messages and the help of commands are derived from the fields. Values that a model refuses are reported all at
+once, with a `Refused` for each wrong key, also where models are nested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 _SHOWN = 80
 _INNER = "refused"
-"""The kind of error of what a model within a model has refused."""
+"""The error type of a refusal by a nested model."""
 _EXACT = 2.0**53
 _EXPECTED = {
     "int_type": "an integer",
@@ -47,11 +47,11 @@ _EXPECTED = {
 
 
 Line: TypeAlias = "tuple[tuple[int | str, ...], Refused, object]"
-"""The path of a value that is refused, why, and the value."""
+"""The path of a refused value, the reason, and the value."""
 
 
 class Refused(ValueError):
-    """A value that is not allowed: the fact, the law and the remedy; `key` where one key of a mapping is at fault."""
+    """A value that is not allowed: the fact, the law and the remedy; `key` is the key of a mapping that is wrong, or empty."""
 
     def __init__(self, fact: str, law: str = "", help: str = "", key: str = "") -> None:
         super().__init__(fact)
@@ -60,7 +60,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to write under a key, as metadata of its field: a text, or what makes one of the value that is there."""
+    """The remedy for a wrong value, as metadata of its key's field: a text, or a function from the value to the text."""
 
     text: str | Callable[[object], str]
 
@@ -82,7 +82,7 @@ class Options(BaseModel):
             made = handler(value)
         except ValidationError as error:
             details = error.errors(include_url=False)
-            if not isinstance(value, dict):  # what is around it knows what to write
+            if not isinstance(value, dict):  # the surrounding model has the remedy
                 raise _refused(details[0]) from None
             wrong = [_line(cls, one) for one in details]
         wrong += [((), refused, value) for refused in cls.contradictions(value)] if isinstance(value, dict) else ()
@@ -92,18 +92,18 @@ class Options(BaseModel):
 
     @classmethod
     def contradictions(cls, said: Mapping[str, Any]) -> Iterator[Refused]:
-        """What is wrong with the keys of a mapping together, whatever each by itself is."""
+        """Yields the contradictions between keys of a mapping, whether or not each key by itself is valid."""
         yield from ()
 
     @classmethod
     def instead_of(cls, key: str, keys: Collection[str]) -> str:
-        """The remedy for a key that is not one of the `keys`: the one most like it, else all."""
+        """Returns the remedy for a key that is not one of the `keys`: the most similar key, else all keys."""
         near = difflib.get_close_matches(key, keys, 1, 0.55)
         return f"the nearest is '{near[0]}'" if near else f"the keys here are {', '.join(keys)}"
 
 
 def of_type(value: Any, handler: Callable[[Any], Any]) -> Any:
-    """Validates a mapping by its `type`: a WrapValidator around a union that `type` discriminates."""
+    """Validates a mapping by its key `type`: a WrapValidator for a union that `type` discriminates."""
     try:
         return handler(value)
     except ValidationError as error:
@@ -115,13 +115,13 @@ def of_type(value: Any, handler: Callable[[Any], Any]) -> Any:
 
 
 def refusals(error: ValidationError) -> Iterator[Line]:
-    """For each value that a model has refused its path, why, and the value; a pattern's own path ends with the pattern."""
+    """Yields the path, the reason and the value of each value that a model refused; the path of a key itself ends with the key."""
     for one in error.errors(include_url=False):
         yield tuple(step for step in one["loc"] if step != "[key]"), _refused(one), one["input"]
 
 
 def refusal_lines(error: ValidationError, where: str) -> str:
-    """The messages of all that a model has refused, for an error of the runtime."""
+    """Returns the messages about all values that a model refused, one text, for an error of the runtime."""
     lines = []
     for path, refused, _ in refusals(error):
         named = ".".join(map(str, path))
@@ -132,17 +132,17 @@ def refusal_lines(error: ValidationError, where: str) -> str:
 
 
 def or_empty(value: object) -> object:
-    """The value, an empty mapping for null."""
+    """Returns the value, or an empty mapping for None."""
     return {} if value is None else value
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer and no truth value."""
+    """Whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """A YAML value in YAML's words: `the text 'a'`, `a list`, `nothing`."""
+    """Describes a YAML value in YAML's terms, for messages: `the string 'a'`, `a list`, `nothing`."""
     match value:
         case None:
             return "nothing"
@@ -187,7 +187,7 @@ def _line(model: type[Options], one: ErrorDetails) -> Line:
 
 
 def _mistyped(one: ErrorDetails) -> Refused:
-    """Why a value has no type of a union."""
+    """Returns the reason why a value matches no type of a union."""
     value = one["input"]
     if one["type"] == "union_tag_not_found":
         return Refused("'type' is missing")
@@ -202,7 +202,7 @@ def _mistyped(one: ErrorDetails) -> Refused:
 
 
 def _refused(one: ErrorDetails) -> Refused:
-    """Why a value is refused, from what pydantic says."""
+    """Returns the reason why a value is refused, translated from pydantic's error."""
     kind, context, value = one["type"], one.get("ctx", {}), one["input"]
     if isinstance(error := context.get("error"), Refused):
         return error
@@ -246,4 +246,4 @@ ByteText: TypeAlias = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*([KMGT]i?)?B
 ByteCount: TypeAlias = Annotated[
     int | None, PlainValidator(_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | ByteText | None)
 ]
-"""A size in bytes, as a key has it: a number, or a text such as 4GB; None: none is said."""
+"""A size in bytes, as keys have it: a number, or a text such as 4GB; None if not set."""

@@ -1,7 +1,7 @@
-"""Names that nothing else has: a name, or where that is taken the first free one of its other spellings.
+"""Unique names: a name, or where it is taken the first free one of its other spellings.
 
-h, h', h'' ...            `stroked`: beside a value that is called so
-Relu, Relu_1, Relu_2 ...  `numbered`: what comes again
+h, h', h'' ...            `stroked`: a new value next to one of that name
+Relu, Relu_1, Relu_2 ...  `numbered`: a repeated name
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import count, filterfalse
 def first_free(
     name: str, is_taken: Callable[[str], object], others: Callable[[str], Iterable[str]] | None = None
 ) -> str:
-    """`name`, or where that is taken the first of its `others` that is not; by default these have strokes.
+    """Returns `name`, or where it is taken the first of its `others` that is not; by default `stroked(name)`.
 
-    One of the others must be free, as there is where they have no end. They are asked for only where the name is taken.
+    One of the others must be free, which is certain if their sequence is endless. `others` is called only where the name is taken.
     """
     return name if not is_taken(name) else next(filterfalse(is_taken, (others or stroked)(name)))
 

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: sizes, durations, operations, counts with their noun; and lists of which the first are shown."""
+"""Quantities as people write and read them: sizes, durations, operations, counts with their noun; and lists that show the first items."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e-?\d+)?) ?(ns|us|ms|s|)", re.ASCII)
 _OPERATIONS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?)FLOP", re.ASCII)
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "m": 60, "s": 1}
 FORMS = "a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
-"""What `parse_bytes` takes, for messages."""
+"""The texts that `parse_bytes` accepts, for messages."""
 DURATIONS = "a number of at least 0 with ns, us, ms or s, such as 1.2ms"
 OPERATIONS = "a number of operations with its unit, such as 33.6 MFLOP"
-"""What `parse_duration` and `parse_operations` take, for messages."""
+"""The texts that `parse_duration` (above) and `parse_operations` accept, for messages."""
 _SHORT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is not a size."""
+    """Returns the bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is not a size."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def parse_seconds(text: str) -> float | None:
-    """The seconds of `90`, `11h 50min`, `1.5h`, `90s`, or of `11:50:00` and `1-12:00:00` as Slurm writes them; None for any other text."""
+    """Returns the seconds of `90`, `11h 50min`, `1.5h`, `90s`, or of Slurm's `11:50:00` and `1-12:00:00`; None for any other text."""
     if (clock := _CLOCK.fullmatch(text.strip())) is not None:
         days, hours, minutes, seconds = (float(one or 0) for one in clock.groups())
         return days * 86400 + hours * 3600 + minutes * 60 + seconds
@@ -45,26 +45,26 @@ def parse_seconds(text: str) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """The seconds of `1.2ms`, `789 us` or `0.5`, which are seconds; None for any other text."""
+    """Returns the seconds of `1.2ms`, `789 us` or `0.5` (in seconds); None for any other text."""
     found = _DURATION.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _SHORT[found[2]]
 
 
 def parse_operations(text: str) -> float | None:
-    """The operations of `33.6 MFLOP` (1000^2); None for any other text."""
+    """Returns the number of operations of `33.6 MFLOP` (1000^2); None for any other text."""
     found = _OPERATIONS.fullmatch(text.strip())
     return None if found is None else float(found[1]) * 1000.0 ** " KMGT".index(found[2].upper() or " ")
 
 
 def operations_text(count: float) -> str:
-    """Operations with three digits and a decimal unit: `33.6 MFLOP`."""
+    """Formats a number of operations with three digits and a decimal unit: `33.6 MFLOP`."""
     power = next((power for power in (4, 3, 2, 1) if count >= 999.5 * 1000 ** (power - 1)), 0)
     value, unit = count / 1000**power, " kMGT"[power].strip()
     return f"{value:.{0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}FLOP"
 
 
 def size_text(count: float, at_least: bool = False) -> str:
-    """Bytes with three digits and a binary unit: `812 B`, `1.25 KiB`, `30.0 MiB`. `at_least`: rounded up, not to the nearest."""
+    """Formats bytes with three digits and a binary unit: `812 B`, `1.25 KiB`, `30.0 MiB`. `at_least`: rounded up, not to the nearest."""
     if count < 1024:
         return f"{math.ceil(count) if at_least else count:.4g} B"
     power = min(len(_UNITS) - 1, (int(count).bit_length() - 1) // 10)
@@ -74,16 +74,16 @@ def size_text(count: float, at_least: bool = False) -> str:
 
 
 def seconds(duration: float) -> str:
-    """A duration with three digits and a unit: `1.23 s`, `45.6 ms`, `789 us`."""
+    """Formats a duration in seconds with three digits and a unit: `1.23 s`, `45.6 ms`, `789 us`."""
     scale, unit = (1.0, "s") if duration >= 1 else (1e-3, "ms") if duration >= 1e-3 else (1e-6, "us")
     return f"{duration / scale:.3g} {unit}" if duration / scale < 999.5 else f"{duration / scale:.0f} {unit}"
 
 
 def first_of(texts: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """A list as messages show it, of many the first ones: `a, b, c and 4 more`."""
+    """Joins the first `most` texts, and counts the rest: `a, b, c and 4 more`."""
     return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def count(number: int, word: str, words: str = "") -> str:
-    """A number with its word in the right form: `1 rank`, `5 ranks`."""
+    """Formats a number with its noun, singular or plural: `1 rank`, `5 ranks`."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {words or word + 's'}"

@@ -1,4 +1,4 @@
-"""The one way in which a user's own Python is called while data are read and a model trains: whatever it raises becomes a user's error.
+"""The only way to call a user's own Python while data are read and a model trains: its exceptions become errors for the user.
 
     with user_code("records.py", "reading record 17"):
         record = source[17]
@@ -9,9 +9,9 @@
       File "/home/me/records.py", line 6, in __getitem__
         return self.x[at] / self.scale
 
-Only frames of the user's code, and of what it calls, are shown. Everything that ends a block by an exception is taken, also SystemExit
-and a KeyboardInterrupt that no signal raised, because on one rank alone either would leave the others waiting; but for GeneratorExit,
-which is how a reader is closed, and for partc's own errors, which are told already. What was raised is the `__cause__`.
+Only frames of the user's code, and of code that it calls, are shown. Every exception that ends a block is converted, also SystemExit and a
+KeyboardInterrupt that no signal raised, because on one rank alone either would leave the others waiting. Exempt are GeneratorExit, by which
+a reader is closed, and partc's own errors, whose messages are complete. The original exception is the `__cause__`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _SHOWN = 12
 
 
 class UserCodeError(PartcError):
-    """Code of the user's has failed: where, what it raised, what it was called for, and its own lines; `__cause__` was raised."""
+    """The user's code failed: the place and the exception (`head`), its task, and its stack lines; `__cause__` is the exception."""
 
     def __init__(self, head: str, circumstances: tuple[str, ...] = (), lines: tuple[str, ...] = ()) -> None:
         super().__init__("\n".join([head, *(f"  {text}" for text in circumstances), *lines]))
         self.head, self.circumstances, self.lines = head, circumstances, lines
 
     def when(self, text: str) -> UserCodeError:
-        """The same error with one more circumstance."""
+        """Returns the same error with one more circumstance."""
         found = UserCodeError(self.head, (*self.circumstances, text), self.lines)
         found.__cause__ = self.__cause__
         return found
 
 
 class user_code:
-    """A block that runs code of the user's; `where` names its file where the error has no line, `doing` what it is called for."""
+    """A block that runs the user's code. `where` is named as the place of an error that has no line; `doing` is the task of the code."""
 
     __slots__ = ("doing", "where")
 
@@ -78,7 +78,7 @@ class user_code:
 
 
 def user_error(error: BaseException, where: str, doing: str = "") -> UserCodeError:
-    """The user's error that an exception of their code is; its cause is still to be set."""
+    """Converts an exception of the user's code to a `UserCodeError`; the caller sets its cause."""
     circumstances = (f"while {doing}",) if doing else ()
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         text = (error.text or "").strip()
@@ -92,7 +92,7 @@ def user_error(error: BaseException, where: str, doing: str = "") -> UserCodeErr
 
 
 def fact(error: BaseException) -> str:
-    """An exception in a line."""
+    """Describes an exception in one line."""
     if isinstance(error, SystemExit):
         return f"it ends the process: SystemExit({error.code!r})"
     text = str(error)
@@ -111,7 +111,7 @@ def _lines(frames: list[traceback.FrameSummary]) -> Iterator[str]:
 
 
 def _causes(error: BaseException) -> Iterator[str]:
-    """What the user's code itself raised another error from."""
+    """Yields a line about the exception from which, or during whose handling, the user's code raised `error`; nothing if there is none."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None:
         return
@@ -121,7 +121,7 @@ def _causes(error: BaseException) -> Iterator[str]:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a source file is neither partc's nor installed."""
+    """Whether a source file is the user's: neither partc's nor that of an installed library."""
     return not _is_ours(file) and not _is_library(file)
 
 
@@ -134,9 +134,9 @@ def _is_library(file: str) -> bool:
 
 
 def run_file(path: Path) -> ModuleType:
-    """The module that a user's file is, run once, now; what lies beside it can be imported while it runs, and is the folder's own.
+    """Runs a user's file once, now, and returns it as a module.
 
-    Threads that run files take turns.
+    While it runs it can import modules of its own folder, and they hide others of the same name. Threads that run files take turns.
     """
     module = ModuleType(f"__partc_data_{path.stem}__")
     module.__file__ = str(path)

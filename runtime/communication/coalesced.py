@@ -1,9 +1,9 @@
-"""A ReduceScatter or AllGather of several values as one message: packed side by side, and taken apart when it has come.
+"""A ReduceScatter or AllGather of several values as one message: the values are packed one after another, and unpacked on arrival.
 
-All values are sharded along axis 0, where the shards of one follow each other. For values a and b and ranks 0 and 1:
+All values are sharded along axis 0, where the shards of a value follow each other. For values a and b and ranks 0 and 1:
 
     ReduceScatter   [a0 a1] [b0 b1]   --packed-->   [a0 b0 | a1 b1]   --reduced-->    rank 0 has [a0 b0]
-    AllGather       [a0] [b0]         --packed-->   [a0 b0]           --gathered-->   [a0 b0 | a1 b1]   --apart-->   [a0 a1] [b0 b1]
+    AllGather       [a0] [b0]         --packed-->   [a0 b0]           --gathered-->   [a0 b0 | a1 b1]   --unpacked-->   [a0 a1] [b0 b1]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .transport import Transport
 
 
 class CoalescedCollective:
-    """The collective among `ranks` where each gives `elements` of `dtype` in all, values of these `sizes` in bytes."""
+    """A collective among `ranks` of several values of `dtype`; `sizes` are the bytes of each value that a rank contributes."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CoalescedCollective:
     def bind(
         self, sources: Sequence[Tensor], results: Sequence[Tensor], packed: Bytes, landing: Bytes, at_once: bool
     ) -> BoundCollective:
-        """The collective on this memory."""
+        """Binds the collective to this memory."""
         dtype, count = self.work.dtype, len(self.ranks)
         gathers = bool(self.call.kind.joins)
         whole, own = Tensor(dtype, self.work.shape, packed[: self.input_bytes]), landing[: self.output_bytes]
@@ -60,7 +60,10 @@ class CoalescedCollective:
 
 
 def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = False) -> list[tuple[Bytes, Bytes]]:
-    """Pairs of memory, from where to where: each value's shards beside the others' of one rank, or `apart` the other way."""
+    """Returns pairs of memory (source, target) that pack `values` into `together`; with `apart`, those that unpack it.
+
+    `ranks` is the number of rows of `together`; each row has one rank's shards of all values, one after another.
+    """
     row, at = len(together) // ranks, 0
     table = together.reshape(ranks, row)
     found = []

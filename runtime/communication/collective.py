@@ -1,8 +1,8 @@
-"""A collective of one schedule: its copies before it begins and after it is finished, and the scratch memory for them.
+"""A collective of one schedule: the copies before it begins and after it is finished, and the scratch memory for them.
 
-A `CollectivePlan` knows the sizes. Bound to memory it is a `BoundCollective`: what packs, what starts, and what unpacks or
-reduces once the transport is done. Where the memory stays, that is made once, else in each step. Scratch lies in the arena as
-values do: `packed` until the bytes have left, `landing` until they are unpacked.
+A `CollectivePlan` knows the sizes. Bound to memory it is a `BoundCollective`, with the functions that pack, that start the collective, and
+that unpack or reduce once the transport is done. It is bound once where its memory stays the same, else in each step. Scratch memory is
+part of the arena, as values are: `packed` is in use until the bytes have left, `landing` until they are unpacked.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ What: TypeAlias = Callable[[], str]
 NOTHING = np.empty(0, np.uint8)
 _DIMS = 12
 _MISSING = -1
-"""In place of a number of dims: the rank has no value."""
+"""Written in place of the number of dims by a rank that has no value."""
 
 
 @dataclass(frozen=True)
 class BoundCollective:
-    """A collective on its memory: `before` packs, `start` gives the request, `after` unpacks what has come."""
+    """A collective bound to memory: `before` packs, `start` begins and returns the request, `after` unpacks the received bytes."""
 
     start: Callable[[], Request]
     before: Action | None = None
@@ -41,7 +41,7 @@ class BoundCollective:
 
 
 class CollectivePlan:
-    """A collective among `ranks` where each gives `shape` of `dtype`. `tag` is the transport's."""
+    """A collective among `ranks` in which each rank contributes `shape` of `dtype`. `tag` is the tag of the transport's messages."""
 
     def __init__(
         self, call: CollectiveCall, ranks: tuple[int, ...], shape: Shape, dtype: Dtype, transport: Transport, tag: int
@@ -68,13 +68,13 @@ class CollectivePlan:
 
     @property
     def gives_shape(self) -> Shape:
-        """The shape of what each rank gives."""
+        """The shape that each rank contributes."""
         return self.shape
 
     def bind(
         self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool
     ) -> BoundCollective:
-        """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
+        """Binds the collective to this memory; scratch may be longer than needed. Without a result this rank receives nothing."""
         place = self.ranks.index(self.transport.rank)
         packed, landing = packed[: self.packed], landing[: self.landing]
         if len(self.ranks) == 1 or (self.kind.root == "gives" and place == self.call.root):
@@ -126,13 +126,16 @@ class CollectivePlan:
 
 
 def are_copied(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[bool, bool]:
-    """Whether a collective of `shape` packs shards before they leave, and puts what has come into its places: not along the first axis."""
+    """Whether a collective of `shape` copies shards before they are sent, and whether it copies received shards to their places.
+
+    Each is true where the axis of the shards is not the first one, so that a shard is not one block of memory.
+    """
     before, behind, piece = _along(call, shape, ranks)
     return not is_front(shape, before), not is_front(piece, behind)
 
 
 def _along(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[int, int, Shape]:
-    """The axes along which a value is split and its result is joined, else 0, and the shape of what one rank gives to one other."""
+    """Returns the axis of the split and the axis of the join, each 0 if there is none, and the shape of one rank's shard for another."""
     before = place_of(call.axis, shape) if call.kind.splits else 0
     behind = place_of(call.join_axis, result_shape(call, shape, ranks)) if call.kind.joins else 0
     if not call.kind.splits:
@@ -143,9 +146,10 @@ def _along(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[int, int, Sh
 def dynamic_collective(
     call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
 ) -> Tensor:
-    """The result of a collective on values of unknown shape, whole at once; StepError on all ranks where the shapes do not fit together.
+    """Returns the result of a collective on values of unknown shape, run from begin to end.
 
-    AllReduce wants equal shapes. AllGather wants them equal but for `axis`: shorter pieces travel filled up to the longest.
+    AllReduce needs equal shapes. AllGather needs shapes that are equal except along `axis`: shorter shards are padded to the longest for
+    the message. Shapes that do not fit together raise a StepError on all ranks.
     """
     shapes = _shapes(call, ranks, tag, source, transport, what)
     if call.kind.joins and shapes and len({len(shape) for shape in shapes}) == 1:
@@ -193,7 +197,7 @@ def _run_at_once(
 def _shapes(
     call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
 ) -> list[Shape]:
-    """The shape that each rank gives."""
+    """Returns the shape of each rank's value; a rank without a value raises a StepError on all ranks."""
     if len(ranks) == 1:
         return [source.shape]
     if len(source.shape) > _DIMS:
@@ -206,13 +210,13 @@ def _shapes(
 
 
 def give_up(call: CollectiveCall, ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> None:
-    """Takes part in a collective on values of unknown shape with nothing to give: it ends for all its ranks by a StepError."""
+    """Takes part without a value in a collective on values of unknown shape; the collective then ends with a StepError on all its ranks."""
     if len(ranks) > 1:
         _rows([_MISSING] * (1 + _DIMS), ranks, tag, transport, what)
 
 
 def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> list[list[int]]:
-    """The numbers that each rank gives."""
+    """Returns the numbers of every rank, in the order of `ranks`: an AllGather of `mine`."""
     given = np.array(mine, np.int64)
     rows = np.empty((len(ranks), given.size), np.int64)
     args = CollectiveArgs(
@@ -224,5 +228,5 @@ def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Tran
 
 
 def nothing() -> Request:
-    """What begins where nothing moves."""
+    """The start of a collective that moves nothing."""
     return None

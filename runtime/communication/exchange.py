@@ -1,7 +1,8 @@
-"""An Exchange of one schedule: boxes of one value become boxes of another, over messages between pairs of ranks.
+"""An Exchange of one schedule: boxes of one value become boxes of another, by messages between pairs of ranks.
 
-A box that is contiguous in its value travels from there and to there; another is copied into scratch before, or out of it after.
-What a rank keeps is copied at once. The messages of a pair have one tag and keep their order.
+A box that is contiguous in its value is sent from and received in the value itself; any other box is copied to scratch before it is sent,
+or from scratch after it is received. Boxes that stay on a rank are copied at once. The messages of a pair of ranks share a tag and keep
+their order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .transport import Request, Transport
 
 @dataclass(frozen=True)
 class MemoryBox:
-    """A box in the memory of a value: where in it, how large, and where its bytes lie in scratch; None if not there."""
+    """A box of a value in memory: its slices, shape and bytes, and its offset in scratch memory, None if it is not copied to scratch."""
 
     peer: int
     at: tuple[slice, ...]
@@ -32,7 +33,7 @@ class MemoryBox:
 
 
 class Redistribution:
-    """One Exchange: `given` and `taken` are the shapes of its input and output on this rank, None where there is none."""
+    """One Exchange. `given` and `taken` are the shapes of its input and its output on this rank, None where it has no such value."""
 
     def __init__(
         self,
@@ -54,17 +55,22 @@ class Redistribution:
         kept = [[part for part in parts if part.peer == transport.rank] for parts in (self.gives, self.takes)]
         if [part.shape for part in kept[0]] != [part.shape for part in kept[1]]:
             raise RankError(f"rank {transport.rank} does not keep the boxes that it gives to itself")
-        self._keeps = list(zip(*kept, strict=True))  # the k-th box given to itself is the k-th taken from itself
+        # the k-th box that a rank sends to itself is the k-th that it receives
+        self._keeps = list(zip(*kept, strict=True))
 
     @property
     def gives_shape(self) -> Shape:
-        """The shape of what this rank gives."""
+        """The shape of this rank's input; () where it has none."""
         return self.given or ()
 
     def begin(
         self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes
     ) -> tuple[list[Request], list[Request], Callable[[], None]]:
-        """Post, send and keep: the requests of what leaves, those of what comes, and what to do when it has come."""
+        """Posts the receives, sends, and copies the boxes that stay here.
+
+        Returns the requests of the sends, those of the receives, and a function to call when all have arrived: it copies boxes out of
+        scratch.
+        """
         transport, rank, tag = self.transport, self.transport.rank, self.tag
         target: Array | None = None
         if result is not None:
@@ -100,7 +106,7 @@ class Redistribution:
         return leaving, coming, finish
 
     def _memory(self, part: MemoryBox, value: Array, scratch: Bytes) -> tuple[Array, Bytes]:
-        """Where a part's bytes lie outside of the value, or in it where they are contiguous: as elements and as bytes."""
+        """Returns a box's memory as elements and as bytes: in scratch, or in the value itself where the box is contiguous."""
         if part.scratch is None:
             inside = value[part.at]
             return inside, inside.reshape(-1).view(np.uint8)
@@ -111,7 +117,7 @@ class Redistribution:
 def _memory_boxes(
     shards: Sequence[PeerBox], shape: Shape | None, dtype: Dtype, rank: int
 ) -> tuple[list[MemoryBox], int]:
-    """The parts of a value, and the bytes of the scratch that they need."""
+    """Returns the boxes of a value of `shape` in memory, and the bytes of scratch memory that they need."""
     found: list[MemoryBox] = []
     scratch = 0
     for shard in shards:
@@ -119,7 +125,7 @@ def _memory_boxes(
         at = slices(shard.box, shape)
         size = tuple(one.stop - one.start for one in at)
         count = moved_bytes(dtype, size)
-        # one block of memory: below the first dim of more than 1 it is whole
+        # a box is one block of memory if all dims after its first dim of more than 1 are whole
         first = next((axis for axis, extent in enumerate(size) if extent != 1), len(size))
         inside = dtype.bits >= 8 and size[first + 1 :] == shape[first + 1 :]
         kept = shard.peer == rank or inside

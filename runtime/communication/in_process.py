@@ -1,8 +1,8 @@
 """Ranks as threads of one process: mailboxes in place of MPI, for tests, `partc verify` and machines without MPI.
 
-A send copies its bytes into a mailbox and is complete at once; a collective is a rendezvous to which each rank contributes a copy
-of its bytes, and which is complete when all have. Waits end at once when a rank has failed, and when no rank can
-ever go on: then the error says what each one waits for, so that a wrong order of communication is a message and not a hang.
+A send copies its bytes into a mailbox and is complete at once; a collective is a rendezvous to which each rank contributes a copy of its
+bytes, and which is complete when all have contributed. All waits end when a rank has failed, and when no rank can proceed: then the error
+says what each rank waits for, so that a wrong order of communication is a message and not a hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Key = tuple[int, int, int]
 
 @dataclass
 class _Rendezvous:
-    """One round in which every rank contributes something and collects what all have."""
+    """A round in which every rank contributes an object and gets those of all ranks."""
 
     contributed: dict[int, object] = field(default_factory=dict)
     complete: bool = False
@@ -47,7 +47,7 @@ class _Contribution:
 
 
 class LocalWorld:
-    """The ranks of one process; `transport(rank)` is what a rank's thread uses."""
+    """The ranks of one process; `transport(rank)` is the transport for a rank's thread."""
 
     def __init__(self, size: int, stall: float = 30.0) -> None:
         self.size = size
@@ -63,11 +63,11 @@ class LocalWorld:
         self._round = _Rendezvous()
 
     def transport(self, rank: int) -> Transport:
-        """The end of the job that belongs to a rank."""
+        """Returns a rank's end of the job."""
         return LocalTransport(self, rank)
 
     def reset(self) -> None:
-        """Forget messages and failures; only between steps, when no rank is inside a call."""
+        """Discards messages and failures; only between steps, when no rank is inside a call."""
         with self._changed:
             self._mail.clear()
             self._collectives.clear()
@@ -77,38 +77,38 @@ class LocalWorld:
             self._round = _Rendezvous()
 
     def finish(self, rank: int, why: str = "") -> None:
-        """A rank says that it will not communicate until the next reset, and where the others do not know it, why."""
+        """Notes that a rank will not communicate until the next reset; `why` is the reason, if the other ranks do not know it."""
         with self._changed:
             self._finished.add(rank)
             self._why = self._why or why
             self._check_progress()
 
     def fail(self, message: str) -> None:
-        """End every wait with the message; the first failure is the one that counts."""
+        """Ends every wait with the message; only the first failure counts."""
         with self._changed:
             self._failure = self._failure or message
             self._changed.notify_all()
 
     def interrupt(self, rank: int, message: str) -> None:
-        """End the waits of one rank."""
+        """Ends the waits of one rank with the message."""
         with self._changed:
             self._interrupted.setdefault(rank, message)
             self._changed.notify_all()
 
     def put(self, key: _Key, data: Bytes) -> None:
-        """Leave a message."""
+        """Puts a message into a mailbox."""
         with self._changed:
             self._mail.setdefault(key, deque()).append(data)
             self._changed.notify_all()
 
     def take(self, key: _Key, what: Callable[[], str]) -> Bytes:
-        """The oldest message of a mailbox, when there is one."""
+        """Waits for a message in a mailbox, and returns the oldest."""
         with self._changed:
             self._wait(key[1], lambda: bool(self._mail.get(key)), what)
             return self._mail[key].popleft()
 
     def contribute(self, ranks: tuple[int, ...], tag: int, rank: int, data: object) -> _Rendezvous:
-        """The rendezvous of a collective, to which a rank now has contributed its bytes."""
+        """Adds a rank's bytes to the rendezvous of a collective, and returns the rendezvous."""
         with self._changed:
             rendezvous = self._collectives.setdefault((ranks, tag), _Rendezvous())
             rendezvous.contributed[rank] = data
@@ -125,7 +125,7 @@ class LocalWorld:
             return rendezvous.contributed
 
     def exchange(self, rank: int, thing: object, what: Callable[[], str]) -> list[object]:
-        """What every rank gives to this round of all ranks, in order of ranks."""
+        """Returns the objects that all ranks contribute to this round of all ranks, in the order of the ranks."""
         with self._changed:
             rendezvous = self._round
             rendezvous.contributed[rank] = thing
@@ -154,7 +154,7 @@ class LocalWorld:
             del self._waiting[rank]
 
     def _check_progress(self) -> None:
-        """Fail when every rank waits for a message that no rank will send."""
+        """Fails when every rank waits for a message that no rank will send."""
         blocked = [rank for rank, (ready, _) in self._waiting.items() if not ready()]
         if not blocked or self._failure is not None or len(set(blocked) | self._finished) < self.size:
             return
@@ -220,7 +220,7 @@ class LocalTransport:
         return _highest(self.world.exchange(self.rank, vector.copy(), lambda: AGREEMENT))
 
     def count_step(self) -> None:
-        pass  # where no rank can proceed, all know at once
+        pass  # if no rank can proceed, all ranks notice it at once
 
     def agreements(self) -> Agreements:
         self._agreements += 1
@@ -243,7 +243,7 @@ class LocalTransport:
 
 
 class LocalAgreements:
-    """Agreements as collectives of a tag of their own."""
+    """Agreements as collectives with a tag of their own."""
 
     def __init__(self, world: LocalWorld, rank: int, tag: int) -> None:
         self.world, self.rank, self.tag = world, rank, tag
@@ -263,7 +263,7 @@ def _highest(vectors: Iterable[object]) -> Vector:
 
 
 def _distribute(rank: int, args: CollectiveArgs, given: Sequence[Bytes], what: Callable[[], str]) -> None:
-    """Write what a rank gets of what all have given into its target."""
+    """Writes a rank's part of the contributions `given` of all ranks to its target."""
     parts = PRIMITIVES[args.op](given, args.ranks.index(rank), args)
     if parts is None:
         return
@@ -276,7 +276,7 @@ def _distribute(rank: int, args: CollectiveArgs, given: Sequence[Bytes], what: C
 
 
 Primitive: TypeAlias = Callable[[Sequence[Bytes], int, CollectiveArgs], Sequence[Bytes] | None]
-"""The bytes that a rank gets: of those that each has given, in the list's order, and of its place; None where it gets nothing."""
+"""Returns the bytes that a rank receives, None for nothing; the arguments are all ranks' bytes, in the list's order, and its index."""
 
 
 def _own_blocks(given: Sequence[Bytes], place: int, args: CollectiveArgs) -> Sequence[Bytes]:
@@ -290,4 +290,4 @@ PRIMITIVES: dict[str, Primitive] = {
     ALL_TO_ALL: _own_blocks,
     BROADCAST: lambda given, place, args: [given[args.root]] if place != args.root else None,
 }
-"""The collectives of this transport; what is reduced is gathered and reduced by the runtime."""
+"""The collectives of this transport; values to reduce are gathered, and reduced by the runtime."""

@@ -1,11 +1,11 @@
-"""A rank that leaves while others expect it informs them, whatever ends it: an uncaught error, sys.exit, the end of the script.
+"""Informs the other ranks when a rank leaves while they expect it, whatever the cause: an uncaught error, sys.exit, the end of the script.
 
     with partc.runtime.load("build") as program:
         program(x=images)
         serve(program)      # raises on rank 1: the next step of the others is a RankError that names it
 
-The message names the line of the user's file that ended it. A rank that leaves between two steps fails no other step: only
-who waits for what it never takes part in is told.
+The message names the line of the user's file that ended the rank. A rank that leaves between two steps fails no step by that: only a rank
+that waits for communication in which the leaving rank takes no part gets the error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..user_code import user_error
 
 
 class Leaving(Protocol):
-    """Can inform the other ranks that this one leaves."""
+    """A transport that can inform the other ranks that this one leaves."""
 
     rank: int
 
     def leave(self, message: str) -> None:
-        """Tell them; once is enough."""
+        """Tells the other ranks; one call is enough."""
         ...
 
 
 def expected(transport: Leaving) -> None:
-    """Note that other ranks wait for this one: if its process ends before the transport is closed, they get a message."""
+    """Notes that other ranks wait for this one: if its process ends before the transport is closed, they get a message."""
     if not _excepthooks:
         atexit.register(_leave_all, "its script has ended")
         _excepthooks.append(sys.excepthook)
@@ -44,7 +44,7 @@ def expected(transport: Leaving) -> None:
 
 
 def leaving_message(rank: int, error: BaseException) -> str:
-    """The message about a rank that an error ends: the text of partc's own errors; of others the rank, the error and its line."""
+    """Returns the message about a rank that `error` ends: the text of partc's own errors, else the rank, the error and its line."""
     if isinstance(error, PartcError):
         return str(error)
     return f"rank {rank} has left the job: {user_error(error, 'its script').head}"

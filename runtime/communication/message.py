@@ -1,8 +1,8 @@
-"""Encoding of values whose bytes the receiver cannot foresee: unknown shapes, strings, sequences, optionals and maps.
+"""Encoding of values whose size in bytes the receiver cannot foresee: unknown shapes, strings, sequences, optionals and maps.
 
-Such a value is two messages of one tag: a header of fixed size, then the payload whose kind and size the header states. A tensor's
-payload is its bytes, uncopied. Everything else is packed into one self-describing block, all counts as
-little-endian 64-bit integers:
+Such a value is sent as two messages with the same tag: a header of fixed size, then the payload, whose kind and size are in the header. A
+tensor's payload is its bytes, without a copy. Every other value is packed into one self-describing block; all its counts are little-endian
+64-bit integers:
 
     tensor    1, element type, rank, dims..., bytes
     strings   2, rank, dims..., length of each in bytes, UTF-8 of all
@@ -10,7 +10,7 @@ little-endian 64-bit integers:
     none      4
     map       5, keys, values    (as strings or tensors)
 
-Values that are known to the byte travel bare, without header.
+A value whose size both sides know is sent without a header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def encode(value: Value) -> tuple[Bytes, Bytes]:
 
 
 def payload_size(header: Bytes) -> int:
-    """How many bytes of payload a header announces."""
+    """Returns the bytes of the payload that follows this header."""
     return int(header.view(np.int64)[1])
 
 
@@ -88,7 +88,7 @@ def _ints(*numbers: int) -> bytes:
 
 
 class _Reader:
-    """A walk over a packed block."""
+    """Reads values from a packed block, from its begin to its end."""
 
     def __init__(self, payload: Bytes) -> None:
         self.payload = payload
@@ -133,5 +133,5 @@ class _Reader:
 
 
 def _scalar(value: Value) -> Value:
-    """A map's values are numbers and texts, as onnxruntime gives them, unless they are tensors."""
+    """Returns an array without dims, a map's value, as a Python number or text, as onnxruntime gives them; any other value as it is."""
     return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value

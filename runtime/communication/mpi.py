@@ -1,18 +1,19 @@
 """Ranks as MPI processes, by mpi4py, on a communicator of the runtime's own.
 
-Ranks of one host send, reduce and agree in memory that they share (`host/plane.py`); over MPI goes what crosses hosts, all where memory
-cannot be shared, and news of failures. A wait for MPI tests for a moment and then sleeps, 20 microseconds first and twice as long each
-time, up to a tenth of a millisecond and, once it has lasted long, up to a whole one, since MPI cannot wake it. Meanwhile a rank looks
-whether another one has failed, or has left: a rank says, when it leaves, in how many agreements, exchanges and steps of all ranks it has
-taken part, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer message is split into several.
+Ranks of one host send, reduce and agree in memory that they share (`host/plane.py`). MPI carries the communication between hosts, all
+communication where memory cannot be shared, and the notices of failures. A wait for MPI tests for a moment and then sleeps, because MPI
+cannot wake it: first 20 microseconds, then twice as long each time, up to a tenth of a millisecond, or a whole one in a long wait.
+Meanwhile a rank checks whether another one has failed or left. A rank that leaves sends the number of agreements, exchanges and steps of
+all ranks in which it took part; a rank that waits for a later one gets an error. MPI counts in 32-bit integers, so that a longer message is
+split into several.
 
-Collectives over MPI among one list of ranks: a communicator of their own, and a barrier before calls that block.
+Collectives over MPI among one list of ranks have a communicator of their own, and a barrier before calls that block.
 
-A collective is MPI's non-blocking one, tested like a message. Where every rank waits for it as soon as it has begun, and has a
-core of its own, it is MPI's blocking one, which is faster; but nothing interrupts a blocking call. So each rank first says that
-it has arrived, and enters only when all have: whoever is late, or never comes, is waited for outside, where stalls and failures
-are seen (`mpi_arrivals.py`). Between hosts a large one takes so long that a call that blocks gains nothing, and spins for all of it.
-Ranks that share a host and its memory have no need of this (`host/`).
+A collective is MPI's non-blocking one, tested like a message. Where every rank waits for it directly after its begin, and has a core of its
+own, it is MPI's blocking one, which is faster; but nothing interrupts a blocking call. So each rank first signals that it has arrived, and
+enters the call only when all have: a rank that is late, or never comes, is waited for outside, where stalls and failures are noticed
+(`mpi_arrivals.py`). Between hosts a large collective takes so long that a blocking call gains nothing, and spins for all of it. Ranks that
+share a host and its memory do not need this (`host/`).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from .mpi_watch import Watch
 from .transport import AGREEMENT, Agreements, CollectiveArgs, Request, Vector
 
 _LARGE = 1 << 20
-"""Bytes that are large between hosts: 10 Gbit/s move them in a millisecond."""
+"""The least bytes of a large collective between hosts: 10 Gbit/s move them in a millisecond."""
 
 
 class ProcessGroup:
-    """The ranks of one list with their communicator; making it and freeing it are collective among them.
+    """The communicator of the ranks of one list; creating and freeing it is collective among them.
 
-    `crosses`: whether they are on several hosts.
+    `crosses`: whether the ranks are on several hosts.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ProcessGroup:
         self._names = ", ".join(map(str, ranks))
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
-        """What begins the collective."""
+        """Returns the function that begins the collective."""
         size = (args.target if args.op == BROADCAST else args.source).size  # the same on every rank
         if not args.at_once or (self.crosses and size >= _LARGE):
             return calls.call(self.comm, args, False)
@@ -83,7 +84,7 @@ class ProcessGroup:
         return BlockingCollective(self.arrivals, call, self.watch, what, self.look).begin
 
     def free(self) -> None:
-        """Give back the communicator."""
+        """Frees the communicator."""
         calls.free(self.comm, self.watch)
 
 
@@ -98,11 +99,11 @@ _NOTICE_BYTES = 3000
 _ROUNDS = struct.Struct("<q")
 _FAILED = -1
 _LEFT: list[object] = []
-"""What messages under way may still touch after a failure: it must outlive every user."""
+"""The objects that messages under way may still access after a failure; they are never freed."""
 
 
 class _ManyRequests:
-    """A message that is sent as several."""
+    """A message that is sent as several messages."""
 
     def __init__(self, requests: list[MPI.Request]) -> None:
         self.requests = requests
@@ -134,26 +135,26 @@ class MpiTransport:
         self._agreed: HostAgreements | None = None
         self._everyone: RankList | None = None
         self.mpi_alone = ""
-        """Why ranks of one host send and reduce over MPI, too; empty where they share memory, or where none share a host."""
+        """The reason why ranks of one host use MPI among themselves; empty where they share memory, or where no two ranks share a host."""
         self._failure: str | None = None
         self._interrupted: str | None = None
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
-        """How many agreements, exchanges and steps of all ranks this one has begun, and has taken part in."""
+        """The numbers of agreements, exchanges and steps of all ranks that this rank has begun, and that it has completed."""
         self._known: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], ProcessGroup | RankList] = {}
         self._channels: list[MPI.Intracomm] = []
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
-        # No message waits there to be received, which would end a probe before it moves others.
+        # This communicator has no pending messages; one would end a probe before it makes progress with others.
         self._probe = partial(self.notices.Iprobe, MPI.ANY_SOURCE, _NOTICE)
         self._progress = Progress(self._go_on, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
         expected(self)
         self._meet()
 
     def _meet(self) -> None:
-        """Learns which ranks are on this machine, with how many they share its cores, and shares memory with them."""
+        """Finds the ranks on this machine and the number of cores for each, and shares memory with those ranks."""
         segment, futex, problem = _shared_memory()
         machine = f"{platform.node()} {text_of_system('/proc/sys/kernel/random/boot_id').strip()}"
         mine = [
@@ -193,7 +194,7 @@ class MpiTransport:
             self._agreed = self._agreements_in_memory()
 
     def _agreements_in_memory(self) -> HostAgreements | None:
-        """Agreements of all ranks where they are on one host; all of them make them in one order."""
+        """Returns agreements of all ranks in shared memory, None if they are on several hosts; all ranks create them in the same order."""
         if self._plane is None or not self.single_host:
             return None
         everyone = tuple(range(self.size))
@@ -237,7 +238,7 @@ class MpiTransport:
         except BaseException:
             if isinstance(request, BlockingCollective):
                 request.linger()
-            # MPI may still write where a wait was given up.
+            # MPI may still write to the buffers of a request whose wait has failed.
             _LEFT.append(request)
             raise
         finally:
@@ -270,7 +271,7 @@ class MpiTransport:
                 )
 
     def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
-        # MPI's own, under way, sums all on one rank; what ranks need of each other is a third of its bytes.
+        # MPI's non-blocking ReduceScatter sums everything on one rank; the shards that ranks need of each other are a third of its bytes.
         moved = op == REDUCE_SCATTER and len({self._machines[rank] for rank in ranks}) > 1
         return calls.reduces(dtype, reduce) and not moved
 
@@ -298,10 +299,10 @@ class MpiTransport:
         else:
             result = np.empty_like(vector)
             request = comm.Iallreduce(vector, result, MPI.MAX)
-        told = [vector]  # keeps a reference: MPI reads it until the wait is over
+        told = [vector]  # a reference, because MPI reads the vector until the wait is over
 
         def finish() -> Vector:
-            # Counted when it is waited for: a step that others are in still completes without who has left after it.
+            # Counted at the wait: a step that has begun still completes without a rank that left after it.
             self._begun += 1
             self.wait(request, lambda: AGREEMENT)
             self._done += 1
@@ -320,7 +321,7 @@ class MpiTransport:
         return [row[:size].tobytes().decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def _gathered(self, own: Bytes) -> Bytes:
-        """As many bytes of every rank, in order of ranks."""
+        """Returns the bytes of every rank, `own.size` of each, in the order of the ranks."""
         made = np.empty(self.size * own.size, np.uint8)
         request: Request
         if self._everyone is not None:
@@ -374,7 +375,7 @@ class MpiTransport:
             self._plane.wake_all()
 
     def _go_on(self) -> None:
-        """Lets what is under way go on."""
+        """Makes progress with all communication under way."""
         self._probe()
         if self._plane is not None:
             self._plane.progress()
@@ -383,7 +384,7 @@ class MpiTransport:
         return [buffer[start : start + self.piece] for start in range(0, buffer.size, self.piece)]
 
     def _look(self) -> None:
-        """Raises RankError where another rank has failed, or has left what this one waits for, or the launcher has ended."""
+        """Raises RankError if another rank has failed, or left before communication that this one needs, or if the launcher has ended."""
         while self.notices is not None and (notice := calls.receive(self.notices, _NOTICE)) is not None:
             rounds, text = _ROUNDS.unpack_from(notice)[0], notice[_ROUNDS.size :].decode(errors="ignore")
             if rounds == _FAILED:
@@ -398,7 +399,7 @@ class MpiTransport:
 
 
 def _shared_memory() -> tuple[Segment | None, Futex | None, str]:
-    """What this rank has to share memory with those of its host; where it has not, why."""
+    """Returns this rank's segment and futex for sharing memory with the ranks of its host; if it has none, the reason as a text."""
     if os.environ.get(VARIABLE, "1") == "0":
         return None, None, f"{VARIABLE}=0"
     try:

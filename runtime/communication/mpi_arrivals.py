@@ -1,4 +1,4 @@
-"""Calls of MPI that block, made when all ranks have come: outside of the call stalls and failures are seen, and inside of it nothing is."""
+"""Makes MPI's blocking calls only when all ranks have come: stalls and failures are noticed before the call, and not inside it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .mpi_watch import Watch
 from .transport import Request
 
 _FRESH, _LINGER = 0.5, 1.0
-"""Seconds: how old a rank's knowledge of failures may be when it arrives, and how long one that has arrived stays."""
+"""Seconds: the greatest age of a rank's check for failures when it arrives, and how long a rank that has arrived stays."""
 
 
 class Barrier(Protocol):
-    """A rank's end of a barrier: `arrive` is one more round, and `over` says whether all have come to it."""
+    """A rank's end of a barrier: `arrive` begins another round, and `over` returns whether all ranks have arrived in it."""
 
     def arrive(self) -> None: ...
     def over(self) -> bool: ...
@@ -38,13 +38,13 @@ class MpiBarrier:
 
 
 class BlockingCollective:
-    """A collective as a request: its test completes it, by a call of MPI that blocks, when all ranks have come; then it returns at once.
+    """A collective as a request: when all ranks have come, its test completes it by a blocking call of MPI, which then returns at once.
 
-    A rank arrives when it first tests: it has begun by then whatever others may wait for. Who has arrived must make the call once all
-    have, for the others are inside, and nothing interrupts them there. That rests on times, as an arrival at MPI's barrier cannot be
-    taken back. A rank that learns of a failure does not arrive, and one that has arrived by then stays for a second (`linger`):
-    whoever has not heard of it comes within that time, since `look`, which raises where a rank has failed, is never older than
-    half a second when a rank arrives. Who is held up for longer between the two is left inside.
+    A rank arrives when it first tests: by then it has begun everything for which others may wait. Once all have arrived, each rank must
+    make the call, because the others are inside it, and nothing interrupts them there. That relies on times, as an arrival at MPI's barrier
+    cannot be taken back. A rank that learns of a failure does not arrive, and one that has arrived by then stays for a second (`linger`): a
+    rank that has not heard of the failure comes within that time, since `look`, which raises where a rank has failed, was called at most
+    half a second before a rank arrives. A rank that is delayed for longer between the two is left inside the call.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BlockingCollective:
         self.what = lambda: what
 
     def begin(self) -> Request:
-        """The request of one more round."""
+        """Begins another round, and returns its request."""
         self.here = self.called = False
         return self
 
@@ -85,7 +85,7 @@ class BlockingCollective:
         return True
 
     def linger(self) -> None:
-        """Makes the call with those who come within a second, where this rank has arrived and gives up for another's failure."""
+        """Makes the call with the ranks that come within a second; for a rank that has arrived and ends its wait for another's failure."""
         for _ in sleeps(1e-3, within=_LINGER):
             if not self.here or self.called or self.Test():
                 return

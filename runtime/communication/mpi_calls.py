@@ -1,16 +1,17 @@
-"""Every call of MPI that may block, in one file: nothing else in partc makes one, which a test holds.
+"""Every call of MPI that may block is in this file: no other file of partc makes one, which a test checks.
 
-Nothing interrupts a call that blocks. So each is made while a `Watch` looks on, or where it is known to return at once: behind a gate that
-opens when all ranks have come, or for a message that has arrived. MPI's calls for collectives are here in both forms.
+Nothing interrupts a call that blocks. So each is made while a `Watch` observes it, or where it is known to return at once: after all ranks
+have come, or for a message that has arrived. MPI's calls for collectives are here in both forms.
 
-MPI reduces what it gives to all ranks in the same bits: integers, and sums of floats. A maximum of floats is not among them,
-because for NaN and for zeros of two signs MPI's depends on the order of the operands.
+MPI reduces integers, and sums of floats, because every rank gets the same bits of these. It does not reduce maxima of floats here: for NaN,
+and for zeros of two signs, MPI's result depends on the order of the operands.
 
-What Open MPI is told before it begins, by variables of the environment, which win where they are set already.
+The settings of Open MPI are variables of the environment; where they are set already they stay.
 
-The first lets its waits give their cores up; the others keep both directions of a network busy. On the one connection of a pair, the word
-that a large message may come waits behind a large one that leaves. Open MPI's own choice of a sum under way among two or three ranks adds
-up on one of them, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of ranks, both ways at once.
+The first setting lets its waits yield their cores; the others use both directions of a network at once. On a single connection between two
+ranks, a rank's permission for a large message to come waits until a large message that it sends has left. For a non-blocking sum among two
+or three ranks Open MPI itself adds on one rank, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of
+ranks, in both directions at once.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _SETTINGS = (
     ("OMPI_MCA_btl_tcp_links", "2", 1),
     ("OMPI_MCA_coll_libnbc_iallreduce_algorithm", "rabenseifner", 5),
 )
-"""Name, value, and the first version of Open MPI for which it is: an older one may not know the value, and says so at length."""
+"""Name, value, and the first version of Open MPI that gets it: an older one may not know the value, and prints a long message."""
 
 
 def settings(version: int) -> dict[str, str]:
-    """The variables for a version of Open MPI; libraries of other makers do not read them."""
+    """Returns the variables for a version of Open MPI; other MPI libraries ignore them."""
     return {name: value for name, value, since in _SETTINGS if version >= since}
 
 
 _CHUNK = 1 << 22
-"""Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
+"""The bytes that are reduced at once: Open MPI takes longer for a large array than for its chunks."""
 _COUNTS = (1 << 31) - 1
 
 _TYPES = {
@@ -65,15 +66,15 @@ Spec = tuple[Bytes, int, MPI.Datatype]
 
 
 def reduces(dtype: Dtype, reduce: str) -> bool:
-    """Whether MPI reduces the type, in the same bits for all."""
+    """Whether MPI reduces the type with the same bits on all ranks."""
     return dtype.shown in _TYPES and (reduce == SUM or dtype.shown.startswith(("int", "uint")))
 
 
 def begin(watch: Watch) -> MPI.Intracomm:
-    """MPI, begun, with the communicator of all ranks, where it has not been begun by the import of mpi4py (`mpi4py.rc.initialize`).
+    """Starts MPI, unless the import of mpi4py did (`mpi4py.rc.initialize`), and returns the communicator of all ranks.
 
-    By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not. Open MPI's own waits give their cores up, too, as
-    `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
+    It uses ctypes, so that other threads of Python run meanwhile; mpi4py would block them. Open MPI's own waits yield their cores, like
+    those of `pauses`, and non-blocking sums use both directions, unless the environment sets these differently.
     """
     if not MPI.Is_initialized():
         refuse_inherited(os.environ)
@@ -99,13 +100,13 @@ def end(watch: Watch) -> None:
 
 
 def duplicate(comm: MPI.Intracomm, watch: Watch) -> MPI.Intracomm:
-    """A communicator of the same ranks; collective."""
+    """Returns a new communicator of the same ranks; collective."""
     with watch.during(lambda: "a communicator of all ranks"):
         return comm.Dup()
 
 
 def among(world: MPI.Intracomm, ranks: Sequence[int], tag: int, watch: Watch) -> MPI.Intracomm:
-    """A communicator of some ranks, collective among them."""
+    """Returns a new communicator of some ranks; collective among them."""
     everyone = world.Get_group()
     mine = everyone.Incl(list(ranks))
     with watch.during(lambda: f"a communicator of ranks {', '.join(map(str, ranks))}"):
@@ -116,13 +117,13 @@ def among(world: MPI.Intracomm, ranks: Sequence[int], tag: int, watch: Watch) ->
 
 
 def free(comm: MPI.Intracomm, watch: Watch) -> None:
-    """Gives back a communicator; collective."""
+    """Frees a communicator; collective."""
     with watch.during(lambda: "the end of a communicator"):
         comm.Free()
 
 
 def receive(comm: MPI.Intracomm, tag: int) -> bytes | None:
-    """A short message that has arrived; None where there is none."""
+    """Returns a short message that has arrived; None if there is none."""
     status = MPI.Status()
     if not comm.Iprobe(MPI.ANY_SOURCE, tag, status):
         return None
@@ -137,7 +138,7 @@ def abort(comm: MPI.Intracomm, code: int) -> None:
 
 
 def call(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
-    """MPI's call for a collective, with its buffers; one that blocks is made only when all ranks have come."""
+    """Returns the function that makes MPI's call for a collective; call a blocking one only when all ranks have come."""
     return PRIMITIVES[args.op](comm, args, blocking)
 
 
@@ -213,7 +214,7 @@ PRIMITIVES: dict[str, Callable[[MPI.Intracomm, CollectiveArgs, bool], Callable[[
     GATHER: _gather,
     BROADCAST: _broadcast,
 }
-"""MPI's call for each collective."""
+"""Maps each collective to the function that makes MPI's call for it."""
 
 
 def _operation(args: CollectiveArgs) -> MPI.Op:
@@ -221,7 +222,7 @@ def _operation(args: CollectiveArgs) -> MPI.Op:
 
 
 def _unit(block: Bytes) -> tuple[int, MPI.Datatype]:
-    """The widest of MPI's units of which a block is made."""
+    """Returns the width and the type of the widest MPI integer whose width divides a block's size; RankError if the block is too large."""
     width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
     if block.size // width > _COUNTS:
         raise RankError(
@@ -238,7 +239,7 @@ def _spec(data: Bytes, kind: MPI.Datatype) -> Spec:
 
 
 def memory_kinds() -> str:
-    """The kinds of memory of which MPI says that it takes operands from there (`mpi_memory_alloc_kinds`); empty where it says nothing."""
+    """Returns the kinds of memory that MPI declares to accept as operands (`mpi_memory_alloc_kinds`); empty if it declares none."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return ""
     return MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""

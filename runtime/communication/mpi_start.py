@@ -1,4 +1,4 @@
-"""Begins MPI for a script that did not do so itself, with a watch on what may take long: ranks that are missing, or still run."""
+"""Starts MPI for a script that did not do so itself, and watches the start and the end for missing ranks and ranks that still run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def started(stall: float) -> MPI.Intracomm:
-    """The communicator of all ranks. Where the import of mpi4py.MPI has begun MPI, it ends MPI, too; else the end of the script does."""
+    """Starts MPI unless it is started, and returns the communicator of all ranks.
+
+    If this function starts MPI in place of the import of mpi4py.MPI, it also ends MPI at the end of the script; else mpi4py or the script
+    does.
+    """
     own = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
     if own:
         mpi4py.rc.initialize = False

@@ -1,12 +1,12 @@
-"""Reports what a rank has waited for, and for how long: a thread that observes it, also while a call of MPI blocks.
+"""Reports long waits of a rank, with their duration and reason, by a thread, also while a call of MPI blocks.
 
     watch = Watch(rank, stall=30.0)
     with watch.during(lambda: "the start of MPI"):
         ...
 
-MPI's blocking calls return only when all ranks have come, and Python's threads go on meanwhile. A wait that lasts `stall` seconds is
-reported in one line on stderr, and again after twice as long; the line names the ranks of this machine that are stopped, or hang in the
-system. A rank whose launcher has ended is ended, too: what it waits for never comes.
+MPI's blocking calls return only when all ranks have come, and Python's threads run meanwhile. A wait that lasts `stall` seconds is reported
+in one line on stderr, and again after twice as long; the line names the ranks of this machine that are stopped, or hang in the system. A
+rank whose launcher has ended is ended, too, because the ranks that it waits for never come.
 
     partc: rank 0 has waited 30 s: the agreement on the sizes of a step; rank 1 (process 4711) is stopped
 """
@@ -27,7 +27,7 @@ from .transport import stalled
 _SHORTEST_LOOK = 0.02
 _LONGEST_LOOK = 0.5
 _LOOKS = 8
-"""How many times the thread looks before the first report."""
+"""The number of checks by the thread before the first report."""
 _ORPHANED = 3.0
 _LAUNCHED_BY = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _STATES = {
@@ -40,14 +40,14 @@ _STATES = {
 
 
 class Watch:
-    """What one rank waits for. `processes` gives the process ids of the ranks on this machine, where they are known."""
+    """The current wait of one rank. `processes` returns the process ids of the ranks on this machine, if known."""
 
     def __init__(self, rank: int, stall: float, processes: Callable[[], Mapping[int, int]] = dict) -> None:
         self.rank = rank
         self.stall = stall
         self.processes = processes
         self.orphaned = False
-        """Whether the launcher has ended that started this process."""
+        """Whether the launcher of this process has ended."""
         self._what: Callable[[], str] | None = None
         self._waits = 0
         self._seen = 0
@@ -56,17 +56,17 @@ class Watch:
         _look_after(self)
 
     def begin(self, what: Callable[[], str]) -> None:
-        """A wait begins; `what` names it in reports."""
+        """Begins a wait; `what` names it in reports."""
         self._waits += 1
         self._what = what
 
     def end(self) -> None:
-        """The wait is over."""
+        """Ends the wait."""
         self._what = None
 
     @contextlib.contextmanager
     def during(self, what: Callable[[], str]) -> Iterator[None]:
-        """A wait as a block."""
+        """Makes a block one wait."""
         self.begin(what)
         try:
             yield
@@ -74,7 +74,7 @@ class Watch:
             self.end()
 
     def look(self, now: float) -> None:
-        """Tells of a wait that has lasted too long; called by the thread."""
+        """Reports a wait that has lasted too long; called by the thread."""
         if self._parent is not None and os.getppid() != self._parent:
             self.orphaned = True
         what, number = self._what, self._waits
@@ -83,7 +83,7 @@ class Watch:
             return
         waited = now - self._since
         if self.orphaned and waited >= _ORPHANED:
-            # A call that blocks hears of nothing else.
+            # Nothing else ends a call that blocks.
             print(f"partc: rank {self.rank} ends, since its launcher has ended", file=sys.stderr, flush=True)
             os._exit(1)
         if waited >= self._report:
@@ -93,7 +93,7 @@ class Watch:
 
 
 def idle(processes: Mapping[int, int], rank: int) -> list[str]:
-    """The other ranks that cannot go on for a reason that the system knows."""
+    """Describes the other ranks that cannot proceed for a reason that the system knows."""
     found = []
     for other, process in processes.items():
         state = states([process])[0]

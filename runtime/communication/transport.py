@@ -1,18 +1,17 @@
 """The protocol that the runtime needs of a transport: MPI, threads, or anything else.
 
-Laws: messages of one (source, target, tag) arrive in the order in which they were sent; a buffer given to `isend` or `irecv`
-belongs to the transport until `wait` returns; a wait never lasts for ever, because the failure of any rank ends it with a
-RankError.
+Laws: messages of one (source, target, tag) arrive in the order in which they were sent; a buffer passed to `isend` or `irecv` belongs to
+the transport until `wait` returns; a wait never lasts for ever, because the failure of any rank ends it with a RankError.
 
-A collective begins and is waited for like a message. Each rank of a list calls the list's collectives in one order; each gives
-packed bytes and gets packed bytes:
+A collective begins and is waited for like a message. All ranks of a list call the collectives of that list in the same order. Each rank
+passes packed bytes (`source`) and receives packed bytes (`target`). With p ranks and n elements in a block:
 
     AllReduce       source n    target n     reduced element by element (source may be target)
-    ReduceScatter   source p*n  target n     the own block of the reduced source
+    ReduceScatter   source p*n  target n     the rank's own block of the reduced source
     AllGather       source n    target p*n   all sources, in the list's order
-    AllToAll        source p*n  target p*n   block i of the target is the own block of the i-th rank's source
-    Reduce          source n    target n     the sources reduced element by element, on the root; nothing elsewhere
-    Gather          source n    target p*n   all sources, in the list's order, on the root; nothing elsewhere
+    AllToAll        source p*n  target p*n   block i of the target is the rank's own block of the i-th rank's source
+    Reduce          source n    target n     on the root: the sources reduced element by element; elsewhere nothing
+    Gather          source n    target p*n   on the root: all sources, in the list's order; elsewhere nothing
     Broadcast       target n                 the target of the root
 """
 
@@ -30,17 +29,17 @@ from ..errors import one_line
 
 Request: TypeAlias = object
 GATHER = "Gather"
-"""What a Reduce is where the transport does not reduce the type; no op of a rank file."""
+"""The op that replaces a Reduce whose type the transport does not reduce; rank files have no such op."""
 AGREEMENT = "the agreement on the sizes of a step"
-"""What a wait for other ranks' vectors is called in reports."""
+"""The name, in reports, of a wait for the vectors of other ranks."""
 Vector: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveArgs:
-    """A collective as transports see it: among `ranks`, which include this one, from `source` to `target`.
+    """The arguments of a collective, as transports get them: among `ranks`, which include this one, from `source` to `target`.
 
-    `at_once`: on every one of the ranks the wait follows the begin at once, and may be one with it.
+    `at_once`: every one of the ranks waits directly after it begins, so that a transport may do both in one call.
     """
 
     op: str
@@ -55,10 +54,13 @@ class CollectiveArgs:
 
 
 class Agreements(Protocol):
-    """Element-wise maxima over all ranks: the n-th that one rank begins is the n-th of every other, whatever lies between them."""
+    """Element-wise maxima over all ranks.
+
+    The n-th agreement that one rank begins is the n-th of every other rank, whatever each does between two of them.
+    """
 
     def begin(self, vector: Vector) -> Callable[[], Vector]:
-        """Gives this rank's vector, without waiting; what comes back waits for those of all ranks, and returns the maximum."""
+        """Contributes this rank's vector without waiting; the returned function waits for all ranks' vectors and returns their maximum."""
         ...
 
 
@@ -69,11 +71,11 @@ class Transport(Protocol):
     rank: int
     size: int
     place: int
-    """The place of this rank among those of its machine."""
+    """The index of this rank among the ranks of its machine."""
     cores: int
     """Cores that this rank may keep busy without taking them from its neighbours."""
     shares_host: bool
-    """Whether ranks share a machine, so that none may spin for long."""
+    """Whether several ranks share a machine, so that a waiting rank must not spin for long."""
     tags: int
     """The largest tag."""
     stall: float
@@ -81,7 +83,7 @@ class Transport(Protocol):
     single_host: bool
     """Whether all ranks are on one machine."""
     has_own_core: bool
-    """Whether every rank has a core of its own, so that a wait may keep it."""
+    """Whether every rank has a core of its own, so that a waiting rank may keep its core busy."""
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         """Begin to send the buffer."""
@@ -96,11 +98,11 @@ class Transport(Protocol):
         ...
 
     def interrupt(self, message: str) -> None:
-        """From another thread: what this rank waits for, now or later, ends with a RankError with the message."""
+        """Called from another thread: ends this rank's current wait, and later ones, with a RankError with this message."""
         ...
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
-        """The action, which computes, such that messages under way go on meanwhile."""
+        """Returns a function that runs `action`, which computes, while messages under way make progress."""
         ...
 
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -108,14 +110,14 @@ class Transport(Protocol):
         ...
 
     def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
-        """Whether an AllReduce, a ReduceScatter or a Reduce among these ranks takes this type, and gives every rank the same bits.
+        """Whether an AllReduce, a ReduceScatter or a Reduce among these ranks accepts this type, and gives every rank the same bits.
 
-        Where not, the values themselves are moved, and the runtime reduces them.
+        Where it does not, the values themselves are moved, and the runtime reduces them.
         """
         ...
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
-        """What begins the collective, each time that it is called."""
+        """Returns the function that begins the collective; it may be called many times."""
         ...
 
     def all_reduce_max(self, vector: Vector) -> Vector:
@@ -123,11 +125,11 @@ class Transport(Protocol):
         ...
 
     def count_step(self) -> None:
-        """Counts this rank to the next step of all ranks, without a message; a rank that waits there is told of one that has left."""
+        """Counts a step in which all ranks take part, without a message: if another rank left before that step, this rank's wait fails."""
         ...
 
     def agreements(self) -> Agreements:
-        """Agreements of all ranks in an order of their own, beside all else that ranks do together; collective."""
+        """Agreements of all ranks, in an order of their own that is independent of the ranks' other communication. Collective."""
         ...
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -142,7 +144,7 @@ class Transport(Protocol):
         ...
 
     def leave(self, message: str) -> None:
-        """Tell every other rank that this one takes part in nothing more; a rank that waits for it later gets a RankError."""
+        """Tells every other rank that this one takes part in no further communication; a rank that waits for it later gets a RankError."""
         ...
 
     def abort(self, message: str) -> None:

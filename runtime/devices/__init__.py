@@ -1,1 +1,1 @@
-"""The devices of a rank: which target runs where, and the memory there."""
+"""The devices of a rank's targets, and the memory of devices."""

@@ -1,9 +1,9 @@
-"""The device of each target of a rank: as `--device` says, by default the CPU.
+"""Chooses the device of each target of a rank: the one that `--device` requests, by default the CPU.
 
-    devices_from({"device": "cuda"}, 1)     nodes of no named target run on cuda, the second one of the machine
+    devices_from({"device": "cuda"}, 1)     nodes without a named target run on cuda, on the machine's second GPU
     devices_from({"cuda": "cpu"}, 0)        the target cuda is the CPU: the same program, copies included
 
-A program has two targets at most, `cpu` and `cuda`: `device` stands for one of them.
+A program has two targets at most, `cpu` and `cuda`; the name `device` means one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Device:
-    """A device as onnxruntime names it, by its kind and number."""
+    """A device of onnxruntime: its kind and number."""
 
     kind: str = CPU
     number: int = 0
@@ -42,7 +42,7 @@ class Device:
 
     @property
     def providers(self) -> list[tuple[str, dict[str, str]]]:
-        """The execution provider with its options: an arena that grows by as much as is asked for, and float32 that is float32."""
+        """The execution provider and its options: an arena that grows only by the requested size, and float32 without TF32."""
         if self.is_host:
             return [(_CPU_PROVIDER, {})]
         options = {"device_id": str(self.number), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
@@ -57,13 +57,13 @@ HOST = Device()
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one rank: that of the target `cuda`, and the target that nodes have which no pattern of the plan names."""
+    """The devices of one rank: that of the target `cuda`, and the target of nodes that no pattern of the plan names."""
 
     cuda: Device = HOST
     default: str = CPU
 
     def target(self, name: str) -> str:
-        """`cpu` or `cuda`, for the target of a node as its file names it."""
+        """Returns `cpu` or `cuda` for the target of a node in its file."""
         return self.default if name in ("", DEVICE) else name
 
     def of(self, name: str) -> Device:
@@ -72,7 +72,7 @@ class Devices:
 
 
 def parse_devices(texts: Sequence[str]) -> dict[str, str]:
-    """What options `--device` ask for; UsageError for an option that names no device."""
+    """Parses the texts of options `--device`; UsageError for an option that names no device."""
     asked: dict[str, str] = {}
     for text in texts:
         target, equals, device = text.partition("=")
@@ -86,7 +86,7 @@ def parse_devices(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_devices(asked: RequestedDevices) -> None:
-    """UsageError for targets or devices that there are not."""
+    """Raises UsageError for targets or devices that do not exist."""
     problems = []
     for target, device in asked.items():
         if target == DEVICE:
@@ -103,7 +103,7 @@ def check_devices(asked: RequestedDevices) -> None:
 
 
 def devices_from(asked: RequestedDevices | None, place: int = 0) -> Devices:
-    """The devices of a rank that is the `place`-th of its machine; ranks take the machine's GPUs in turn."""
+    """Returns the devices of the rank with index `place` among those of its machine; the ranks take the machine's GPUs in turn."""
     asked = asked or {}
     check_devices(asked)
     wanted = asked.get(CUDA, CUDA)
@@ -116,7 +116,7 @@ def devices_from(asked: RequestedDevices | None, place: int = 0) -> Devices:
 
 
 def gpus() -> int:
-    """How many GPUs this process sees; 0 where the system does not say."""
+    """Returns the number of GPUs that this process sees; 0 where the system does not list them."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is not None:
         return sum(bool(one.strip()) for one in seen.split(","))

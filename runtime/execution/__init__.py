@@ -1,1 +1,1 @@
-"""A loaded program: its steps, state and status."""
+"""A loaded program: its steps, inputs, state, memory and times."""

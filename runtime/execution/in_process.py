@@ -1,4 +1,4 @@
-"""All ranks of an artifact in this process, each a thread: for tests, `partc verify`, and machines without MPI."""
+"""Runs all ranks of an artifact in this process, each as a thread: for tests, `partc verify`, and machines without MPI."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .session_settings import settings_for
 
 
 class LocalProgram:
-    """All ranks of an artifact as threads of this process: called with the unsharded model's inputs, it gives all outputs.
+    """All ranks of an artifact as threads of this process: called with the unsharded model's inputs, it returns all outputs.
 
-    It may be called by any number of threads: one call is under way at a time, and the others wait (`job/turn.py`). `close` waits for
-    the call under way; after it a call is a RankError. Calls from inside of a call, and in a fork of the process, are UsageErrors.
+    Any number of threads may call it: one call is under way at a time, and the others wait (`job/turn.py`). `close` waits for the call
+    under way; a later call is a RankError. Calls from inside a call, and in a fork of the process, are UsageErrors.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LocalProgram:
             for (transport, own), one in zip(pairs, turns, strict=True)
         ]
         self._sound = True
-        """Whether no message or failure of an earlier call is left."""
+        """Whether no message or failure remains from an earlier call."""
         self._main = self
         self._others: list[LocalProgram] = []
         """The other programs of the artifact that were loaded with this one."""
@@ -71,7 +71,7 @@ class LocalProgram:
 
     @one_call(PROGRAM, "a step")
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
-        """Run one step on all ranks, with global inputs and outputs. After an InputError or a RankError it can be called again."""
+        """Runs one step on all ranks, with global inputs and outputs. After an InputError or a RankError it can be called again."""
         given = {**(inputs or {}), **named}
         for port in self.inputs:
             if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
@@ -81,12 +81,12 @@ class LocalProgram:
 
     @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
-        """Maps each rank to the result of its `Program.step_of_all` for these inputs."""
+        """Returns the result of each rank's `Program.step_of_all` for these inputs, in the order of the ranks."""
         return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
     @one_call(PROGRAM, "loading")
     def sibling_program(self, name: str) -> LocalProgram:
-        """Another program of the artifact over the same state, such as `prefill` of one that makes tokens; it ends with this one."""
+        """Loads another program of the artifact over the same state, such as `prefill` of a decoder; it is closed with this one."""
         found = copy.copy(self)
         found._ranks = self._all([partial(program.sibling_program, name) for program in self._ranks])
         found.manifest = found._ranks[0].manifest
@@ -99,14 +99,14 @@ class LocalProgram:
             program.at_slots(slots)
 
     def _admits(self, thread: int) -> bool:
-        """Whether a thread may call one of the ranks: their own, and who has the turn of all."""
+        """Whether a thread may call one of the ranks: a rank's own thread, or the thread whose call of all ranks is under way."""
         return thread in self._threads.identifiers or self.turn.has(thread)
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """The results of all ranks. Where ranks fail, the first cause is raised, and the program can be called again."""
+        """Returns the results of all ranks. Where ranks fail, it raises the first cause, and the program can be called again."""
         main = self._main
         if not main._sound:
-            self._threads.await_idle()  # of a call that was interrupted, which may have been anywhere
+            self._threads.await_idle()  # an interrupted call may still run, at any point
             main._recover()
         main._sound = False
         try:
@@ -119,7 +119,7 @@ class LocalProgram:
         return found
 
     def _recover(self) -> None:
-        """Forgets what a call has left, by the ranks' own threads: another Ctrl-C leaves none of their locks taken."""
+        """Discards what a failed call left, in the ranks' own threads, so that another Ctrl-C leaves none of their locks taken."""
         for one in (self, *self._others):
             self._threads.run([program.recover for program in one._ranks], after=self._world.reset)
         self._sound = True
@@ -132,7 +132,7 @@ class LocalProgram:
             raise
 
     def close(self) -> None:
-        """Give back sessions, buffers and threads, after the call under way."""
+        """Frees sessions, buffers and threads, after the call under way."""
         if not self.turn.over:
             self._end()
 
@@ -156,7 +156,7 @@ class LocalProgram:
 
 
 def joined_output(port: Port, found: Sequence[Outputs]) -> Value:
-    """The global value of an output, joined from what the ranks got."""
+    """Returns the global value of an output, joined from the outputs of all ranks."""
     if port.boxes is None:
         return found[port.ranks[0]][port.name]
     chosen = distinct(port)
@@ -174,10 +174,10 @@ def load_local(
     devices: RequestedDevices | None = None,
     op_times: Path | None = None,
 ) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program`, `devices`, `on_error` and `op_times` as for
-    `load`.
+    """Loads all ranks of the artifact in `folder` as threads of this process, without MPI.
 
-    In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
+    `program`, `devices`, `on_error` and `op_times` are as for `load`. In one process a program can be called again after any failure; with
+    "recover" it fails as it does over MPI.
     """
     artifact = open_artifact(folder, trust=trust, program=program)
     world = LocalWorld(artifact.manifest.ranks)

@@ -1,4 +1,4 @@
-"""Converts a caller's inputs to values of the runtime: a rank's shard, or the global value, from which the runtime takes the shard."""
+"""Converts a caller's inputs to values of the runtime: a rank's shard, or the global value, whose shard the runtime selects."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from ..artifact.format import IdsRecord, LabelRecord, Port
 
 @dataclass(frozen=True)
 class Whole:
-    """The global value of an input of which a rank reads a shard: the runtime takes the shard out of it.
+    """The global value of an input of which a rank reads a shard: the runtime selects the shard.
 
-    A memory-mapped array is read only where the shard is.
+    A memory-mapped array is read only within the shard.
     """
 
     value: object
 
 
 class SameArrays(dict[str, object]):
-    """Inputs of many steps of one program that lie in the same arrays each time: a rank reads them once.
+    """Inputs that are in the same arrays in many steps of one program: a rank converts and checks them once.
 
-    From then on it takes its values as they are. Only numbers change between two steps; the caller vouches for these, none is looked at.
+    From then on it uses the converted values. Only numbers may change between two steps; the caller is responsible for them, as they are
+    not checked again.
     """
 
     def __init__(self, inputs: Mapping[str, object]) -> None:
         super().__init__(inputs)
         self.read: dict[int, tuple[dict[str, int], dict[str, Value]]] = {}
-        """Maps each rank to what it has read: sizes and values."""
+        """Maps each rank to the sizes and values that it has read."""
 
     def hold(self, values: Mapping[str, Value]) -> bool:
-        """Whether the values that a rank has read of them lie in these arrays, so that none is a copy."""
+        """Whether all `values`, which a rank has read from these inputs, share the memory of these arrays, so that none is a copy."""
         for name, value in values.items():
             given = self[name]
             array = given.value if isinstance(given, Whole) else given
@@ -48,7 +49,7 @@ class SameArrays(dict[str, object]):
 
 
 def shard(port: Port, rank: int, value: object) -> object:
-    """A rank's shard of a global input, in memory of its own; a `Whole` of it where its size does not allow that."""
+    """Returns a rank's shard of a global input, as a copy; a `Whole` of the input where its size does not allow that."""
     box = port.box(rank)
     if box is None:
         return value
@@ -60,24 +61,24 @@ def shard(port: Port, rank: int, value: object) -> object:
 
 
 class InputReader:
-    """Reads an input of a rank, and keeps what it was: an array of the same type and shape as the last one is not looked into again."""
+    """Reads an input of a rank; an array with the type and the shape of the last one is not converted or measured again."""
 
     __slots__ = ("_axes", "_box", "_checks", "_dtype", "_kept", "_last", "name", "port", "rank", "sizes")
 
     def __init__(self, port: Port, rank: int) -> None:
         self.port, self.rank, self.name = port, rank, port.name
         self.sizes: tuple[int, ...] | None = None
-        """The dims of the global value, of the last one that was a tensor."""
+        """The dims of the last global value that was a tensor."""
         self._dtype = dense(port.type)
         self._kept = self._dtype.numpy if self._dtype is not None else None
         self._last: tuple[int, ...] | None = None
-        """The shape of the last array of that type, of which `sizes` are."""
+        """The shape of the last array of that type, from which `sizes` were computed."""
         self._box = port.box(rank)
         self._axes = None if port.shape is None else len(port.shape)
         self._checks = port.labels is not None or bool(port.ids)
 
     def read_again(self, given: object, values: dict[str, Value]) -> bool:
-        """Reads a value that has the type and the shape of the last one, and so its sizes; False where it has not."""
+        """Reads a value with the type and the shape of the last one, and so its sizes; returns False for any other value."""
         if type(given) is not np.ndarray or given.dtype is not self._kept or given.shape != self._last:
             return False
         assert self._dtype is not None
@@ -87,7 +88,7 @@ class InputReader:
         return True
 
     def read(self, fed: object, values: dict[str, Value]) -> None:
-        """Puts the value of an input, of which this rank has a shard, among the `values`; ValueError says what is wrong with it."""
+        """Puts this rank's shard of the input `fed` into `values`; ValueError says what is wrong with it."""
         self.forget()
         if self._box is None and type(fed) is np.ndarray and fed.dtype is self._kept and fed.ndim == self._axes:
             self.sizes = self._last = fed.shape
@@ -99,11 +100,11 @@ class InputReader:
         check_numbers(self.port, value, self.rank)
 
     def forget(self) -> None:
-        """There is no last value."""
+        """Forgets the last value."""
         self.sizes = self._last = None
 
     def _shard(self, value: Value, given: object) -> Value:
-        """This rank's shard of an input; `sizes` gets the global dims. ValueError if these are not integers."""
+        """Returns this rank's shard of an input and sets `sizes` to the global dims; ValueError if these are not integers."""
         box = self._box
         if not isinstance(value, Tensor | np.ndarray):
             return value
@@ -127,7 +128,7 @@ class InputReader:
 
 
 def _value(port: Port, value: object) -> Value:
-    """An input as the runtime handles it; ValueError says what is wrong with it."""
+    """Converts an input to a value of the runtime; ValueError says what is wrong with it."""
     value = value.value if isinstance(value, Whole) else value
     dtype = dense(port.type)
     if dtype is None and port.type != "tensor(string)":
@@ -154,7 +155,7 @@ def _value(port: Port, value: object) -> Value:
 
 
 def _general(value: object, text: str) -> Value:
-    """A sequence, optional or map, its element types held against the port's."""
+    """Converts a sequence, an optional or a map; ValueError where its element types are not those of the port's type `text`."""
     head, _, rest = text.partition("(")
     inner = rest[:-1]
     match head:
@@ -178,7 +179,7 @@ def _general(value: object, text: str) -> Value:
 
 
 def check_numbers(port: Port, value: Value, rank: int) -> None:
-    """ValueError for the first number of a rank's shard that is not a label, or not a row of the table that it is looked up in."""
+    """Raises ValueError for the first number of a rank's shard that is not a valid label, or not a row of its table."""
     if (port.labels is None and not port.ids) or not isinstance(value, Tensor):
         return
     array: Any = value.array()
@@ -237,7 +238,7 @@ def _check_labels(port: Port, law: LabelRecord, labels: Any, rank: int) -> None:
 
 
 def _place(port: Port, shape: Sequence[int], first: Sequence[int], rank: int) -> str:
-    """The position in the batch of an element of a rank's shard."""
+    """Describes the position, in the whole batch, of an element of a rank's shard."""
     if not first:
         return "it"
     rest = [at + begin for at, begin in zip(first, _begins(port, shape, rank), strict=True)]
@@ -246,7 +247,7 @@ def _place(port: Port, shape: Sequence[int], first: Sequence[int], rank: int) ->
 
 
 def _begins(port: Port, shape: Sequence[int], rank: int) -> list[int]:
-    """The begin of a rank's shard of an input along each dim."""
+    """Returns the offset of a rank's shard of an input along each dim."""
     box = port.box(rank)
     if box is None:
         return [0] * len(shape)

@@ -1,20 +1,20 @@
-"""Loading an artifact and calling it: one rank of an MPI job, or all ranks as threads of this process.
+"""Loads an artifact and runs its steps: one rank of an MPI job, or all ranks as threads of this process.
 
     with partc.runtime.load("build") as program:     # on every rank
         outputs = program(x=images)
 
-A call is one step, collective over the ranks. A step that the inputs make impossible is refused by all ranks with one InputError
-and leaves the program usable. A failure inside a step ends it on all ranks.
+A call is one step, collective over the ranks. If the inputs make a step impossible, all ranks refuse it with the same InputError, and the
+program stays usable. A failure inside a step ends the step on all ranks.
 
-The agreement of all ranks that begins each step: begun with the step, or ahead, while the step before runs.
+Each step begins with an agreement of all ranks on its sizes. It begins with the step, or ahead, while the previous step runs:
 
-    agreement.announce(following)       # optional: what the step after the next one is given
+    agreement.announce(following)       # optional: the inputs of the step after the next one
     bindings, values = agreement.of(inputs)
 
-A rank that knows the inputs of the next step sends the others its sizes as soon as all have agreed on this one, and goes on. When it
-comes to the next step they have told theirs, too, unless one is a whole step behind: so ranks wait for each other's values, and hardly ever
-for each other. Agreements have an order of their own, so that each rank may begin one ahead or not, and do other things with the
-others between two steps.
+A rank that knows the inputs of the next step sends their sizes to the others as soon as all have agreed on the current step, and continues.
+By the time it begins the next step the others have sent theirs too, unless a rank is a whole step late: so ranks wait for each other's
+values, and hardly ever for each other. Agreements have an order of their own, so that each rank may begin one ahead or not, and may
+communicate otherwise between two steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class StepAgreement:
-    """A rank's end of the agreements on the steps of one program. `ahead`: whether they may begin while the step before runs."""
+    """A rank's end of the agreements on the steps of one program. `ahead`: whether they may begin while the previous step runs."""
 
     def __init__(self, binder: Binder, transport: Transport, ahead: bool) -> None:
         self.binder = binder
@@ -70,36 +70,36 @@ class StepAgreement:
         self._request = 0
 
     def open(self) -> None:
-        """Make ready; collective, once, before the first step."""
+        """Creates the agreements; collective, called once before the first step."""
         if self.transport.size > 1:
             self._agreements = self.transport.agreements()
 
     def announce(self, inputs: Mapping[str, object]) -> None:
-        """Says what the step after the next one is given."""
+        """Announces the inputs of the step after the next one."""
         self._announced = {**inputs} if self.ahead else None
 
     def halt(self, now: bool) -> None:
-        """Says whether this rank wants no further step, with the next sizes that it sends."""
+        """Sets whether this rank, with the next sizes that it sends, asks all ranks to run no further step."""
         self._halt = now
 
     def request(self, number: int) -> None:
-        """Sends a number with the next sizes: all ranks know the largest, `requested`, once they agree on that step."""
+        """Sends a number with the next sizes; once the ranks agree on that step, each has the largest of their numbers as `requested`."""
         self._request = number
 
     @property
     def requested(self) -> int:
-        """The largest number that ranks have sent with the last step."""
+        """The largest number that ranks sent with the last step."""
         return self.binder.request
 
     @property
     def sizes(self) -> Bindings:
-        """The values to which the inputs of the last step have bound their symbols."""
+        """The sizes of the symbols in the last step."""
         return self.binder.sizes
 
     def of(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
-        """The bindings and inputs that all ranks agreed on for this step; then sends the sizes of the next step, if it is announced.
+        """Returns the bindings and inputs of this step, as all ranks agreed; then sends the sizes of the next step, if it is announced.
 
-        Where a rank has sent a request, there may be no next step, and all ranks leave it to begin with an agreement of its own.
+        If a rank has sent a request there may be no next step: then nothing is sent ahead, and the next step begins with its own agreement.
         """
         announced, told = self._announced, self._told
         self._announced = self._told = None
@@ -116,12 +116,12 @@ class StepAgreement:
         return found
 
     def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
-        """The bindings and inputs of a step that all ranks are given alike: nothing is sent, and nothing waited for."""
+        """Returns the bindings and inputs of a step with the same inputs on all ranks: it sends no message and does not wait."""
         self.transport.count_step()
         return self.binder.of_all(inputs)
 
     def reset(self) -> None:
-        """Forget what has begun, after a failure."""
+        """Discards announced inputs and an agreement that was begun ahead, after a failure."""
         self._announced = self._told = None
 
     def _send(self, inputs: Mapping[str, object]) -> AnnouncedStep:
@@ -139,9 +139,10 @@ CLOSED = "it was closed"
 class Program:
     """One rank's end of a loaded artifact.
 
-    One call is under way at a time, of it and of what shares its state (`job/turn.py`). In a job of one rank calls of other threads wait
-    for it; among several ranks they are refused with a UsageError, since threads have no order that all ranks know. Refused are calls from
-    inside of a call, too, and those in a fork of the process; after `close`, which waits for the call under way, each is a RankError.
+    One call is under way at a time, of this program and of all that share its state (`job/turn.py`). In a job of one rank the calls of
+    other threads wait for it; among several ranks they are refused with a UsageError, since threads have no order that all ranks know.
+    Calls from inside a call, and those in a fork of the process, are refused too; after `close`, which waits for the call under way, every
+    call is a RankError.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Program:
         self._board = open_board(transport.rank)
         self._step = 0
         self._attempted: Bindings | None = None
-        """The sizes for which all ranks have had a plan last, where steps can be given up; the other sizes that they keep may differ."""
+        """The last sizes for which all ranks had a plan, where steps can be abandoned; ranks may cache plans for different other sizes."""
         self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
         self._broken: str | None = None
 
@@ -180,20 +181,23 @@ class Program:
 
     @property
     def looked_up(self) -> dict[str, Moved]:
-        """Maps the op and path of each lookup in tables of several ranks to what this rank has moved so far."""
+        """Maps the op and path of each lookup in tables of several ranks to the counts of steps, ids and received bytes so far."""
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_call(PROGRAM, local=True)
     def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
-        """Measures every task of every step from the next one on, which has this number, until it is stopped; `sibling_program` measures
-        another program.
+        """Measures every task of every step from the next one on, which has this `number`, until the profiler is stopped.
+
+        `beside`: a profiler that already measures another program, from `sibling_program`, and is to measure this one too.
         """
         return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
     @one_call(PROGRAM, local=True)
     def prepare(self, bindings: Bindings) -> None:
-        """Makes the plan of a step of these sizes, without running it. Where freed memory is filled (`memory/freed.py`) it is proven,
-        and RankError names two values that share bytes while both are needed.
+        """Makes the plan of a step of these sizes, without running it.
+
+        Where freed memory is filled (`memory/freed.py`) the plan is proven: RankError names two values that share bytes while both are
+        needed.
         """
         self._schedules.of(bindings)
 
@@ -209,19 +213,22 @@ class Program:
 
     @one_call(PROGRAM, "a step")
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
-        """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
+        """Runs one step: every rank passes the inputs that it reads (others are ignored), and gets the outputs delivered to it.
 
-        Of an input that is cut a rank gives its shard (`Port.box`), or the `Whole` of it; of such an output it gets its shard.
+        A rank passes its shard (`Port.box`) of a sharded input, or the global value as a `Whole`; it gets its shard of a sharded output.
 
-        InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
-        cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
+        All ranks raise InputError together, and the program stays usable. RankError names the rank and the op that failed, and the program
+        cannot be called again; where it recovers all ranks raise a StepError instead, and it can be called again.
         """
         return self._run({**(inputs or {}), **named})
 
     @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> Outputs:
-        """A call that all ranks give the same inputs, whole ones also of those that a rank does not read: they agree without a message.
-        What comes back lies where the step made it, until the next step of any program of the artifact."""
+        """Runs a step with the same inputs on all ranks, also those that this rank does not read, each as a global value.
+
+        The ranks agree on the step without a message. The outputs are not copied: they are valid until the next step of any program of the
+        artifact.
+        """
         return self._run(inputs, of_all=True)
 
     def _run(self, inputs: Mapping[str, object], of_all: bool = False) -> Outputs:
@@ -243,15 +250,15 @@ class Program:
 
     @one_call(PROGRAM)
     def announce(self, inputs: Mapping[str, object]) -> None:
-        """Says what the step after the next one is given: the next one begins the agreement on it, and waits for no other rank.
+        """Announces the inputs of the step after the next one, so that its agreement begins in the next step and waits for no other rank.
 
-        That step must then be called with the same arrays, unchanged since. Other ranks need not announce it. Where steps can be given up
+        That step must be called with the same arrays, unchanged in between. Other ranks need not announce it. Where steps can be abandoned
         (`on_error="recover"`) each begins with an agreement of its own.
         """
         self.agreement.announce(inputs)
 
     def _attempt(self, bindings: Bindings, values: Mapping[str, Value]) -> Outputs:
-        """A step that all ranks give up with a StepError where it fails on any."""
+        """Runs a step that all ranks abandon with a StepError if it fails on any rank."""
         if bindings != self._attempted:
             failure = None
             try:
@@ -268,12 +275,12 @@ class Program:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be called: no step has failed, and it was not closed."""
+        """Whether the program can be called: no step has failed, and it is not closed."""
         return self._broken is None
 
     @one_call(PROGRAM)
     def connect(self) -> None:
-        """Make ready for the collectives of the artifact; all ranks call it, once, before the first step."""
+        """Prepares the collectives of the artifact; all ranks call it, once, before the first step."""
         self._connect()
 
     def _connect(self) -> None:
@@ -282,7 +289,7 @@ class Program:
 
     @one_call(PROGRAM)
     def all_gather_text(self, text: str) -> list[str]:
-        """The text of every rank, in order of ranks; collective."""
+        """Returns the texts of all ranks, in the order of the ranks; collective."""
         return self._transport.all_gather_text(text)
 
     @one_call(PROGRAM)
@@ -295,14 +302,14 @@ class Program:
         return other
 
     def at_slots(self, slots: Sequence[int]) -> None:
-        """Let the next steps compute these slots, of a prefill one of each run, of a decode in turns a group; the same on all ranks."""
+        """Sets the slots that the next steps compute, the same on all ranks: for a prefill one of each run, for a decode a group."""
         if self._program.rows is None:
             fact = f"the program '{self.manifest.name}' computes all slots"
             raise UsageError(f"{fact}\n  help: choose slots of the program '{PREFILL}'")
         self._program.rows.choose(slots)
 
     def release(self) -> None:
-        """Give back sessions and buffers, and leave the ranks' connection to whom it belongs; after the call under way."""
+        """Frees sessions and buffers, but not the connection between the ranks, which has another owner; waits for the call under way."""
         if not self.turn.over:
             self._end()
 
@@ -323,7 +330,7 @@ class Program:
 
     @one_call(PROGRAM)
     def maxima(self, numbers: Vector) -> Vector:
-        """The element-wise maxima of all ranks' whole numbers; collective."""
+        """Returns the element-wise maxima of all ranks' integers; collective."""
         return self._transport.all_reduce_max(numbers)
 
     @property
@@ -333,7 +340,7 @@ class Program:
 
     @one_call(PROGRAM)
     def agreements(self) -> Agreements:
-        """Agreements of all ranks other than those of steps; collective."""
+        """Creates agreements of all ranks that are independent of those of steps; collective."""
         return self._transport.agreements()
 
     @one_call(PROGRAM)
@@ -342,23 +349,23 @@ class Program:
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers; collective. It takes no turn: what reads batches calls it, also inside of an evaluation."""
+        """Returns the largest of the ranks' numbers; collective. It needs no turn: a reader of batches may call it inside an evaluation."""
         if self.turn.ended is not None:
             raise RankError(f"the program has stopped: {self.turn.ended}")
         return int(self._transport.all_reduce_max(np.array([number], np.int64))[0])
 
     def describe(self, action: int) -> str:
-        """The text of an action that the status board shows."""
+        """Returns the text for an action number of the status board."""
         return describe(self._program.steps, action)
 
     @one_call(PROGRAM)
     def recover(self) -> None:
-        """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
+        """Makes the program callable again after a failure; all ranks must call it, and the transport must hold no old message."""
         self._broken = self._attempted = None
         self.agreement.reset()
 
     def close(self) -> None:
-        """Give back sessions, buffers and communicators, after the call under way; collective."""
+        """Frees sessions, buffers and communicators, after the call under way; collective."""
         if not self.turn.over:
             self._end(self._transport)
 
@@ -373,7 +380,7 @@ class Program:
         self.close()
 
     def leave(self, error: BaseException) -> None:
-        """Tell the other ranks that this one takes part in nothing more, since an error has left its block."""
+        """Tells the other ranks that this one takes part in no further step, since an error has left its `with` block."""
         if not self.turn.over:
             self._broken = self._broken or "an error left its block"
             self._transport.leave(leaving_message(self.rank, error))
@@ -404,14 +411,14 @@ def load(
     first: Callable[[], object] | None = None,
     op_times: Path | None = None,
 ) -> Program:
-    """This rank's end of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
+    """Loads this rank's end of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `program`: its name, by default the main one. `threads`: of each operator, by default the cores that belong to this rank. `trust`:
-    do not hash the files. `stall`: seconds after which a wait is reported on stderr. `on_error`: what a failure inside a step does to
-    the job: "raise" a RankError on every rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs,
-    of a program that keeps no state. `devices`: by target its device, as `--device` says it: {"device": "cuda"}, {"cuda": "cpu"}.
-    `first`: what each rank does before it opens anything, for all. `op_times`: a folder for the files in which onnxruntime notes the
-    time of every node, for a trace; that slows each step. One rank needs no MPI.
+    `program`: the name of a program, by default the main one. `threads`: of each operator, by default the cores that belong to this rank.
+    `trust`: do not hash the files. `stall`: seconds after which a wait is reported on stderr. `on_error`: the effect of a failure inside a
+    step on the job: "raise" a RankError on every rank, "abort" the job by MPI, or "recover": every rank raises a StepError and the next
+    step runs; that needs a program without state. `devices`: maps each target to its device, as `--device` does: {"device": "cuda"},
+    {"cuda": "cpu"}. `first`: called on each rank before it opens a file; an exception of it fails all ranks. `op_times`: a folder for the
+    files in which onnxruntime notes the time of every node, for a trace; that slows each step. One rank needs no MPI.
     """
     artifact: Artifact | None = None
     loaded: Program | None = None
@@ -452,13 +459,13 @@ def load(
 
 
 def _problem(rank: int, error: Exception) -> str:
-    """The error of a rank that cannot load, as all ranks raise it."""
+    """Returns the text about a rank that cannot load, for the error of all ranks."""
     text = no_memory(reason) if (reason := out_of_memory(error)) else f"{type(error).__name__}: {error}"
     return str(error) if isinstance(error, PartcError) else f"rank {rank}: {text}"
 
 
 def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
-    """UsageError where steps change what ranks keep: some may have replaced it when another one fails."""
+    """Raises UsageError where recovery is requested and steps change the state: some ranks may have replaced it when another one fails."""
     if on_error == RECOVER and any(record.next for record in artifact.manifest.state):
         fact = "its steps change what ranks keep, so none can be given up once it has begun"
         raise UsageError(f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', go on from a checkpoint")
@@ -467,7 +474,7 @@ def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
 def _transport(
     folder: str | Path, ranks: int | None, comm: MPI.Intracomm | Transport | None, stall: float
 ) -> Transport:
-    """The transport for a job of the right size, `ranks`, unless that is not known; UsageError says the right one."""
+    """Returns the transport of the job; UsageError unless it has `ranks` ranks. `ranks`: None if the artifact could not be opened."""
     launched = any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     if comm is None and ranks in (1, None) and not launched:
         return LocalWorld(1, stall).transport(0)

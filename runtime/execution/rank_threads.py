@@ -1,12 +1,12 @@
-"""Ranks as threads of one process, which never keep it: whatever ends one of them ends the waits of the others, and Ctrl-C ends all.
+"""Runs ranks as threads of one process that can always end: a rank that ends also ends the waits of the others, and Ctrl-C ends all.
 
     threads = RankThreads(world)
     results = threads.run([partial(work, rank) for rank in range(world.size)])
 
-The threads are daemons: one that hangs in code of the user's, or in a long computation, is left behind at the end of the process.
+The threads are daemons: the end of the process abandons a thread that hangs in the user's code or in a long computation.
 
-Ctrl-C may come between any two steps of the thread that waits, also between the taking of a lock and the block that gives it back. So
-that thread takes no lock that a rank's thread takes, but puts into queues, reads flags, and pops from lists, of which each is one step.
+Ctrl-C may interrupt the waiting thread between any two instructions, also between taking a lock and entering the block that releases it. So
+that thread takes no lock that a rank's thread takes; it only puts into queues, reads flags, and pops from lists, each of which is atomic.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Result = TypeVar("Result")
 _NAME = "partc rank"
 _PATIENCE = 1.0
 _LOOK = 0.2
-"""Seconds after which flags are looked at again: a word that came just before Ctrl-C may be lost."""
+"""Seconds after which flags are read again: a notification that came just before Ctrl-C may be lost."""
 
 
 @dataclass(eq=False)
 class _Round:
-    """Jobs of all ranks that belong together: `after` is done by the last one that ends, if none has failed."""
+    """One job for each rank, run together; the last job to end calls `after`, if none has failed."""
 
     left: list[int]
     after: Callable[[], None]
@@ -42,7 +42,7 @@ class _Round:
     failed: bool = False
 
     def end(self) -> None:
-        """One job has ended."""
+        """Notes the end of one job."""
         if self.left.pop() == 0 and not self.failed:
             self.after()
 
@@ -59,14 +59,14 @@ class _Job:
     error: BaseException | None = None
 
     def taken(self) -> bool:
-        """Whether the caller is the first to take it: the rank's thread to run it, or who gives it up."""
+        """Whether the caller is the first to claim the job: the rank's thread to run it, or the waiting thread to cancel it."""
         try:
             return self.free.pop()
         except IndexError:
             return False
 
     def run(self) -> None:
-        """Runs it, unless it was given up."""
+        """Runs the job, unless it was cancelled."""
         if not self.taken():
             return
         try:
@@ -85,7 +85,7 @@ class _Job:
 
 
 class RankThreads:
-    """A thread for each rank of a world, which runs one job after the other."""
+    """A thread for each rank of a world; each thread runs its jobs one after another."""
 
     def __init__(self, world: LocalWorld) -> None:
         self.world = world
@@ -97,7 +97,7 @@ class RankThreads:
             thread = threading.Thread(target=_work, args=(queue,), name=f"{_NAME} {rank}", daemon=True)
             thread.start()
             self.identifiers.add(cast(int, thread.ident))
-        # Who loads anew without closing, as in a cell of a notebook that runs twice, leaves no threads behind.
+        # A program that is dropped without `close`, as by a notebook cell that runs twice, leaves no threads.
         self._end = weakref.finalize(self, _end, self._queues)
 
     @property
@@ -106,7 +106,7 @@ class RankThreads:
         return all(job.done for job in self._jobs)
 
     def await_idle(self) -> None:
-        """Returns when no rank runs a job; those that have not begun will not."""
+        """Cancels the jobs that have not begun, and returns when no rank runs a job."""
         for job in self._jobs:
             _give_up(job)
         _wait(self._jobs, lambda: self.idle)
@@ -117,10 +117,10 @@ class RankThreads:
         patience: float | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> list[Result]:
-        """The results of all ranks' jobs; else the failure that is not another one's consequence.
+        """Returns the results of all ranks' jobs, or raises the failure that caused the others.
 
-        `patience`: seconds that the others have to end after the first failure; None: as long as they need. `after`: what the last one does
-        when all have ended well.
+        `patience`: the seconds in which the other jobs must end after the first failure; None: no limit. `after`: called by the last job to
+        end, if all have succeeded.
         """
         of_all = _Round([*range(len(jobs))], after)
         given = [_Job(self._of_rank(rank, job), of_all) for rank, job in enumerate(jobs)]
@@ -133,7 +133,7 @@ class RankThreads:
         except BaseException as error:
             threading.Thread(target=self.world.fail, args=(f"the job was ended: {type(error).__name__}",)).start()
             for one in given:
-                _give_up(one)  # a rank that has not begun will not: an interrupt may come between two of them
+                _give_up(one)  # cancels jobs that have not begun: an interrupt may come between the starts of two jobs
             _wait(given, lambda: all(one.done for one in given), _PATIENCE)
             raise
         errors = [one.error for one in given if one.done and one.error is not None]
@@ -143,11 +143,11 @@ class RankThreads:
         return [one.result for one in given]
 
     def close(self) -> None:
-        """Ends the threads that have nothing to do; the others end with the process."""
+        """Ends the threads that have no job; the others end with the process."""
         self._end()
 
     def _of_rank(self, rank: int, job: Callable[[], Result]) -> Callable[[], Result]:
-        """The job, with word to the others of how it ended."""
+        """Returns a job that also informs the other ranks when it ends or fails."""
 
         def reported() -> Result:
             try:
@@ -167,7 +167,7 @@ class RankThreads:
 
 
 def is_rank_running() -> bool:
-    """Whether a rank's thread runs on, so that the process cannot end in order."""
+    """Whether a rank's thread still runs, so that the process cannot end in order."""
     return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 
 
@@ -183,14 +183,14 @@ def _work(queue: SimpleQueue[_Job | None]) -> None:
 
 
 def _give_up(job: _Job) -> None:
-    """A job that has not begun will not."""
+    """Cancels a job, unless it has begun."""
     if job.taken():
         job.round.failed = True
         job.end()
 
 
 def _wait(jobs: Sequence[_Job], ready: Callable[[], bool], patience: float | None = None) -> None:
-    """Returns when `ready`, or after so many seconds."""
+    """Returns when `ready()` is true, or after `patience` seconds."""
     end = None if patience is None else time.monotonic() + patience
     while jobs and not ready():
         left = _LOOK if end is None else min(_LOOK, end - time.monotonic())

@@ -1,12 +1,12 @@
-"""A step that fails on one rank is given up by all, and the next one runs: `load(..., on_error="recover")`.
+"""Recovers from a failed step: when it fails on one rank all ranks abandon it, and the next one runs: `load(..., on_error="recover")`.
 
-Messages and collectives of a step come to an end only if every rank takes part in all of them. So a rank whose op fails goes on without
-running ops: what they would have made is replaced by stand-ins, numbers of the promised shape, or where a shape is unknown an
-empty value. Nothing is then left under way. At the end of the step all ranks agree on whether one has failed, and raise the
-same StepError; without a failure that is one small AllReduce. Ops of other ranks may fail on stand-ins, too: of several
-failures the earliest in the order of communication is reported, which no other one can have caused.
+Messages and collectives of a step complete only if every rank takes part in all of them. So a rank whose op fails continues without running
+ops: their results are replaced with stand-ins, numbers of the promised shape, or where a shape is unknown an empty value. No communication
+is then left under way. At the end of the step all ranks agree on whether one has failed, and raise the same StepError; without a failure
+that costs one small AllReduce. Ops of other ranks may fail on stand-ins, too: of several failures the earliest in the order of
+communication is reported, because no other failure can have caused it.
 
-A failure to communicate, such as a rank that has ended, cannot be recovered from.
+A failure of communication, such as a rank that has ended, cannot be recovered from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .step_plan import StepPlan
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure on this rank; `order` is the number of the last transfer or collective before it."""
+    """The failure of this rank; `order` is the number of the last transfer or collective before it."""
 
     order: int
     text: str
@@ -40,7 +40,7 @@ class Failure:
 def attempt(
     schedule: StepPlan, inputs: Mapping[str, Value], board: Board, step: int
 ) -> tuple[dict[str, Value], Failure | None]:
-    """Outputs of a step, or the failure of an op of this rank; all communication is done either way. RankError where that fails."""
+    """Runs a step with all its communication; returns its outputs, or the failure of an op here. RankError where communication fails."""
     write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
     schedule.take(inputs)
     position, index, failure = -1, IDLE, None
@@ -72,7 +72,7 @@ def attempt(
 
 
 def settle(transport: Transport, failure: Failure | None) -> None:
-    """StepError on all ranks alike where any has failed; collective."""
+    """Raises the same StepError on all ranks if any has failed; collective."""
     if not transport.all_reduce_max(np.array([failure is not None], np.int64))[0]:
         return
     told = transport.all_gather_text("" if failure is None else json.dumps([failure.order, failure.text]))
@@ -82,12 +82,12 @@ def settle(transport: Transport, failure: Failure | None) -> None:
 
 
 def failed(transport: Transport, error: Exception) -> Failure:
-    """A failure before a step communicates."""
+    """Returns a failure that happened before the step communicated."""
     return Failure(-1, f"rank {transport.rank} failed: {type(error).__name__}: {error}")
 
 
 def _failure(schedule: StepPlan, position: int, index: int, error: Exception) -> Failure:
-    """The consequence of an action's error for the step; RankError where it concerns the communication itself."""
+    """Returns the failure for an action's error; raises RankError where the communication itself failed."""
     rank, program = schedule.transport.rank, schedule.program
     text = str(error)
     if not (isinstance(error, RankError) and text.startswith("rank ")):
@@ -96,7 +96,7 @@ def _failure(schedule: StepPlan, position: int, index: int, error: Exception) ->
     refused = isinstance(step, Send | StartCollective | LookUp) and isinstance(error, StepError)
     refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
     if isinstance(step, Segment) or refused:
-        # A collective on values of unknown shape fails after its ranks have met, and so does a lookup.
+        # A collective on values of unknown shape, and a lookup, fail after their ranks have communicated.
         met = isinstance(step, StartCollective | LookUp) and step.call.tag not in schedule.works
         return Failure(max(map(_tag, program.steps[: index + met]), default=-1), text)
     if isinstance(error, RankError) and not isinstance(error, StepError):
@@ -105,7 +105,7 @@ def _failure(schedule: StepPlan, position: int, index: int, error: Exception) ->
 
 
 def _tag(step: Step) -> int:
-    """The number of what a step communicates in the order that all ranks share."""
+    """Returns the number of a step's communication in the order that all ranks share; -1 for a step without communication."""
     match step:
         case Send() | WaitRecv():
             return step.tag
@@ -115,7 +115,7 @@ def _tag(step: Step) -> int:
 
 
 def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
-    """An action of a step that is given up; `again` is the one that failed, of which nothing has been sent."""
+    """Replaces an action of an abandoned step; `again` marks the action that failed, which has sent nothing."""
     program, (index, action) = schedule.program, schedule.actions[at]
     match program.steps[index] if schedule.is_step(at) else None:
         case Copy() as copy:
@@ -145,7 +145,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
 
 
 def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
-    """Something to send for a value that is missing, or has another shape than was promised."""
+    """Puts a stand-in in the place of a value to send, if the value is missing or does not have the promised shape."""
     kind, value = schedule.program.values.storage[name], schedule.cells.get(name)
     if kind in (Storage.SLOT, Storage.CONSTANT, Storage.INPUT):
         return
@@ -160,7 +160,7 @@ def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again
 
 
 def _refill(cell: Cell) -> None:
-    """Stand-ins in the place of a value."""
+    """Overwrites a value with stand-ins."""
     if isinstance(cell, Remote):
         copy = cell.to_host()
         _fill(copy)
@@ -170,7 +170,7 @@ def _refill(cell: Cell) -> None:
 
 
 def _fill(value: Value) -> Value:
-    """A stand-in: ones for whole numbers, since 1 is a legal index, size, divisor and trip count; else zeros."""
+    """Fills a value with stand-ins: ones for integers, since 1 is a legal index, size, divisor and trip count; else zeros."""
     if isinstance(value, Tensor):
         if value.dtype.bits >= 8 and value.dtype.numpy.kind in "iu":
             value.array()[...] = 1

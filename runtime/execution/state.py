@@ -1,7 +1,7 @@
 """The state of a rank, in memory: parameters, their optimizer slots, running statistics, a decoder's caches.
 
-Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state, and
-so do the two programs of a decoder, whose steps have rows of some slots of each cache (`rows`).
+Tensors that one update processes together are adjacent in memory. A training program and the evaluation of the same model share one state,
+and so do the two programs of a decoder, whose steps use the rows of some slots of each cache (`rows`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """A rank's tensors by their names in its program, and the records of what they are."""
+    """A rank's tensors by their names in its program, and their records."""
 
     rank: int
     tensors: Mapping[str, Placed]
     records: Sequence[StateRecord]
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
-        """Every tensor that lives from step to step: its memory, or where that is another target's a copy of it."""
+        """Returns every tensor of the state with its record: its memory, or a copy of it on the host where it is on another target."""
         return [(record, self._array(record)) for record in self.records]
 
     def fill(self, write: Callable[[StateRecord, Array], None], names: Collection[str]) -> None:
-        """Lets `write` change every tensor of a global name, in turn: what it writes is there in the next step."""
+        """Calls `write` for each tensor whose global name is in `names`; the values that it writes are used from the next step on."""
         for record in self.records:
             if record.tensor not in names:
                 continue
@@ -50,14 +50,14 @@ class State:
                 move(Tensor.of(array, tensor.dtype), tensor)
 
     def rows(self, record: StateRecord, first: int, count: int) -> Placed:
-        """The rows of some of this rank's slots of a cache, as a cache with so many slots; nothing is copied."""
+        """Returns `count` of this rank's slots of a cache, from slot `first` on, as a cache with that number of slots; without a copy."""
         whole = self.tensors[record.value]
         at = first * whole.dtype.bytes_of((1, *whole.shape[1:]))
         return part(whole, at, whole.dtype, (count, *whole.shape[1:]))
 
     @property
     def targets(self) -> dict[str, str]:
-        """The targets of the tensors that do not lie on the host."""
+        """Maps the name of each tensor that is not on the host to its target."""
         return {name: CUDA for name, tensor in self.tensors.items() if isinstance(tensor, Remote)}
 
     def _array(self, record: StateRecord) -> Array:
@@ -74,10 +74,10 @@ def make_state(
     memories: Mapping[str, DeviceMemory],
     groups: int = 1,
 ) -> State:
-    """The state as it is before the first step: weights as the artifact has them, the rest as the records say.
+    """Returns the state before the first step: weights from the artifact, the rest with the initial values of the records.
 
-    `memories`: by tensor that does not lie on the host the memory where it does. `groups`: how many groups of slots a cache has, of which
-    its record has one.
+    `memories`: maps each tensor that is not on the host to its device memory. `groups`: the number of groups of slots in a cache, whose
+    record describes one group.
     """
     mine = [record for record in records if rank in record.ranks]
     tensors: dict[str, Placed] = {}
@@ -103,12 +103,15 @@ def make_state(
 
 
 def _zeros(memory: DeviceMemory | None, dtype: Dtype, shape: tuple[int, ...]) -> Placed:
-    """Memory for a tensor, of zeros where it is on the host: caches take pages only for the tokens that they have."""
+    """Returns memory for a tensor; on the host it is zero, and a cache uses pages only for the tokens that it has."""
     return Tensor.zeros(dtype, shape) if memory is None else new_place(memory, dtype, shape)
 
 
 def check_same(state: State, records: Iterable[StateRecord], where: str) -> None:
-    """A program may use the state of another one only if both keep the same tensors in the same way."""
+    """Raises ArtifactError unless the records are of the same tensors, types, shapes and boxes as the state of the main program.
+
+    A program may use the state of another one only then; of a cache it may have fewer slots.
+    """
     known = {record.value: record for record in state.records}
     problems = [
         f"{where}: '{record.value}' is not kept as {record.shape}, {record.type} by the main program"
@@ -123,13 +126,13 @@ def check_same(state: State, records: Iterable[StateRecord], where: str) -> None
 
 
 def _is_row(record: StateRecord, whole: StateRecord, rank: int) -> bool:
-    """Whether a program has some slots on a rank of a cache that another one has whole."""
+    """Whether a record is of some of a rank's slots of a cache, and `whole` is of all of them."""
     of_cache = record.kind == whole.kind == CACHE and record.shape[1:] == whole.shape[1:]
     return of_cache and 1 <= record.local_shape(rank)[0] <= whole.local_shape(rank)[0]
 
 
 def fill_first(record: StateRecord, rank: int, array: Array) -> None:
-    """Writes the first values of a rank's shard of a tensor that has no weight in the rank file."""
+    """Writes the initial values of a rank's shard of a tensor that has no weight in the rank file."""
     if isinstance(record.initial, Law):
         fill(record.initial, array, tuple(record.shape), region(record.shard(rank), record.shape))
     else:

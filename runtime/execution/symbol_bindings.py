@@ -1,9 +1,9 @@
-"""The start of a step: inputs checked, dims bound to symbols, and one answer on all ranks before any value moves.
+"""The start of a step: checks the inputs, binds dims to symbols, and makes all ranks agree before any value moves.
 
-Every rank puts the dims of the inputs that it reads into one vector; one agreement makes the vectors equal. So all ranks know all
-bindings, hold them against the same laws, and refuse a step with the same words. What only one rank can see (an input that is
-missing, a wrong dtype) sets a flag in the vector, and then the ranks exchange their texts. The dims in the vector are those of
-the global value: a rank that has a shard of an input knows them from its box.
+Every rank puts the dims of the inputs that it reads into one vector; one agreement makes the vectors equal. So all ranks know all bindings,
+check them against the same laws, and refuse a step with the same words. A problem that only one rank can see (a missing input, a wrong
+dtype) sets a flag in the vector, and then the ranks exchange their texts. The dims in the vector are those of the global value: a rank that
+has a shard of an input computes them from its box.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _UNSEEN = np.iinfo(np.int64).min
 
 
 class Halted(Exception):
-    """Some rank wants no further step: raised by the agreement that begins one, on all ranks alike."""
+    """A rank asked for no further step; raised on all ranks by the agreement at the start of a step."""
 
 
 @dataclass(slots=True)
 class AnnouncedStep:
-    """A step whose sizes this rank has sent to the others: the inputs as given and as values, what is wrong, and the agreement."""
+    """A step whose sizes this rank has sent to the others: the inputs, their values, the problems found in them, and the agreement."""
 
     given: Mapping[str, object]
     values: dict[str, Value]
     problems: Sequence[str]
     vector: Vector
     agreed: Callable[[], Vector] | None
-    """None where there are no other ranks: then that is the vector."""
+    """Waits for the vector that the ranks agree on; None where there are no other ranks: then that is `vector`."""
 
     def is_of(self, inputs: Mapping[str, object]) -> bool:
-        """Whether these are the very inputs of the step."""
+        """Whether `inputs` are the same objects as the step's inputs."""
         given = self.given
         return given.keys() == inputs.keys() and all(given[name] is value for name, value in inputs.items())
 
 
 @dataclass
 class Binder:
-    """The facts of a rank about the inputs; `read` are the names of those that it reads."""
+    """Binds the symbols of a rank's inputs; `read` has the names of the inputs that it reads."""
 
     manifest: Manifest
     rank: int
     read: frozenset[str]
     sized: Mapping[str, tuple[Dtype, Sequence[int | str]]] = field(default_factory=dict)
-    """The replacement of inputs that are not fed to this rank, since it reads only their sizes: the type, and the shape of its shard."""
+    """Maps inputs of which this rank reads only the sizes to their type and its shard's shape; unread memory replaces their values."""
 
     def __post_init__(self) -> None:
         self.bound = bound_symbols(self.manifest)
@@ -69,15 +69,15 @@ class Binder:
         self._known = ", ".join(f"'{port.name}'" for port in self.manifest.inputs) or "none"
         self._readers = [InputReader(port, self.rank) for port in self.manifest.inputs if port.name in self.read]
         self._told: Vector | None = None
-        """The announcement of the last step's inputs, for as long as they have the same sizes and are valid."""
+        """The vector of the last step's inputs, as long as inputs are valid and have the same sizes; else None."""
         self._last: tuple[Vector, bytes, Bindings] = np.empty(0, np.int64), b"", {}
-        """The agreed sizes of the last step that broke no law, the same as bytes, and its bindings."""
+        """The agreed vector of the last valid step, its sizes as bytes, and its bindings."""
         self._last_of_all: tuple[tuple[tuple[int, ...], ...], Bindings] = (), {}
         """The shapes of the inputs with dims in the last step whose inputs were the same on all ranks, and its bindings."""
         self._same_of_all = False
-        """Whether that step's inputs have all been read here, and since then no other type or shape."""
+        """Whether this rank has read all inputs of that step, and no input of another type or shape since then."""
         self.request = 0
-        """The largest request that ranks have sent with the step that was bound last."""
+        """The largest request that ranks sent with the step that was bound last."""
         self._standing: dict[str, Tensor] = {}
         self._cells = [
             (port, axis)
@@ -88,15 +88,15 @@ class Binder:
 
     @property
     def sizes(self) -> Bindings:
-        """The bindings of the last step that broke no law."""
+        """The bindings of the last valid step."""
         return self._last[2]
 
     def announce(
         self, inputs: Mapping[str, object], agreements: Agreements | None, halt: bool = False, request: int = 0
     ) -> AnnouncedStep:
-        """Sends the other ranks the sizes of a step with these inputs, without waiting for theirs. With `halt` on any, all raise Halted.
+        """Sends the sizes of a step to the other ranks, without waiting for theirs. With `halt` on any rank, all raise Halted.
 
-        `request`: a number that all ranks know once the step is bound, the largest of theirs. `agreements`: None where there are no others.
+        `request`: a number; once the step is bound, all ranks know the largest of theirs. `agreements`: None for a job of one rank.
         """
         values, problems = self._read(inputs)
         vector = self._told
@@ -109,9 +109,9 @@ class Binder:
         return AnnouncedStep(inputs, values, problems, vector, None if agreements is None else agreements.begin(vector))
 
     def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, dict[str, Value]]:
-        """The bindings and values of a step that is given the same inputs, the whole ones, on all ranks: so each rank knows all sizes.
+        """Returns the bindings and values of a step with the same global inputs on all ranks, so that each rank knows all sizes.
 
-        InputError on all ranks alike, since each finds the same.
+        All ranks raise the same InputError, since each finds the same problems.
         """
         if type(inputs) is SameArrays and (there := inputs.read.get(self.rank)) is not None:
             return there
@@ -127,7 +127,7 @@ class Binder:
         return found
 
     def _bind_all(self, inputs: Mapping[str, object]) -> None:
-        """The bindings of inputs of which all ranks are given the whole ones; InputError where they break a law."""
+        """Binds the symbols of inputs that are global values on all ranks; InputError where they break a law."""
         shapes = tuple(_shape(inputs[port.name]) for port, _ in self._cells if port.name in inputs)
         if shapes != self._last_of_all[0]:
             vector = np.full(2 + 2 * len(self._cells), _UNSEEN, np.int64)
@@ -142,17 +142,17 @@ class Binder:
         self._same_of_all = all(port.name in self.read for port, _ in self._cells)
 
     def bind(self, step: AnnouncedStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
-        """The bindings of an announced step and the inputs that this rank reads, as values; InputError on all ranks alike."""
+        """Returns an announced step's bindings, and the values of the inputs that this rank reads; InputError is raised on all ranks."""
         values, agreed = step.values, step.vector if step.agreed is None else step.agreed()
         last, _, bindings = self._last
-        if agreed is last:  # of one rank alone: nothing is asked, and all sizes are known
+        if agreed is last:  # a job of one rank, with the sizes of its last step
             self.request = 0
         else:
             bindings = self._bound(agreed, step, transport)
         return bindings, {**values, **self._stand_ins(bindings)} if self.sized else values
 
     def _bound(self, agreed: Vector, step: AnnouncedStep, transport: Transport) -> Bindings:
-        """The bindings that all ranks have agreed on; InputError where they break a law."""
+        """Returns the bindings that all ranks have agreed on; InputError where they break a law."""
         self.request = int(agreed[-1])
         if agreed[0] == _HALT:
             raise Halted
@@ -169,7 +169,7 @@ class Binder:
         return bindings
 
     def _stand_ins(self, bindings: Bindings) -> dict[str, Value]:
-        """Memory of the sizes that all ranks have agreed on, never read and so never touched; InputError where a size is not a number."""
+        """Returns memory, never read or written, of the agreed sizes for the inputs in `sized`; InputError where a size is not a number."""
         symbols, problems = self.manifest.symbols, []
         for name, (dtype, dims) in self.sized.items():
             try:
@@ -187,7 +187,7 @@ class Binder:
         return dict(self._standing)
 
     def check_promises(self, bindings: Bindings) -> None:
-        """Every size that the manifest promises is a whole number of at least 0; all ranks find the same and refuse alike."""
+        """Raises InputError, the same on all ranks, unless every size that the manifest promises is an integer of at least 0."""
         faults: dict[int | str, str] = {}
         for dim, promise in self._promises.items():
             try:
@@ -206,7 +206,7 @@ class Binder:
             raise InputError("\n".join(problems))
 
     def _promised(self) -> Iterator[tuple[str, int, int | str]]:
-        """The dims of all values whose sizes the manifest promises, by value and axis."""
+        """Yields (value, axis, dim) for each value whose size the manifest promises."""
         stated = [(one.value, one.shape) for one in self.manifest.transfers]
         stated += [(one.value, one.shape) for one in self.manifest.collectives]
         stated += [(port.name, port.shape) for port in self.manifest.outputs]
@@ -216,14 +216,14 @@ class Binder:
 
     @cached_property
     def _promises(self) -> dict[int | str, expression.Expression]:
-        """The inputs that decide each of these dims."""
+        """Maps each promised dim that the inputs decide to its expression."""
         dims = dict.fromkeys(dim for _, _, dim in self._promised())
         found = {dim: expression.parse(dim, self.manifest.symbols) for dim in dims}
         return {dim: promise for dim, promise in found.items() if promise.names <= self.bound}
 
     @cached_property
     def _laws(self) -> list[tuple[int | str, int, str]]:
-        """For each cell, its dim, the number of its shards, and its place."""
+        """Has for each cell its dim, the number of its shards, and the name of its place for messages."""
         found = []
         for port, axis in self._cells:
             parts = divisor(port.boxes or [], axis)
@@ -258,9 +258,9 @@ class Binder:
         return values, problems
 
     def _vector(self, values: Mapping[str, Value]) -> Vector:
-        """For each dim of each input itself and its negative: the maximum shows disagreement.
+        """Returns this rank's vector: for each cell its dim and the negated dim, so that the maxima over all ranks show disagreement.
 
-        The first number is what is wrong, of which the worst counts; the last one is the rank's request.
+        The first number is the flag for a problem, whose largest value wins; the last one is the rank's request.
         """
         vector = np.full(2 + 2 * len(self._cells), _UNSEEN, np.int64)
         vector[0] = vector[-1] = 0
@@ -273,7 +273,7 @@ class Binder:
         return vector
 
     def _violations(self, vector: Vector, bindings: Bindings) -> Iterator[str]:
-        """Fill in the bindings; say every law that the dims break."""
+        """Fills in `bindings`, and yields a message for every law that the dims break."""
         symbols = self.manifest.symbols
         origin: dict[str, str] = {}
         later: list[tuple[str, int, str]] = []
@@ -309,12 +309,12 @@ class Binder:
 
 
 def spelled(bindings: Mapping[str, int]) -> str:
-    """Bindings as people write them: `batch = 8, seq = 5`."""
+    """Formats bindings for messages: `batch = 8, seq = 5`."""
     return ", ".join(f"{name} = {value}" for name, value in sorted(bindings.items())) or "no symbols"
 
 
 def bound_symbols(manifest: Manifest) -> frozenset[str]:
-    """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
+    """Returns the symbols that the inputs of a step bind; no rank knows the others before the step runs."""
     return frozenset(
         dim
         for port in manifest.inputs
@@ -325,7 +325,7 @@ def bound_symbols(manifest: Manifest) -> frozenset[str]:
 
 
 def _shape(given: object) -> tuple[int, ...]:
-    """The shape of an input, of the global value."""
+    """Returns the shape of an input's global value."""
     return np.asarray(given.value if isinstance(given, Whole) else given).shape
 
 

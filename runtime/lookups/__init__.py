@@ -1,1 +1,1 @@
-"""Rows of tables on several ranks: fetched from their owners, and their gradients sent there."""
+"""Rows of tables that are sharded over several ranks: fetched from their owners, and their gradients sent to them."""

@@ -1,1 +1,1 @@
-"""A rank file made executable: segments, sessions, memory."""
+"""Makes a rank file executable: its steps, sessions and memory."""

@@ -1,7 +1,8 @@
-"""Merges consecutive copies: values are laid out side by side where those at the other end are.
+"""Merges consecutive copies: values are adjacent in memory where the values that they are copied from or to are.
 
-The gradients of an update lie side by side, and so do the parameters that it replaces. Where gradients are copied to the update, or
-parameters to their readers, one after the other, their other side is laid out alike, and a run of copies is one move of memory.
+The gradients of an update are adjacent in memory, and so are the parameters that it replaces. Where gradients are copied to the update, or
+parameters to their readers, one after the other, the other side of the copies is laid out in the same order, so that a run of copies is one
+move of memory.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from .steps import Copy, Segment, Step
 
 
 def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
-    """The steps that are copies, those that follow each other to one target together, as long as none reads what another makes.
+    """Groups the indices of steps that are copies into runs: consecutive copies to one target of which none reads another one's result.
 
-    A run is one moment: its copies may be done in any order, and no two of its values share memory (`lifetimes.py`).
+    A run counts as one point in time: its copies may be done in any order, and no two of its values share memory (`lifetimes.py`).
     """
     runs: list[list[int]] = []
     made: set[str] = set()
@@ -36,16 +37,16 @@ def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
 
 
 def run_ends(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
-    """Maps each step that is a copy to the first and the last step of its run."""
+    """Maps the index of each step that is a copy to the first and the last index of its run."""
     return {index: (run[0], run[-1]) for run in copy_runs(steps) for index in run}
 
 
 def copied_buffers(
     file: RankFile, laid: Sequence[FlatBuffer], shapes: Mapping[str, Shape], types: Mapping[str, str]
 ) -> list[FlatBuffer]:
-    """The memory of values that are the other side of runs of copies whose one side is `laid`; none of them is laid already.
+    """Returns buffers for the values on the other side of runs of copies that have one side in `laid`; none of them is in `laid` itself.
 
-    A sum to which tasks add stays in its own place, where each adds to it.
+    A sum to which tasks add stays in its own place, where each task adds to it.
     """
     places = {name: (buffer.name, at) for buffer in laid for name, at in buffer.places.items()}
     made = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}
@@ -78,7 +79,7 @@ def copied_buffers(
 
 
 def merged(spans: Collection[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Moves of memory, each from an address to another one and of so many bytes, as few as there are when neighbours go together."""
+    """Merges moves of memory (source address, target address, bytes) that are adjacent on both sides."""
     found: list[tuple[int, int, int]] = []
     for source, target, size in sorted(spans):
         if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (source, target):

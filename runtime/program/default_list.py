@@ -1,7 +1,7 @@
-"""The run list of a rank file that has none: one segment between two communications, each waited for where it stands.
+"""Makes the run list of a rank file that has none: a segment between any two communications, each waited for at its place in the file.
 
-So a rank file of any origin runs by its order alone. A compiled one has a list of its own (`artifact/run_list.py`), by which communication
-overlaps computation.
+So a rank file of any origin runs, by its order of nodes alone. A compiled one has a run list of its own (`artifact/run_list.py`), in which
+communication overlaps computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def default_list(model: ModelProto, name: str, where: str) -> RunList:
-    """The list of a program without tasks, its row called `name`; ArtifactError, naming the file `where`, for a node that is not sound."""
+    """Returns the list of a program without tasks, with one row, called `name`; ArtifactError, naming `where`, for an invalid node."""
     graph = model.graph
     nodes = [node for node in graph.node if not is_rank_constant(node)]
     inputs, outputs = ({port.name for port in ports} for ports in (graph.input, graph.output))
@@ -59,7 +59,7 @@ def _segment_rows(
     outputs: Collection[str],
     fixed: Collection[str],
 ) -> list[SegmentRow]:
-    """The rows of segments, each the numbers of its nodes: what others or the program's `outputs` read of it leaves it."""
+    """Returns the rows of segments, each a list of node numbers; outputs are the values that others or the program's `outputs` read."""
     segment_of = {at: number for number, members in enumerate(segments) for at in members}
     readers: dict[str, set[int]] = {name: {-1} for name in outputs}
     for at, values in enumerate(operands):
@@ -85,7 +85,7 @@ def _segment_rows(
 
 
 def _add(cells: list[str], letter: str, groups: list[list[int]], at: int, nodes: list[NodeProto]) -> None:
-    """Adds a node to the last step where that is of the same kind and target, else begins a step."""
+    """Adds a node to the last step if that has the same kind and target, else to a new step."""
     last = cells and cells[-1] == f"{letter}{len(groups) - 1}"
     if last and target_of(nodes[groups[-1][0]]) == target_of(nodes[at]):
         groups[-1].append(at)
@@ -116,7 +116,10 @@ def refuse_unsound(
     nodes: Iterable[tuple[NodeProto, Sequence[str]]],
     outputs: Iterable[str],
 ) -> None:
-    """ArtifactError that names the first values of the file `where` of which it is not so; `nodes` each with what it reads."""
+    """Raises ArtifactError, with the first problems, unless each value of the file `where` is made once and before its readers.
+
+    `nodes` are pairs of a node and the values that it reads.
+    """
     makers = dict.fromkeys(initializers, "an initializer")
     problems: list[str] = []
 

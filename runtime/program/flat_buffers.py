@@ -1,4 +1,4 @@
-"""Values that follow each other in one range of memory: what one AllReduce or ReduceScatter gives, and gradients of one update."""
+"""Values that are adjacent in one range of memory: the results of an AllReduce or ReduceScatter of several, and gradients of one update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rank_file import RankFile
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Values of one type side by side in memory, in the order of `members`; `elements` are their sizes, `name` that of the range."""
+    """Values of one type, adjacent in memory in the order of `members`; `elements` has their numbers of elements, `name` is the range's."""
 
     name: str
     type: str
@@ -23,19 +23,19 @@ class FlatBuffer:
 
     @property
     def size(self) -> int:
-        """The elements of all members."""
+        """The number of elements of all members."""
         return sum(self.elements)
 
     @property
     def places(self) -> dict[str, int]:
-        """The element at which each member begins."""
+        """Maps each member to its first element in the buffer."""
         return dict(zip(self.members, accumulate(self.elements, initial=0), strict=False))
 
 
 def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatBuffer]:
-    """The memory of each AllReduce of several values, and of what each ReduceScatter of several gives.
+    """Returns a buffer for each AllReduce of several values, and for the results of each ReduceScatter of several values.
 
-    ArtifactError where the shape of one is not fixed.
+    ArtifactError where the shape of a value is not fixed.
     """
     found = []
     for call in file.calls:
@@ -55,9 +55,9 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
 
 
 def flat_places(file: RankFile, buffers: Sequence[FlatBuffer]) -> dict[str, tuple[str, int]]:
-    """Maps each value in a flat buffer to the buffer's name and the element at which the value begins.
+    """Maps each value in a flat buffer to the buffer's name and the value's first element in it.
 
-    What goes into an AllReduce of several values lies where its result does.
+    The inputs of an AllReduce of several values have the same places as its results.
     """
     found = {name: (buffer.name, at) for buffer in buffers for name, at in buffer.places.items()}
     for call in file.calls:
@@ -67,6 +67,6 @@ def flat_places(file: RankFile, buffers: Sequence[FlatBuffer]) -> dict[str, tupl
 
 
 def fixed_shape(shape: Shape) -> tuple[int, ...] | None:
-    """A shape whose dims are all numbers; None for another one."""
+    """Returns a shape whose dims are all numbers, as a tuple; None for any other."""
     numbers = [dim for dim in shape or () if isinstance(dim, int)]
     return tuple(numbers) if shape is not None and len(numbers) == len(shape) else None

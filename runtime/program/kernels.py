@@ -1,6 +1,6 @@
-"""Ops for which a device has no kernel: refused when a program is loaded, by the path of the node and with the remedy.
+"""Refuses ops for which a device has no kernel when a program is loaded, with the path of the node and the remedy.
 
-onnxruntime would run them on the CPU and copy their operands back and forth, which no plan says and no dump shows.
+onnxruntime would run them on the CPU and copy their operands back and forth, without any sign in the plan or the dump.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 _FLOATS = (1, 10, 11, 16)
-"""The element types of numbers that no shape is computed with."""
+"""The element types of floats: shapes are never computed with them."""
 
 
 def refuse_without_kernel(
     where: str, device: Device, model: bytes, entries: Mapping[str, str], nodes: Sequence[NodeProto]
 ) -> None:
-    """ArtifactError where a session on a GPU was not made since ops of its model have no kernel there."""
+    """Raises ArtifactError if a session on a GPU could not be made because ops of its model have no kernel there."""
     try:
         found = without_kernel(model, device, entries)
     except Exception:
@@ -35,7 +35,10 @@ def refuse_without_kernel(
 
 
 def refuse_moved_to_host(where: str, device: Device, session: Session, model: ModelProto) -> None:
-    """The same for a session that may run shape arithmetic on the CPU, as onnxruntime likes to; integers are shapes."""
+    """Raises ArtifactError for nodes that compute floats and that a session on a GPU runs on the CPU.
+
+    onnxruntime may run shape arithmetic, on integers, there.
+    """
     found = left_on_host(session)
     if not found:
         return

@@ -1,13 +1,12 @@
-"""The lifetimes of the values of a rank's program, in step numbers: by these the arena is shared, and a step drops values.
+"""Computes the lifetimes of the values of a rank's program, in step numbers, by which values share the arena, and steps drop values.
 
-A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A run of
-copies is one moment: what they make lives from its first step, what they read to its last. A collective reads its input until it is
-finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages have left, which is waited for as late as
-possible.
+A value lives from the step that makes it, posts its receive or begins its collective, to its last reader. A run of copies counts as one
+point in time: its results live from its first step, its sources to its last. A collective reads its input until it is finished; a Send, an
+Exchange, and a collective without a result on this rank read it until the messages have left, which is waited for as late as possible.
 
-Where a collective's input has no later reader, and its output is as large, both are one place in memory: AllReduce and
-Broadcast work there, and what one rank does with itself is nothing at all. So it is with a sum to which the tasks of one microbatch after
-another add, and with a shard of a parameter that an update reads last.
+If a collective's input has no later reader, and its output is as large, both share one place in memory: AllReduce and Broadcast work in
+place, and a collective of one rank then does nothing. The same holds for a sum to which the tasks of the microbatches add one after
+another, and for a shard of a parameter whose last reader is an update.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step,
 
 @dataclass
 class LiveRange:
-    """The steps in which a value is made, in which each use of it ends, and in which it begins to leave."""
+    """The steps in which a value is made (`born`), in which each use of it ends, and in which a send of it begins."""
 
     born: int
     ends: list[int] = field(default_factory=list)
@@ -31,7 +30,7 @@ class LiveRange:
 
 
 def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, LiveRange]:
-    """The live range of every value of a program; an output of the program is used to its end."""
+    """Returns the live range of every value of a program; an output of the program is used until its end."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     runs = run_ends(steps)
     found: dict[str, LiveRange] = {}
@@ -48,7 +47,7 @@ def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Live
 
 
 def merged_ranges(live_ranges: Mapping[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
-    """The ranges with those of values in one flat buffer as one; `members` gives a value's buffer."""
+    """Returns the live ranges with those of the values in a flat buffer merged into one; `members` maps values to their buffers."""
     found: dict[str, LiveRange] = {}
     for name, span in live_ranges.items():
         whole = found.setdefault(members.get(name, name), LiveRange(span.born))
@@ -68,8 +67,8 @@ def in_place_aliases(
 ) -> dict[str, str]:
     """Maps each value that reuses the memory of its operand to the value that first had that memory.
 
-    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks and what updates make of shards (`renewed`,
-    by step), of values that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
+    These are outputs of collectives, except those whose tags are `excluded`, sums of tasks, and an update's results for shards (`renewed`,
+    by step); the last two need operands that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}
@@ -96,7 +95,7 @@ def in_place_aliases(
 def lifetimes(
     live_ranges: Mapping[str, LiveRange], in_place_aliases: Mapping[str, str], sizes: Mapping[str, int]
 ) -> list[Lifetime]:
-    """Bytes and life of every value that has a place of its own, values that later take the place included."""
+    """Returns the bytes and lifetime of every value that has a place of its own, including the values that reuse the place later."""
     shared: dict[str, list[str]] = {}
     for name in sizes:
         shared.setdefault(in_place_aliases.get(name, name), []).append(name)
@@ -113,7 +112,7 @@ def lifetimes(
 
 
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
-    """The values that a step touches, each with the step in which this use ends."""
+    """Yields the values that a step touches, each with the step in which this use ends."""
     match step:
         case Segment():
             yield from ((name, index) for name in (*step.inputs, *step.outputs))
@@ -134,7 +133,7 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
 
 
 def _leaving(step: Step) -> str | None:
-    """The value that a step sends, and that must not change until the send is complete."""
+    """Returns the value that a step sends, which must not change until the send is complete; None if it sends nothing."""
     if isinstance(step, Send):
         return step.value
     if isinstance(step, StartCollective) and step.call.leaves:

@@ -1,6 +1,6 @@
-"""The steps of a rank's program, as its run list says them (`artifact/run_list.py`).
+"""Makes the steps of a rank's program from its run list (`artifact/run_list.py`).
 
-A task's row is read once, and its steps are those of each call by the names and tags of the call's microbatch.
+A task's row is read once; the steps of each call are copies of it with the names and tags of the call's microbatch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _LIST = "the run list: "
 def listed_steps(
     model: ModelProto, run: RunList, row: str, where: str, groups: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[Step]:
-    """The steps of the row called `row`; ArtifactError, naming the file `where`, for a list that is not of the file's nodes.
+    """Returns the steps of the row called `row`; ArtifactError, naming the file `where`, for a list that does not fit the file's nodes.
 
-    `groups`: by group the ranks among which this rank works.
+    `groups`: maps each group to the ranks among which this rank works.
     """
     reader = _Reader(model, run, where, groups or {})
     return reader.steps(row, reader.nodes)
@@ -63,12 +63,12 @@ class _Reader:
         calls = calls_of(self.nodes, bodies_of(model), where)
         self.calls = {call.cell: call for call in calls.values()}
         self.tasks: dict[str, list[Step]] = {}
-        """Maps each function to the steps of a task, by the function's own names."""
+        """Maps each function to the steps of a task, with the function's own names."""
         self.called: dict[int, CollectiveCall | LookupCall] = {}
-        """Calls by the identity of their nodes: where one begins and where it is waited for it is the same."""
+        """Calls by the identity of their nodes, so that a collective's start and its wait have the same call."""
 
     def steps(self, name: str, nodes: Sequence[NodeProto]) -> list[Step]:
-        """The steps of a row over the nodes of its graph or function."""
+        """Returns the steps of a row over the nodes of its graph or function."""
         if name not in self.run.rows:
             self.refuse(f"it has no row '{name}'")
         ends = {integer_of(node, TAG, 0): node for node in nodes if node.domain == DOMAIN and not is_copy(node)}
@@ -100,7 +100,7 @@ class _Reader:
         return found
 
     def chosen(self, numbers: str, cell: str, nodes: Sequence[NodeProto], done: Counter[int]) -> list[NodeProto]:
-        """The nodes of a segment or an update."""
+        """Returns the nodes of a segment or an update, and counts them in `done`."""
         try:
             found = numbers_of(numbers, len(nodes))
         except ValueError as error:
@@ -133,7 +133,7 @@ class _Reader:
         return Update(found, row.target, groups, row.renewed)
 
     def communication(self, letter: str, cell: str, node: NodeProto) -> Step:
-        """A step of a message, a collective or a lookup."""
+        """Returns the step for a message, a collective or a lookup."""
         if node.op_type in (SEND, RECV):
             if (kind := _MESSAGES.get((letter, node.op_type))) is None:
                 self.refuse(f"{cell} is not a step of a {node.op_type}")
@@ -160,7 +160,7 @@ class _Reader:
         return StartCollective(call, ranks) if letter == "A" else WaitCollective(call, ranks)
 
     def task(self, cell: str, nodes: Sequence[NodeProto]) -> list[Step]:
-        """The steps of a call."""
+        """Returns the steps of a call of a task."""
         call = self.calls.get(cell)
         if call is None or nodes is not self.nodes:
             self.refuse(f"the file has no task '{cell[:40]}'")
@@ -170,12 +170,12 @@ class _Reader:
         return instantiated(self.tasks[name], call)
 
     def refuse(self, fact: str) -> NoReturn:
-        """ArtifactError for a list that does not fit."""
+        """Raises ArtifactError for a list that does not fit the file."""
         raise ArtifactError(f"{self.where}: {_LIST}{fact}\n  help: the file was changed; compile again")
 
 
 def instantiated(steps: Sequence[Step], task: Call) -> list[Step]:
-    """The steps of a body as those of a call, by the names and tags of its microbatch."""
+    """Returns the steps of a function body for one call, with the names and tags of its microbatch."""
     names, k, cell = task.names, task.microbatch, task.cell
     calls: dict[int, CollectiveCall] = {}
 

@@ -1,8 +1,8 @@
-"""Finds the values of a rank that are in the memory of a target other than the host, by the law of targets.
+"""Finds the values of a rank that are in the memory of a target other than the host, by the rules of targets.
 
-A value lies on the target of the node that makes it; what a Copy makes, on the target to which it leads. On the host are graph inputs and
-outputs, all that is communicated, and the sizes that Shape and Size give. A tensor that the rank keeps lies on the target of the node that
-makes its next value, or else where it is read. In a file without targets every value is on the host.
+A value is on the target of the node that makes it; the result of a Copy is on the Copy's target. On the host are graph inputs and outputs,
+all values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
+its next value, or else of its readers. In a file without targets every value is on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .rank_file import RankFile
 from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 _SIZES = ("Shape", "Size")
-"""Ops whose results lie on the host, whichever target runs them."""
+"""Ops whose results are on the host, on whichever target they run."""
 
 
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -70,7 +70,7 @@ def _refuse_unreachable(file: RankFile, devices: Devices, found: Mapping[str, st
 
 
 def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
-    """The target where a step reads values, and these; a Copy reads anywhere."""
+    """Returns the target on which a step reads values, and the values; none for a Copy, which reads on any target."""
     match step:
         case Segment() | Update():
             return devices.target(step.target), tuple(step.inputs)
@@ -82,6 +82,6 @@ def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
 
 
 def used_targets(steps: list[Step], devices: Devices) -> list[str]:
-    """The targets that a program uses, in order."""
+    """Returns the targets that a program uses, sorted."""
     computing = {devices.target(step.target) for step in steps if isinstance(step, Segment | Update)}
     return sorted(computing | {devices.target(step.to) for step in steps if isinstance(step, Copy)})

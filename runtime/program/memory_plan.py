@@ -1,9 +1,9 @@
-"""The places of values that cross segments: one arena, shared by values whose lifetimes do not overlap.
+"""Assigns places in memory to the values outside of sessions: one arena, shared by values whose lifetimes do not overlap.
 
-A value lives from the step that makes it, or posts its receive, to the last step that reads it, and beyond while a send of it is
-in flight. Slots are given in the order of births, each at the lowest place that is free. Where the arena would have to grow, the
-slot of a value with a send in flight may be taken: then the plan says that this step first waits for that send. Only sends issued
-before the previous step are taken, so that a send has had time to go while something was computed.
+A value lives from the step that makes it, or posts its receive, to the last step that reads it, and longer while a send of it is in flight.
+Values get places in the order of their births, each at the lowest free offset. Where the arena would have to grow, the place of a value
+with a send in flight may be reused: then the plan says that this step first waits for that send. Only sends issued before the previous step
+are chosen, so that computation had time to overlap with the send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from partc.runtime.artifact.tensors.tensor import ALIGNMENT
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A value's bytes and life in step numbers: made in `born`, read last in `died`, sent in the steps `sends`."""
+    """A value's bytes and life in step numbers: made in `born`, last read in `died`, sent in the steps `sends`."""
 
     name: str
     bytes: int
@@ -29,7 +29,7 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Arena:
-    """The plan: the arena's size, the offset of each value, and by step the sends to wait for before it."""
+    """The plan: the arena's size, the offset of each value, and for each step the sends to wait for before it."""
 
     bytes: int
     offsets: dict[str, int]
@@ -55,11 +55,11 @@ class _Gaps:
     ends: list[float] = field(default_factory=lambda: [math.inf])
 
     def lowest(self, size: int) -> int:
-        """The lowest offset at which so many bytes are free."""
+        """Returns the lowest offset at which `size` bytes are free."""
         return next(begin for begin, end in zip(self.begins, self.ends, strict=True) if begin + size <= end)
 
     def take(self, offset: int, size: int) -> None:
-        """Takes bytes at the begin of a gap."""
+        """Marks `size` bytes at the begin of a gap as used."""
         at = bisect_left(self.begins, offset)
         if offset + size < self.ends[at]:
             self.begins[at] = offset + size
@@ -67,7 +67,7 @@ class _Gaps:
             del self.begins[at], self.ends[at]
 
     def free(self, holder: _Holder) -> None:
-        """Gives the place of a holder back."""
+        """Frees the place of a holder."""
         begin, end = holder.offset, holder.offset + holder.size
         at = bisect_left(self.begins, begin)
         if self.begins[at] == end:
@@ -87,11 +87,11 @@ class _Plan:
     waited: set[int] = field(default_factory=set)
     gaps: _Gaps = field(default_factory=_Gaps)
     needed: list[_Holder] = field(default_factory=list)
-    """The values that are read in this step or later, by rising last reads."""
+    """The values that are read in this step or later, ordered by their last reads."""
     sent: list[_Holder] = field(default_factory=list)
     """The values that are no longer read, with a send in flight."""
     cleared: int | None = None
-    """The step at which those that had ended were last left out."""
+    """The step for which `needed` and `sent` were last updated; None after a wait for sends."""
 
     def in_flight(self, life: Lifetime) -> list[int]:
         return [send for send in life.sends if send not in self.waited]
@@ -116,7 +116,7 @@ class _Plan:
         insort(self.needed, _Holder(offset, size, life), key=_last_read)
 
     def _taken(self, life: Lifetime, size: int, otherwise: int) -> int:
-        """A place within the arena that waiting for the fewest, oldest sends gives; else `otherwise`."""
+        """Returns a place within the arena that becomes free by waiting for the fewest, oldest sends; else `otherwise`."""
         idle = [one for one in self.sent if max(one.life.sends) < life.born - 1]
         idle.sort(key=lambda one: (max(one.life.sends), one.offset))
         gaps = _Gaps([*self.gaps.begins], [*self.gaps.ends])
@@ -133,13 +133,13 @@ class _Plan:
                 self.sent = [one for one in self.sent if one not in overlapped]
                 for one in overlapped:
                     self.gaps.free(one)
-                self.cleared = None  # what waits for these sends has ended, too
+                self.cleared = None  # other values of these sends may have ended, too
                 return offset
         return otherwise
 
 
 def assign(lives: Sequence[Lifetime]) -> Arena:
-    """An arena in which no two values that live at the same time overlap. Values of no bytes have offset 0."""
+    """Returns an arena in which no two values that live at the same time overlap. Values of no bytes have offset 0."""
     plan = _Plan()
     for life in sorted(lives, key=lambda one: one.born):
         if life.bytes:

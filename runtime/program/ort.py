@@ -1,4 +1,4 @@
-"""The part of onnxruntime that the runtime uses, with types: onnxruntime's own Python layer has none, and is slow to import."""
+"""The part of onnxruntime that the runtime uses, with types: onnxruntime's own Python layer has no types, and is slow to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ..devices.devices import HOST, Device
 
 Bind: TypeAlias = Callable[[str, str, int, int, tuple[int, ...], int], None]
-"""Name, device, device number, element type by its ONNX number, shape, address."""
+"""The arguments: name, device, device number, ONNX number of the element type, shape, address."""
 
 
 class OrtValue(Protocol):
@@ -25,7 +25,7 @@ class OrtValue(Protocol):
 
 
 class Binding(Protocol):
-    """The places of a session's inputs and outputs."""
+    """Binds the inputs and outputs of a session to memory."""
 
     bind_input: Bind
 
@@ -42,7 +42,7 @@ class Described(Protocol):
 
 
 class Session(Protocol):
-    """A model ready to run."""
+    """A model that is ready to run."""
 
     def io_binding(self) -> Binding: ...
     def run_with_iobinding(self, binding: Binding) -> None: ...
@@ -66,14 +66,14 @@ _ROUNDS_OTHERWISE = (
 )
 """Optimizations of onnxruntime that change how nodes round, depending on the nodes around them.
 
-(1 / x) * y becomes y / x beside a constant; a factor of float64 before a MatMul becomes one of float32; a sum over a transposed value is
-taken in another order where that value has no other reader.
+(1 / x) * y becomes y / x if an operand is a constant; a factor of float64 before a MatMul becomes one of float32; a sum over a transposed
+value uses another order where that value has no other reader.
 """
 
 
 @functools.cache
 def _one_arena(device: Device) -> bool:
-    """Whether onnxruntime has an arena on a device for all sessions of this process that ask for it; else each has memory of its own."""
+    """Whether onnxruntime has one arena on a device for all sessions of this process that request it; else each has its own memory."""
     import onnxruntime
 
     ((provider, options),) = device.providers
@@ -88,7 +88,7 @@ def _one_arena(device: Device) -> bool:
             number = {"device_id": options["device_id"]}
             onnxruntime.create_and_register_allocator_v2(provider, memory, number, grown_as_asked)
     except Exception:
-        return False  # there is one already, with laws of its own, or this onnxruntime has none
+        return False  # another arena is registered already, with other settings, or this onnxruntime has none
     return True
 
 
@@ -107,26 +107,26 @@ def new_session(
     numbers: Mapping[str, Array] = MappingProxyType({}),
     tables: Collection[str] = (),
 ) -> Session:
-    """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
+    """Returns a session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
-    Its memory is of one arena for all sessions: steps that want the same again and again are not given new pages each time, and what one
-    session gives back the next one takes. Nodes run in the order of the model, which is that of the rank file.
+    All sessions share one arena: steps with the same sizes reuse the same pages, and one session reuses memory that another has freed.
+    Nodes run in the order of the model, which is that of the rank file.
 
-    With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
-    input, or one that sends a value between, make the same bits.
+    With `exact` nodes round as they would alone. So ranks that each compute a copy of a value get the same bits, also if an operand is a
+    constant on one rank and an input on another, or if one rank sends an intermediate value.
 
-    With `grows` values inside are a little larger in each step, as what a decoder reads of its cache is. The common arena asks the system
-    for what is asked of it and no more, so none of its freed pieces would fit the next step, and it would grow by all of them in each; such
-    a session has an arena of its own, which asks for twice as much each time.
+    With `grows` values inside are a little larger in each step, like the part of a decoder's cache that is read. The common arena asks the
+    system for exactly the requested size, so none of its freed pieces would fit the next step, and it would grow by all of them in each
+    step; such a session has an arena of its own, which doubles each time.
 
-    With `profile` onnxruntime notes when each node runs; `end_profiling` gives the file, whose path begins so.
+    With `profile` onnxruntime notes when each node runs; `end_profiling` returns the path of the file, which begins with `profile`.
 
-    On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
+    On a GPU, `NO_FALLBACK` among the entries forbids nodes on the CPU; without it `left_on_host` lists them.
 
-    `numbers`: by name the weights that are not read from a file. Of those among `tables` the session has no copy, and keeps the array.
+    `numbers`: by name the weights that are not read from a file. The session does not copy those named in `tables`, and keeps the array.
 
-    Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
-    to be told of it.
+    Its threads are its own: onnxruntime's pool for all sessions would belong to the whole process, and the user's sessions would have to be
+    configured for it.
     """
     import onnxruntime
 
@@ -143,7 +143,7 @@ def new_session(
     if not device.is_host:
         options.use_deterministic_compute = exact
         options.add_session_config_entry(_ASSIGNED, "1")
-    # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
+    # Every failure is raised with its text; onnxruntime would print it a second time.
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
@@ -167,20 +167,20 @@ def new_session(
 
 
 def give_back_freed() -> None:
-    """Returns to the system what making sessions has freed: those with constant weights hold these up to four times while they are made."""
+    """Returns memory that creating sessions has freed to the system; constant weights take up to four times their size meanwhile."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
 
 
 def left_on_host(session: Session) -> list[tuple[str, str]]:
-    """Op and name of each node of a session on a GPU that onnxruntime runs on the CPU."""
+    """Returns (op, name) of each node of a session on a GPU that onnxruntime runs on the CPU."""
     parts = session.get_provider_graph_assignment_info()
     return [(node.op_type, node.name) for part in parts if part.ep_name.startswith("CPU") for node in part.get_nodes()]
 
 
 def without_kernel(model: bytes, device: Device, entries: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Op and name of each node of a model, as it is written, for which there is no kernel on a GPU."""
+    """Returns (op, name) of each node of a model, without optimizations, for which there is no kernel on a GPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -193,7 +193,7 @@ def without_kernel(model: bytes, device: Device, entries: Mapping[str, str]) -> 
 
 
 def can_load(model: bytes, folder: str, *, optimized: bool) -> str:
-    """Why onnxruntime does not load a model, "" where it does; external weights lie in `folder`. Nothing is run."""
+    """Returns the reason why onnxruntime does not load a model, "" if it does. External weights are in `folder`; nothing is run."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -213,7 +213,7 @@ def can_load(model: bytes, folder: str, *, optimized: bool) -> str:
 
 
 def new_value(shape: tuple[int, ...], code: int) -> OrtValue:
-    """A tensor in onnxruntime's memory, not cleared."""
+    """Returns a tensor in onnxruntime's memory, not initialized."""
     import onnxruntime
 
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, code)

@@ -1,7 +1,7 @@
-"""One rank's file, divided into steps, with the manifest's records of its communication: the two must agree.
+"""A rank's file, divided into steps, with the manifest's records of its communication; file and manifest must agree.
 
-Messages, collectives, inputs and outputs of the file are those that the manifest lists for the rank, else an ArtifactError names
-every one that is not.
+If messages, collectives, inputs or outputs of the file differ from those that the manifest lists for the rank, an ArtifactError names every
+difference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHANGED = "  help: the file was changed; compile again"
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file: its model and steps, and by tag the records of its messages and collectives; `where` names it in messages."""
+    """A rank's file: its model, its steps, and by tag the records of its messages and collectives; `where` is its name in messages."""
 
     manifest: Manifest
     rank: int
@@ -45,21 +45,21 @@ class RankFile:
     transfers: dict[int, Transfer]
     collectives: dict[int, Collective]
     state: list[StateRecord]
-    """The state of the rank."""
+    """The records of the rank's state."""
     listed: bool = False
-    """Whether a run list says its steps, which was proven when the artifact was compiled."""
+    """Whether the steps are from the file's run list, which was proven when the artifact was compiled."""
     buffers: Sequence[BufferRow] = ()
-    """The values that are next to each other in memory."""
+    """The values that are adjacent in memory."""
 
     @cached_property
     def inputs(self) -> list[str]:
-        """The model's inputs that the rank reads; what it keeps is not among them."""
+        """The model's inputs that the rank reads, without its state."""
         kept = {record.value for record in self.state}
         return [value.name for value in self.model.graph.input if value.name not in kept]
 
     @cached_property
     def sized(self) -> list[str]:
-        """The inputs that are not fed: the rank reads only their sizes, on which all ranks agree."""
+        """The inputs that are not fed to the rank: it reads only their sizes, on which all ranks agree."""
         listed = {port.name: port for port in self.manifest.inputs}
         alone = read_for_sizes_alone(self.model.graph)
         return [
@@ -70,13 +70,13 @@ class RankFile:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is not among them."""
+        """The model's outputs that are delivered to the rank, without the next values of its state."""
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
 
     @cached_property
     def caches(self) -> frozenset[str]:
-        """A decoder's caches, and what takes their places: what sessions read of these grows from step to step."""
+        """A decoder's caches and their next values: the part of them that sessions read grows from step to step."""
         return frozenset(name for one in self.state if one.kind == CACHE for name in (one.value, one.next) if name)
 
     @cached_property
@@ -91,7 +91,7 @@ class RankFile:
 
     @cached_property
     def calls_by_output(self) -> dict[str, AnyCall]:
-        """Maps each result of a collective or a lookup to its call; a collective of several values has the name of their common memory."""
+        """Maps each result of a collective or a lookup to its call; the result of a collective of several values is their common buffer."""
         calls: list[AnyCall] = [*self.calls, *self.lookups]
         return {call.result: call for call in calls if call.result}
 
@@ -107,7 +107,7 @@ class RankFile:
 
     @cached_property
     def computed(self) -> list[str]:
-        """The values that segments, copies and updates make."""
+        """The values that are results of segments, copies and updates."""
         made = [name for step in self.steps if isinstance(step, Segment) for name in step.outputs]
         return [*made, *(step.result for step in self.copies), *self._updated]
 
@@ -118,24 +118,24 @@ class RankFile:
 
     @cached_property
     def updated_in_place(self) -> list[StateRecord]:
-        """The records of the state that an optimizer's node, or one that appends to a cache, replaces in place."""
+        """The records of the state that are replaced in place, by a node of an optimizer or one that appends to a cache."""
         updated = {*self._updated, *(one.next for one in appended(self.model, self.state))}
         return [one for one in self.state if one.next in updated]
 
     @cached_property
     def replaced_by_copy(self) -> list[tuple[str, str]]:
-        """The replacements at the end of the step: each value of the state, and the value that is copied into it."""
+        """The replacements at the end of the step: pairs of a value of the state and the value that is copied into it."""
         in_place = {record.next for record in self.updated_in_place}
         return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
 
     @cached_property
     def replaced_always(self) -> list[tuple[str, str]]:
-        """The pairs of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
+        """The pairs of `replaced_by_copy` that are replaced even by a step that replaces nothing else: scales."""
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property
     def tensors(self) -> dict[str, TensorProto]:
-        """The weights by name, those of tasks included."""
+        """Maps names to weights, including those of tasks."""
         found = {tensor.name: tensor for tensor in self.model.graph.initializer}
         for body in bodies_of(self.model).values():
             found |= body.constants
@@ -143,7 +143,7 @@ class RankFile:
 
     @cached_property
     def named(self) -> set[str]:
-        """The values that steps read or make, or that the rank keeps: all that are outside of sessions."""
+        """The values that steps read or make, and the state: all values outside of sessions."""
         found = {*self.inputs, *self.outputs, *self.computed}
         for step in self.steps:
             match step:
@@ -159,16 +159,16 @@ class RankFile:
 
     @cached_property
     def declared(self) -> dict[str, ValueInfoProto]:
-        """The type that the file declares for each value; for a body's value, for each call."""
+        """Maps each value to its type as the file declares it; the values of a function body once for each call."""
         return dict(declared(self.model, self.where))
 
     @cached_property
     def declared_shapes(self) -> dict[str, Shape]:
-        """The shapes that the file declares; None for a value with a dim that is left open."""
+        """Maps values to the shapes that the file declares; None where a dim is unknown."""
         return self.shapes_of(self.declared)
 
     def shapes_of(self, names: Iterable[str]) -> dict[str, Shape]:
-        """The declared shapes of some values, of those that have any."""
+        """Maps those of `names` that have a declared shape to it."""
         found: dict[str, Shape] = {}
         known: dict[int, Shape] = {}
         for name in names:
@@ -184,7 +184,7 @@ class RankFile:
 
     @cached_property
     def declared_types(self) -> dict[str, str]:
-        """The types of weights, and those that the file declares of other values."""
+        """Maps weights and declared values to their types."""
         found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
         known: dict[int, str] = {}
         for name, value in self.declared.items():
@@ -201,7 +201,7 @@ class RankFile:
 
 
 def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
-    """The file of a rank; ArtifactError where its messages or collectives are not those of the manifest, or cannot be run."""
+    """Returns the file of a rank; ArtifactError where its messages or collectives differ from the manifest's, or cannot be run."""
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
@@ -221,9 +221,9 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:
-    """The record of each message of this rank, by tag; ArtifactError if manifest and file disagree.
+    """Returns the record of each message of this rank, by tag; ArtifactError if manifest and file disagree.
 
-    Of a tensor of the state that lies on another target a copy with a name of its own is sent.
+    A tensor of the state that is on another target is sent as a copy, which has a name of its own.
     """
     own = manifest.messages_of(rank)
     records = {one.tag: one for one in own}
@@ -253,7 +253,9 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 
 
 def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
-    """The record of each collective and lookup of this rank, by tag; ArtifactError if manifest and file disagree or an op is unknown."""
+    """Returns the record of each collective and lookup of this rank, by tag; ArtifactError if it contradicts the file's, or an op is
+    unknown.
+    """
     records = {one.tag: one for one in manifest.collectives}
     groups = manifest.groups_of(rank)
     used: set[int] = set()
@@ -282,7 +284,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
 
 
 def check_ports(file: RankFile) -> None:
-    """The file's inputs and outputs are those that the manifest gives to this rank; ArtifactError otherwise."""
+    """Raises ArtifactError unless the file's inputs and outputs are those that the manifest lists for this rank."""
     problems = []
     sides = (("inputs", file.manifest.inputs, file.inputs), ("outputs", file.manifest.outputs, file.outputs))
     for kind, ports, there in sides:

@@ -1,4 +1,4 @@
-"""Values on their way into sessions and out of them."""
+"""Converts values for sessions, and the results of sessions to values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def as_feed(cell: Cell) -> Value | OrtValue:
-    """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
+    """Returns a value as onnxruntime accepts it from Python; a type that numpy lacks becomes onnxruntime's own tensor, by one copy."""
     value = on_host(cell)
     if not isinstance(value, Tensor):
         return value
@@ -29,12 +29,12 @@ def as_feed(cell: Cell) -> Value | OrtValue:
 
 
 def as_tensor(value: Array, dtype: Dtype) -> Tensor:
-    """The array that a session returned, as a tensor of the type that it must have."""
+    """Converts an array that a session returned to a tensor of the type that it must have."""
     return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
 
 
 def from_ort(value: OrtValue, memory: DeviceMemory | None = None) -> Placed:
-    """onnxruntime's tensor, its bytes shared, on the host or in a target's memory; it lives as long as they do."""
+    """Returns a tensor that shares the memory of onnxruntime's tensor, on the host or on a target, and keeps it alive."""
     dtype, shape = BY_CODE[value.element_type()], tuple(value.shape())
     if memory is not None:
         return Remote(dtype, shape, value.data_ptr(), memory, value)
@@ -47,11 +47,11 @@ def from_ort(value: OrtValue, memory: DeviceMemory | None = None) -> Placed:
 
 
 def check_promise(name: str, found: Shape, promised: Shape) -> None:
-    """A value must have the shape on which other ranks rely; StepError where it has another."""
+    """Raises StepError unless a value has the promised shape, on which other ranks rely."""
     if found != promised:
         raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
 
 
 def bind_tensor(bind: Bind, name: str, tensor: Placed) -> None:
-    """Binds all of a tensor to an input or an output of a session."""
+    """Binds a whole tensor to an input or an output of a session."""
     bind(name, *tensor.where, tensor.dtype.code, tensor.shape, tensor.pointer)

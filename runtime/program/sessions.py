@@ -1,8 +1,8 @@
-"""One onnxruntime session for each segment, and the way back from onnxruntime's words to the op that failed.
+"""Makes an onnxruntime session for each segment, and finds the failed op in the messages of onnxruntime.
 
 A session is built from a model in memory whose large weights stay external: onnxruntime maps them from the artifact's folder, as
-initializers, so that they are packed for the kernels once. An onnxruntime message names a node; it is led back to the op type and
-the source name that people know.
+initializers, so that they are packed for the kernels once. An onnxruntime message names a node; it is translated to the op type and the
+source name, which users know.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of sessions: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether
-    the rank keeps tensors from step to step: then copies are made bit by bit alike; and the names of a decoder's caches.
+    """The settings of sessions.
+
+    Threads of one operator, whether idle threads may spin, the devices of the rank's targets, whether the rank has state (`keeps`: then
+    copies of a value are computed with the same bits), and the names of a decoder's caches.
     """
 
     threads: int
@@ -48,17 +50,19 @@ class Settings:
     keeps: bool = False
     caches: frozenset[str] = frozenset()
     profile: str = ""
-    """How the paths of the files begin in which onnxruntime notes the times of segments' nodes; empty where it does not."""
+    """The prefix of the files in which onnxruntime writes the times of segments' nodes; empty to write none."""
     tables: dict[bytes, Array] = field(default_factory=dict, compare=False)
-    """The widened tables of all sessions, by what the rank file says of them: those whose rows nodes read."""
+    """The widened tables of all sessions whose rows nodes read, by the rank file's serialized tensor."""
     shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
-    """Sessions of a decoder's programs by what they run: what both do alike is one session, which has its weights once."""
+    """The sessions of a decoder's programs by a hash of their models: equal segments share a session, and so its weights."""
 
 
 @dataclass(frozen=True)
 class SegmentSession:
-    """A segment with its session on a `device`. `objects`: strings, sequences, optionals or maps go in or out, so that it is called with
-    Python objects; then `widened` gives the outputs whose element type numpy lacks a wide twin that shows them.
+    """A segment with its session on a `device`.
+
+    `objects`: whether strings, sequences, optionals or maps are among its inputs or outputs, so that it is called with Python objects; then
+    `widened` maps the outputs whose element type numpy lacks to outputs with the same values in a wider type.
     """
 
     segment: Segment
@@ -68,7 +72,7 @@ class SegmentSession:
     device: Device = HOST
 
     def explain(self, error: Exception) -> str:
-        """The message of a failure: the user's words, then onnxruntime's."""
+        """Returns the message about a failure: the op first, then onnxruntime's text."""
         text = _plain(str(error))
         if promise := _OUTPUT.search(text):
             name, wanted, found = promise.groups()
@@ -77,19 +81,19 @@ class SegmentSession:
         return f"{self.culprit(text)}: {text}{remedy}"
 
     def culprit(self, text: str) -> str:
-        """The node that a message of onnxruntime names, else the whole segment."""
+        """Returns the node that a message of onnxruntime names, or else the whole segment, as a text."""
         match = _NODE.search(text)
         found = self._node(match[1]) if match else None
         task = f"{self.segment.task}: " if self.segment.task else ""
         return task + op_and_path(found) if found is not None else str(self.segment)
 
     def module(self, name: str) -> str:
-        """The module of a node that onnxruntime names so; empty of one whose name holds none of the segment's."""
+        """Returns the module of the node with this name in onnxruntime; empty if the name contains no node name of the segment."""
         found = self._node(name)
         return "" if found is None else source_path(found) or found.name
 
     def _node(self, name: str) -> NodeProto | None:
-        """The node that onnxruntime names so: a fused node's name holds the name of one that it was made of."""
+        """Returns the node with this name in onnxruntime; a fused node's name contains the name of one of its parts."""
         named = [node for node in self.segment.nodes if node.name and node.name in name]
         return max(named, key=lambda node: len(node.name), default=None)
 
@@ -119,7 +123,7 @@ class Builder:
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
 
     def build(self, segment: Segment) -> SegmentSession:
-        """The session of a segment, one for all calls of a body; ArtifactError where onnxruntime does not take it."""
+        """Returns the session of a segment; all calls of a body share one. ArtifactError where onnxruntime rejects it."""
         key = id(segment.formal)
         if key not in self.built:
             self.built[key] = self._build(segment)
@@ -130,7 +134,7 @@ class Builder:
         return SegmentSession(segment, session, objects, widened, self.settings.devices.of(segment.target))
 
     def copy(self, source: str, result: str) -> None:
-        """The type of a copy is that of what is copied."""
+        """Notes that the result of a copy has the type of its source."""
         if source in self.types:
             self.types.setdefault(result, self.types[source])
 
@@ -184,9 +188,9 @@ class Builder:
         return session
 
     def _widened(self, model: ModelProto, device: Device) -> tuple[dict[str, Array], list[str]]:
-        """The weights that onnxruntime does not read, by name, and which of them are tables.
+        """Returns by name the weights that onnxruntime does not read itself, and the names of those that are tables.
 
-        A table is one array for all sessions of the rank; what else nodes read is packed or folded by each session, and given back.
+        A table is one array for all sessions of the rank; each session packs or folds its other weights, whose arrays are then freed.
         """
         stored = {tensor.name: tensor for tensor in model.graph.initializer if is_read_here(tensor)}
         gathers = (node.input[0] for node in model.graph.node if node.op_type == "Gather" and device.is_host)
@@ -209,7 +213,7 @@ class Builder:
         graph = model.graph
         graph.name = "segment"
         graph.node.extend(segment.nodes)
-        for node in graph.node:  # letters of shapes may differ by program, and sessions that are alike are one
+        for node in graph.node:  # letters of shapes may differ by program, but equal sessions are to be shared
             kept = [entry for entry in node.metadata_props if entry.key != FACTORS]
             del node.metadata_props[:]
             node.metadata_props.extend(kept)
@@ -226,9 +230,9 @@ class Builder:
         return model
 
     def _declared(self, name: str) -> TypeProto | None:
-        """The type of a value at an end of a session; without a shape where programs of other sizes may have the session, too.
+        """Returns the declared type of a session's input or output; without a shape where programs of other sizes may share the session.
 
-        A cache's type leaves out the number of slots alone: onnxruntime takes one of unknown size for as long as its new entries.
+        A cache's type omits only the number of slots, because onnxruntime takes a dim of unknown size to be as long as the new entries.
         """
         found = self.protos.get(name)
         if found is None or not self.settings.caches:
@@ -242,7 +246,7 @@ class Builder:
 
 
 def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:
-    """Add to the model an exact cast of every output whose element type numpy lacks."""
+    """Adds to the model an exact cast of every output whose element type numpy lacks; maps these outputs to the casts' results."""
     from onnx import helper
 
     twins: dict[str, str] = {}
@@ -258,5 +262,5 @@ def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dic
 
 
 def _plain(text: str) -> str:
-    """A message on one line, without the places in onnxruntime's own source."""
+    """Returns a message on one line, without the places in onnxruntime's own source."""
     return re.sub(r"/\S*onnxruntime\S*:\d+ [^\[]*?\)( const)? ", "", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The steps of a rank's program: segments of compute nodes, updates, copies, and the ends of messages and collectives."""
+"""The steps of a rank's program: segments of compute nodes, updates, copies, messages, collectives and lookups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands.
+    """Compute nodes that run in one session, with its inputs, its outputs that others need, and its initializers.
 
-    One of the body of a task has the names of a microbatch as operands; `formal` has the body's own, and is one for all calls. `task` is
-    the task as a schedule writes it, `target` the target of all nodes, as the file names it; `threads`: how many threads a node may have,
-    0 for as many as the rank has.
+    A segment in a task has the names of one microbatch for its operands; `formal` has the names of the function body, and is the same for
+    all calls. `task` is the task in the schedule's notation, `target` the target of all nodes in the file's; `threads`: the most threads
+    for a node, 0 for all of the rank's.
     """
 
     nodes: Sequence[NodeProto]
@@ -36,8 +36,9 @@ class Segment:
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
-        """Yields each addend with the sum that may reuse its memory: the node that adds reads it alone, and no element once it is
-        written.
+        """Yields each addend with the sum that may reuse its memory.
+
+        Only the adding node reads the addend, and it reads no element after it has written the sum's.
         """
         names = dict(self.operands)
         for one, made in self.output_pairs:
@@ -58,17 +59,17 @@ class Segment:
 
     @property
     def formal(self) -> Segment:
-        """The segment by the names that its nodes have."""
+        """The segment with the names of its nodes' operands."""
         return self.body or self
 
     @property
     def operands(self) -> list[tuple[str, str]]:
-        """The inputs by the names that the nodes have for them, and by those that they have in the program."""
+        """The inputs as pairs: the name that the nodes use, and the name in the program."""
         return list(zip(self.formal.inputs, self.inputs, strict=True))
 
     @property
     def output_pairs(self) -> list[tuple[str, str]]:
-        """The outputs, likewise."""
+        """The outputs as pairs: the name that the nodes use, and the name in the program."""
         return list(zip(self.formal.outputs, self.outputs, strict=True))
 
     def __str__(self) -> str:
@@ -82,7 +83,7 @@ class Segment:
 class Update:
     """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step.
 
-    `groups`: nodes that run as one; `renewed`: shards that are cut out of parameters in each step, each with its new value.
+    `groups`: nodes that run as one; `renewed`: shards that are sliced from parameters in each step, each with its new value.
     """
 
     nodes: Sequence[NodeProto]
@@ -92,7 +93,7 @@ class Update:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The values that the nodes read and none of them makes."""
+        """The values that the nodes read, without those that they make."""
         made = {name for node in self.nodes for name in node.output}
         return tuple(dict.fromkeys(name for node in self.nodes for name in node.input if name and name not in made))
 
@@ -104,7 +105,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Copy:
-    """A value is copied to another of the rank's targets, `to`; `task` is the task inside of which it is."""
+    """Copies a value to another of the rank's targets, `to`; `task` is the task that contains it."""
 
     source: str
     result: str
@@ -118,9 +119,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Message:
-    """One end of a transfer as the file says it: the value, the rank at the other end, the tag, and the op's source name.
+    """One end of a transfer in the file: the value, the rank at the other end, the tag, and the op's source name.
 
-    `group`: of one of many messages with one tag the name of their pairs.
+    `group`: the name of the pairs of ranks, if many messages share one tag.
     """
 
     value: str
@@ -132,7 +133,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Send(Message):
-    """The value leaves for `peer`; it may be overwritten once the send is complete."""
+    """Sends the value to `peer`; it may be overwritten once the send is complete."""
 
     def __str__(self) -> str:
         return f"Send of '{self.value}' to rank {self.peer}{_source(self.path)}"
@@ -140,7 +141,7 @@ class Send(Message):
 
 @dataclass(frozen=True)
 class PostRecv(Message):
-    """The receive is posted: from here on the value's buffer belongs to it."""
+    """Posts the receive of the value, which from here on owns the value's buffer."""
 
     def __str__(self) -> str:
         return f"posting of Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
@@ -148,7 +149,7 @@ class PostRecv(Message):
 
 @dataclass(frozen=True)
 class WaitRecv(Message):
-    """The value is needed: the receive must be complete."""
+    """Waits for the receive of the value, which is needed now."""
 
     def __str__(self) -> str:
         return f"Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
@@ -158,7 +159,7 @@ class WaitRecv(Message):
 class Collective:
     """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest.
 
-    `task`: the task inside of which it is, as a schedule writes it.
+    `task`: the task that contains it, in the schedule's notation.
     """
 
     call: CollectiveCall
@@ -168,7 +169,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StartCollective(Collective):
-    """The collective begins: from here on its input is read and its output written."""
+    """Begins the collective: from here on its input is read and its output written."""
 
     def __str__(self) -> str:
         return f"beginning of {_among(self.call, self.ranks)}"
@@ -176,7 +177,7 @@ class StartCollective(Collective):
 
 @dataclass(frozen=True)
 class WaitCollective(Collective):
-    """The collective's output is needed: it must be complete."""
+    """Waits for the collective, whose output is needed now."""
 
     def __str__(self) -> str:
         return _among(self.call, self.ranks)
@@ -184,7 +185,7 @@ class WaitCollective(Collective):
 
 @dataclass(frozen=True)
 class LookUp:
-    """One end of a lookup, which is over when it has begun; `ranks` and `task` as those of a collective."""
+    """One end of a Pull, Push, Route or Return, which is complete when it has begun; `ranks` and `task` as those of a collective."""
 
     call: LookupCall
     ranks: tuple[int, ...]

@@ -1,11 +1,11 @@
 """The values of a rank's program: types, shapes, the location of each while a step runs, and its lifetime.
 
-Each column of the table follows from the rank's file and the columns before it:
+Each column of the table is derived from the rank's file and the columns before it:
 
-    promises      by message or collective, the shape that its ranks hold each other to: the manifest's, where inputs bind its names
-    shapes        the stated shapes of values, where inputs bind their names
+    promises      maps each message or collective to the shape on which its ranks rely: the manifest's, if inputs bind its symbols
+    shapes        the stated shapes of values, if inputs bind their symbols
     types         declared by the file, by the manifest, or by an earlier session (`program/sessions.py`)
-    storage       where a value lies while a step runs; `targets`: on which of the rank's targets
+    storage       the kind of a value's memory while a step runs; `targets`: the rank's target that has it
     live ranges   from the step that makes a value to its last reader
 """
 
@@ -31,9 +31,9 @@ class Storage(Enum):
     """The kind of a value's memory."""
 
     INPUT = "input"
-    """The caller's memory, another in each step."""
+    """The caller's memory, different in each step."""
     CONSTANT = "constant"
-    """Memory that outlives the step: a weight that is sent or delivered, what the rank keeps."""
+    """Memory that outlives the step: a weight that is sent or delivered, and the state."""
     SLOT = "slot"
     """The arena: a dense tensor whose shape follows from the bindings."""
     TENSOR = "tensor"
@@ -51,7 +51,7 @@ class ValueTable:
     """The stated shapes of the values in slots."""
     storage: Mapping[str, Storage]
     flat_places: Mapping[str, tuple[str, int]]
-    """Maps each value in a flat buffer to the buffer and the element at which the value begins."""
+    """Maps each value in a flat buffer to the buffer's name and the value's first element in it."""
     live_ranges: Mapping[str, LiveRange]
     """Maps each value to its live range; a value in a flat buffer has the buffer's."""
     targets: Mapping[str, str] = field(default_factory=dict)
@@ -64,16 +64,19 @@ class ValueTable:
         return found
 
     def have_one_type(self, one: str, two: str) -> bool:
-        """Whether two values in slots have one type and shape, and lie on one target."""
+        """Whether two values in slots have the same type, shape and target."""
         there = self.targets.get(one) == self.targets.get(two)
         return there and self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
 
     def is_dynamic(self, name: str) -> bool:
-        """Whether a value has another place and shape in each step."""
+        """Whether a value has a different place and shape in each step."""
         return self.storage[name] is Storage.TENSOR
 
     def lifetimes(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
-        """Size and lifetime of every place in an arena; `aliases` give values that lie where others did, `shapes` are those of a step."""
+        """Returns the size and lifetime of every place in an arena.
+
+        `aliases`: maps values that reuse the place of another value to that value; `shapes`: the values' shapes in a step.
+        """
         sizes = {name: self.dtype(name).bytes_of(one) for name, one in shapes.items() if name not in self.flat_places}
         return lifetimes(self.live_ranges, aliases, sizes)
 
@@ -93,7 +96,10 @@ def value_table(
     constants: Collection[str],
     targets: Mapping[str, str],
 ) -> ValueTable:
-    """The table of a rank's values; `types` and `shapes` are complete but for the buffers, `constants` are weights by themselves."""
+    """Returns the table of a rank's values.
+
+    `types` and `shapes` are complete except for the buffers; `constants` are the weights that are values by themselves.
+    """
     targets = {**targets, **{one.name: targets[one.members[0]] for one in buffers if one.members[0] in targets}}
     types = {**types, **{buffer.name: buffer.type for buffer in buffers}}
     shapes = {**shapes, **{buffer.name: [buffer.size] for buffer in buffers}}
@@ -106,13 +112,13 @@ def value_table(
 
 
 def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
-    """Maps each tag to the shape of a message without a header, or of a collective's input; `bound` has the symbols that inputs bind."""
+    """Maps tags to the shape of a message without a header, or of a collective's input; `bound` are the symbols that inputs bind."""
     promised: list[Transfer | Collective] = [*file.transfers.values(), *file.collectives.values()]
     return {one.tag: one.shape for one in promised if dense(one.type) and _known(one.shape, file.manifest, bound)}
 
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
-    """Maps each value to the shape that the file states, or for a received value the transfer's, where inputs bind all names in it."""
+    """Maps values to the shapes that the file states, received values to their transfers' shapes, if inputs bind all their symbols."""
     stated = {
         **{name: one.shape for name, one in file.sent.items()},
         **file.shapes_of(name for name in file.declared if name in file.named),
@@ -130,7 +136,7 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
 
 
 def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype, list[Dim]]]:
-    """The type and shape that stand for each input that is not fed; ArtifactError where the inputs of a step do not determine them."""
+    """Maps each input that is not fed to its type and shape; ArtifactError where the inputs of a step do not determine them."""
     declared = file.shapes_of(file.sized)
     ports = {port.name: port for port in file.manifest.inputs}
     found: dict[str, tuple[Dtype, list[Dim]]] = {}
@@ -146,7 +152,7 @@ def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype
 
 
 def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:
-    """ArtifactError for each collective the shape of whose result must be known and is not."""
+    """Raises ArtifactError for the collectives whose result must have a known shape and has none."""
     problems = []
     for call in (call for call in file.calls if call.result):
         if call.tag not in promises and not call.kind.dynamic:
@@ -160,7 +166,7 @@ def check_results(file: RankFile, shapes: Collection[str], promises: Collection[
 
 
 def types_from_manifest(file: RankFile) -> dict[str, str]:
-    """Maps each value that is received or that the rank keeps to its type."""
+    """Maps each value that is received or is the rank's state to its type."""
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
         types |= dict.fromkeys((*filter(None, [call.result]), *call.outputs), file.collectives[call.tag].type)
@@ -171,7 +177,7 @@ def types_from_manifest(file: RankFile) -> dict[str, str]:
 
 
 def check_types(file: RankFile, types: Mapping[str, str]) -> None:
-    """ArtifactError for each message of a sparse value, and each collective whose input has another type than the manifest says."""
+    """Raises ArtifactError for messages of sparse values, and for collectives whose input does not have the manifest's type."""
     problems = [
         f"{file.where}: the {step}: a sparse value cannot go from rank to rank"
         for step in file.steps
@@ -198,7 +204,7 @@ def storage_of(
     flat: Collection[str],
     constants: Collection[str],
 ) -> dict[str, Storage]:
-    """The location of each value; `flat` are flat buffers and the values in them."""
+    """Maps each value to the kind of its memory; `flat` are flat buffers and the values in them."""
 
     def computed(name: str, known: bool) -> Storage:
         if not dense(types[name]):

@@ -1,12 +1,12 @@
 """Each collective as rounds: the bytes that a rank puts into its part of the shared memory, and their combination.
 
-    AllReduce       puts the source; reduces those of all. Of three ranks and more the last one to arrive does, and the others copy it; a
-                    large one is reduced in shares: each rank reduces its share of all sources into a second round's room, from which
+    AllReduce       puts the source; reduces those of all. Among three ranks and more the last one to arrive does, and the others copy it;
+                    a large one is reduced in shares: each rank reduces its share of all sources into a second round's room, from which
                     the others copy it
-    ReduceScatter   puts one chunk of every block; reduces the own block's chunks of all
-    AllToAll        likewise; copies the own block's chunks
+    ReduceScatter   puts one chunk of every block; reduces all ranks' chunks of its own block
+    AllToAll        puts one chunk of every block; copies all ranks' chunks of its own block
     AllGather       puts the source; copies those of all
-    Reduce, Gather  likewise, on the root alone
+    Reduce, Gather  as AllReduce and AllGather, on the root alone
     Broadcast       the root puts the target; the others copy it
 
 Terms are added in the order of the list, so that all ranks have the same bits.
@@ -27,13 +27,17 @@ from ..transport import GATHER, CollectiveArgs
 from .rounds import ROOM, Action, Rounds, SharedRooms
 
 _SHARED = 1 << 16
-"""Bytes from which an AllReduce of three ranks and more is reduced in shares. Where ranks share cores, one in
-a single round is not: the second round is one more sleep of each rank, which costs more than that one rank makes the sum."""
+"""Bytes from which an AllReduce of three ranks and more is reduced in shares. Where ranks share cores, one that fits into a single round is
+not: the second round is one more sleep of each rank, which costs more than computing the sum on one rank.
+"""
 _ALIGNED = 64
 
 
 class Chunked(Rounds):
-    """A collective whose blocks of so many bytes go in chunks, of which `parts` fit into a room. Actions are made once a room."""
+    """A collective whose blocks of `block` bytes are moved in chunks, of which `parts` fit into a room.
+
+    The actions are made once for each room.
+    """
 
     def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, parts: int = 1):
         self.args, self.rooms, self.index, self.ranks = args, rooms, own, len(args.ranks)
@@ -41,7 +45,7 @@ class Chunked(Rounds):
         self.bounds = [(at, min(at + step, block)) for at in range(0, max(block, 1), step)]
         self.count = len(self.bounds)
         self.takes = args.op not in (REDUCE_TO, GATHER) or own == args.root
-        self._quiet = Context()  # numpy warns of nothing there, in a sixth of the time of `np.errstate` at each call
+        self._quiet = Context()  # without warnings of numpy, in a sixth of the time of `np.errstate` in each call
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._puts: dict[tuple[int, int], Action | None] = {}
         self._gets: dict[tuple[int, int], Action | None] = {}
@@ -57,16 +61,16 @@ class Chunked(Rounds):
         return self._gets[index, turn]
 
     def putting(self, index: int, turn: int) -> Action | None:
-        """What puts a chunk of the source."""
+        """Returns the action that puts a chunk of the source into the rank's room."""
         begin, end = self.bounds[index]
         return copying(self.rooms[turn][self.index][: end - begin], self.args.source[begin:end])
 
     def getting(self, index: int, turn: int) -> Action | None:
-        """What gets a chunk of the target."""
+        """Returns the action that reads a chunk of the target from the rooms; None if this rank receives nothing."""
         raise NotImplementedError
 
     def reducing(self, terms: Sequence[Bytes], target: Bytes) -> Action:
-        """What reduces the terms, in their order. Infinities and NaN are made without a warning, as by MPI."""
+        """Returns the action that reduces the terms, in their order. Like MPI it gives no warning of infinities and NaN."""
         kind, reduce = self.args.dtype.numpy, self.args.reduce
         first, second, *rest = (term.view(kind) for term in terms)
         into = target.view(kind)
@@ -78,7 +82,10 @@ class Chunked(Rounds):
 
 
 class _AllReduce(Chunked):
-    """In a single round one of two ranks adds its source in place of its room, which it would read again after the other rank has."""
+    """Each rank reduces all rooms.
+
+    In a single round of two ranks it uses its source in place of its own room, since the source is still the same.
+    """
 
     def getting(self, index: int, turn: int) -> Action | None:
         begin, end = self.bounds[index]
@@ -89,7 +96,7 @@ class _AllReduce(Chunked):
 
 
 class _AllReduceByLast(Chunked):
-    """Reduced once, by the rank that closes the round, in `made`: no rank may see a sum of some of the terms."""
+    """The rank that closes the round reduces once, in `made`, because no rank may see a sum of only some of the terms."""
 
     def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, made: Bytes):
         super().__init__(args, rooms, own, block)
@@ -111,7 +118,7 @@ class _AllReduceByLast(Chunked):
 
 
 class _SharedAllReduce(Chunked):
-    """Every second round has the shares that ranks have reduced."""
+    """Each rank reduces a share; every second round has the reduced shares."""
 
     def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
         super().__init__(args, rooms, own, block)
@@ -143,7 +150,7 @@ class _SharedAllReduce(Chunked):
         )
 
     def _share(self, index: int, rank: int) -> tuple[int, int]:
-        """Where the share of a rank lies in a chunk."""
+        """Returns the begin and end of a rank's share in a chunk."""
         begin, end = self.bounds[index // 2]
         size = end - begin
         share = -(-size // self.ranks // _ALIGNED) * _ALIGNED
@@ -173,7 +180,7 @@ class _Blocks(Chunked):
 
 
 class _Gather(Chunked):
-    """AllGather, Gather."""
+    """AllGather and Gather."""
 
     def getting(self, index: int, turn: int) -> Action | None:
         if not self.takes:
@@ -203,7 +210,7 @@ class _Broadcast(Chunked):
 
 
 def rounds_of(args: CollectiveArgs, shared: SharedRooms, own_core: bool) -> Rounds:
-    """The rounds of a collective of the list that has these rooms; all ranks of the list have as many.
+    """Returns the rounds of a collective among the ranks that share these rooms; all of them have the same number of rounds.
 
     `own_core`: whether each rank of the host has a core of its own.
     """
@@ -225,7 +232,7 @@ def rounds_of(args: CollectiveArgs, shared: SharedRooms, own_core: bool) -> Roun
 
 
 def copying(target: Bytes, source: Bytes) -> Action:
-    """What copies bytes; by views that are made once, a small copy takes a third of the time of numpy's."""
+    """Returns the action that copies bytes; with views that are made once, a small copy takes a third of numpy's time."""
     return partial(target.data.__setitem__, slice(None), source.data)
 
 

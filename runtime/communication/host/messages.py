@@ -1,11 +1,11 @@
 """Messages between two ranks of a host: slots in shared memory, which the sender fills and the receiver empties.
 
-For each ordered pair of ranks there are `SLOTS` slots of `SLOT` bytes, used in turn. The sender copies a message into as many as it
-needs, and raises its count; the receiver copies out of them, and raises its own. A message that finds no free slot waits in a list of
-the sender, who goes on with it whenever it calls the transport.
+Each ordered pair of ranks has `SLOTS` slots of `SLOT` bytes, used in turn. The sender copies a message into as many as it needs, and raises
+its count; the receiver copies out of them, and raises its own. A message without a free slot waits in a list of the sender, which continues
+it whenever it calls the transport.
 
-Messages of one tag keep their order, and those of others may be received before them: what arrives and is not yet expected is kept
-by the receiver. No call here waits: `progress` does what can be done.
+Messages of one tag keep their order, and those of other tags may be received before them: the receiver stores a message that arrives before
+it is expected. No call here waits: `progress` does everything that is possible without waiting.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ...job.parking import LINE, Cell, RankWait
 
 SLOTS, SLOT = 8, 1 << 17
 _BATCH = 2
-"""Slots that a receiver empties before it gives them back."""
+"""The number of slots that a receiver empties before it releases them."""
 _TAG, _TOTAL = range(2)
 
 
 @dataclass
 class Channel:
-    """One direction of a pair: the counts of filled and of emptied slots, each written by one side, and by slot its tag and size."""
+    """One direction of a pair: the counts of filled and of emptied slots, each written by one side, and each slot with its tag and size."""
 
     filled: Cell
     emptied: Cell
@@ -37,12 +37,12 @@ class Channel:
 
     @staticmethod
     def size() -> int:
-        """Bytes of a channel."""
+        """Returns the bytes of a channel."""
         return 4096 + SLOTS * SLOT
 
     @staticmethod
     def of(memory: memoryview) -> Channel:
-        """The channel in so much memory."""
+        """Returns the channel in `memory`, which has `size()` bytes."""
         lines = [memory[at : at + LINE].cast("q") for at in range(0, LINE * (2 + SLOTS), LINE)]
         slots = [np.frombuffer(memory, np.uint8, SLOT, 4096 + at * SLOT) for at in range(SLOTS)]
         return Channel(lines[0], lines[1], [*lines[2:]], slots)
@@ -50,7 +50,7 @@ class Channel:
 
 @dataclass(eq=False)
 class Message:
-    """One end of a message, which is its own request; of what has come and is not expected, `tag` is known and nothing else."""
+    """One end of a message, which is its own request; of a message that arrives unexpected only the tag is known."""
 
     owner: HostMessages
     peer: int
@@ -77,15 +77,15 @@ class _Receiver:
     channel: Channel
     emptied: int = 0
     now: Message | None = None
-    """What slots are being copied into."""
+    """The message into which slots are being copied."""
     expected: dict[int, deque[Message]] = field(default_factory=dict)
     kept: dict[int, deque[Message]] = field(default_factory=dict)
     count: int = 0
-    """How many messages are expected."""
+    """The number of expected messages."""
 
 
 class HostMessages:
-    """A rank's messages. `channel` opens that from one place of the host to another; peers are places of the host, too."""
+    """A rank's messages. `channel` opens the channel from one place of the host to another; peers are places of the host, too."""
 
     def __init__(self, place: int, channel: Callable[[int, int], Channel], parking: RankWait) -> None:
         self._place, self._channel, self._parking = place, channel, parking
@@ -94,10 +94,10 @@ class HostMessages:
         self.sending: set[int] = set()
         """Peers for which messages wait for a free slot."""
         self.expecting: set[int] = set()
-        """Peers of which messages are expected."""
+        """Peers from which messages are expected."""
 
     def send(self, data: Bytes, peer: int, tag: int) -> Message:
-        """Begins to send."""
+        """Begins to send a message."""
         sender = self._senders.get(peer)
         if sender is None:
             sender = self._senders[peer] = _Sender(self._channel(self._place, peer))
@@ -127,7 +127,7 @@ class HostMessages:
         return message
 
     def progress(self) -> None:
-        """Sends and receives what it can."""
+        """Sends and receives as much as possible without waiting."""
         for peer in [*self.sending]:
             self._fill(peer, self._senders[peer])
         for peer in [*self.expecting]:
@@ -147,7 +147,7 @@ class HostMessages:
             )
 
     def _fill(self, peer: int, sender: _Sender) -> None:
-        """Copies messages that wait into free slots."""
+        """Copies waiting messages into free slots."""
         channel, waiting, begun = sender.channel, sender.waiting, sender.filled
         free = channel.emptied[0] + SLOTS
         while waiting and sender.filled < free:
@@ -171,7 +171,7 @@ class HostMessages:
             self.sending.discard(peer)
 
     def _empty(self, peer: int, receiver: _Receiver) -> None:
-        """Copies slots that are filled into the messages that are expected, and keeps the others."""
+        """Copies filled slots into the expected messages, and stores the others."""
         channel = receiver.channel
         filled, told = channel.filled[0], receiver.emptied
         while receiver.emptied < filled:
@@ -204,7 +204,7 @@ class HostMessages:
         return message
 
     def _release(self, peer: int, receiver: _Receiver, told: int) -> int:
-        """Gives slots back; the sender may sleep only where it had filled them all."""
+        """Releases the emptied slots; the sender is woken only if it had filled all slots, since it may sleep only then."""
         receiver.channel.emptied[0] = receiver.emptied
         self._parking.fence()
         if receiver.channel.filled[0] - told >= SLOTS:

@@ -1,16 +1,15 @@
-"""The data plane of one rank: messages and collectives among the ranks of its host in one segment, and one way to wait for all of them.
+"""The data plane of one rank: messages and collectives among the ranks of its host in one segment, and one wait for both.
 
-    some = plane.list_of((0, 1, 3))         # every rank of the host, in one order, for lists that it is not in, too
+    some = plane.list_of((0, 1, 3))         # called by every rank of the host, in one order, also for lists without that rank
     begin = some.prepare(args)
     plane.wait(begin(), what)
 
-While a rank waits for one thing it goes on with everything else that others may wait for: rounds that are not put, and messages.
+While a rank waits for one request it continues everything else for which others may wait: rounds that it has not put yet, and messages.
 
-A collective of one round, begun and got by as few calls as can be: a small value's time is that of Python's calls.
-
-In one function it does what `HostGroup` does of a round, where nothing else of the rank is under way: it puts, says that it has arrived,
-closes the round where all others have arrived before (of two ranks it wakes the other where that sleeps), and then gets at once. All that
-it needs is made once a room.
+`SingleRound` begins and gets a collective of one round with as few calls as possible, because the time of a small value is that of Python's
+calls. If nothing else of the rank is under way, it does in one function what `HostGroup` does in a round: it puts, signals its arrival,
+closes the round if all others have arrived (of two ranks it wakes the other if that sleeps), and then gets at once. Its actions are made
+once for each room.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .segment import Segment, address_of
 
 
 class SingleRound(Collective):
-    """A collective of one round which gives this rank something."""
+    """A collective of one round in which this rank receives something."""
 
     def __init__(self, group: HostGroup, rounds: Rounds) -> None:
         super().__init__(group, rounds)
         self._actions: list[tuple[Action, Action, Action] | None] = [None] * ROOMS
         self._number = 0
-        """The round, where it was begun with nothing else under way, else 0."""
+        """The number of the round, if it was begun with nothing else under way, else 0."""
         self._own, self._cells, self._closed, self._open = group.own, group.cells, group.closed.cell, group.open
         self._fence = group.parking.fence
         self._word = group.parking.word(group.others[0]) if len(group.others) == 1 else None
@@ -100,14 +99,14 @@ class SingleRound(Collective):
 
 
 def collective_of(group: HostGroup, rounds: Rounds) -> Collective:
-    """What begins the rounds, and is waited for."""
+    """Returns the collective that runs these rounds."""
     return SingleRound(group, rounds) if rounds.count == 1 and rounds.takes else Collective(group, rounds)
 
 
 _SHORT_LOOK = 1e-3
-"""Seconds of a sleep where MPI is to be called meanwhile, for messages of other hosts."""
+"""Seconds of a sleep where MPI must be called meanwhile, for messages of other hosts."""
 HostRequest = (Collective, Message)
-"""What `wait` takes."""
+"""The types of requests that `wait` accepts."""
 
 
 class RankList:
@@ -119,12 +118,12 @@ class RankList:
         self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
-        """What begins the collective."""
+        """Returns the function that begins the collective."""
         return collective_of(self.group, rounds_of(args, self._rooms, self._own_core)).begin
 
 
 class DataPlane:
-    """One rank's end. `ranks` are those of the host, among which it has the given place; `look` raises where a rank has failed."""
+    """One rank's end of the data plane. `place` is its index in the host's `ranks`; `look` raises where a rank has failed."""
 
     def __init__(
         self,
@@ -163,22 +162,22 @@ class DataPlane:
 
         self.messages = HostMessages(place, channel, self._parking)
         self._unput: dict[HostGroup, None] = {}
-        """The groups with a round that is begun and not put: what is under way is asked many times a step, of few groups or none."""
+        """The groups with a round that is begun and not put; usually few or none, and read many times in a step."""
         self._groups: list[HostGroup] = []
         self._looks: dict[HostGroup, Callable[[], object]] = {}
         """Maps each group to the function that a rank waiting for the group calls after a sleep."""
 
     @property
     def under_way(self) -> bool:
-        """Whether others may wait for what this rank has begun and does when it is called again."""
+        """Whether others may wait for communication that this rank has begun and continues only when it is called again."""
         return self._beside(None)
 
     def _beside(self, own: HostGroup | None) -> bool:
-        """Whether that is so of messages, or of another group's collectives than the own one."""
+        """Whether others may wait for this rank's messages, or for its collectives of groups other than `own`."""
         return bool(self.messages.sending) or any(group is not own for group in self._unput)
 
     def list_of(self, ranks: Sequence[int]) -> RankList | None:
-        """Room for collectives among these ranks of the host; None on the other ranks, which reserve it, too."""
+        """Reserves room for collectives among these ranks of the host; returns None on the other ranks, which must reserve it, too."""
         offset = self._segment.reserve(SharedRooms.size(len(ranks)))
         if self._rank not in ranks:
             return None
@@ -203,13 +202,13 @@ class DataPlane:
         self._look()
 
     def progress(self) -> None:
-        """Goes on with everything that is under way."""
+        """Continues everything that is under way."""
         self.messages.progress()
         for group in [*self._unput]:
             group.advance()
 
     def wait(self, request: Collective | Message, what: Callable[[], str]) -> None:
-        """Returns when it is over; `what` names it in reports."""
+        """Returns when the request is complete; `what` names it in reports."""
         ready, look, count, messages = request.Test, self._look, None, self.messages
         group = request.group if isinstance(request, Collective) else None
         if messages.sending or messages.expecting or (self._unput and self._beside(group)):
@@ -231,32 +230,32 @@ class DataPlane:
             self._watch.end()
 
     def wake_own(self) -> None:
-        """From another thread: this rank looks for failures now."""
+        """Makes this rank check for failures now; called from another thread."""
         self._parking.wake_own()
 
     def wake_all(self) -> None:
-        """The other ranks look for failures now."""
-        new_fence()()  # one of its own: an interrupt may have left that of the rank between its two calls
+        """Makes the other ranks check for failures now."""
+        new_fence()()  # a new fence: an interrupt may have stopped the rank's own between its two calls
         self._parking.wake([*self.places.values()])
         for group in self._groups:
             group.wake_all()
 
     def close(self) -> None:
-        """Gives the memory back when nothing uses it any more."""
+        """Frees the memory once nothing uses it any more."""
         self._segment.close()
         if self._spin is not None:
             self._spin.close()
 
 
 class HostAgreements:
-    """Element-wise maxima over all ranks of a list: what begins the next one, without waiting, gives what waits for it."""
+    """Element-wise maxima over all ranks of a list."""
 
     def __init__(self, among: RankList, ranks: Sequence[int]) -> None:
         self._among, self._ranks = among, tuple(ranks)
         self._by_size: dict[int, tuple[Vector, Vector, Callable[[], Collective]]] = {}
 
     def begin(self, vector: Vector) -> tuple[Collective, Vector]:
-        """The request of the next agreement, and where its result is when it is over, until the next one begins."""
+        """Begins the next agreement without waiting; returns its request and its result, valid from its completion until the next begin."""
         found = self._by_size.get(vector.size)
         if found is None:
             given, made = np.empty_like(vector), np.empty_like(vector)

@@ -1,21 +1,21 @@
 """Collectives of one list of ranks of a host, as rounds in shared memory.
 
-In a round each rank puts something into a room of its own, says that it has arrived, and when all have arrived gets what it wants from
-the rooms of all. A collective is one round, or several where its values are larger than a room; an AllReduce that is reduced in shares has
-two rounds for each chunk (`collectives.py`).
+In a round each rank puts bytes into a room of its own, signals that it has arrived, and when all have arrived gets the bytes that it needs
+from the rooms of all. A collective is one round, or several where its values are larger than a room; an AllReduce that is reduced in shares
+has two rounds for each chunk (`collectives.py`).
 
 Each rank has a counter of arrivals and four rooms, which take turns. A rank puts round n when it has got round n - 2, hence when all have
-arrived in it; each of these had then got round n - 4, which had the same room: no rank reads there any more. So a rank may begin two
-rounds before it waits for any; what is begun beyond that is put when earlier rounds are over. No call here waits: `advance` does what
-can be done.
+arrived in that round; each of these had then got round n - 4, which had the same room: no rank reads that room any more. So a rank may
+begin two rounds before it waits for any; rounds begun beyond these are put when earlier rounds are over. No call here waits: `advance` does
+everything that is possible without waiting.
 
-The rank that arrives last closes the round: it raises the number of rounds in which all have arrived, to which the others look and on
-which they sleep, and one call wakes these. Where all want the same (`Rounds.close`), it makes that before, in one more room, and the others
-copy it. As each stores its arrival before it looks at the others' (`RankWait.fence`), at least one of several that arrive at a time sees
-that all have come. Where two see it both close the round, with the same bytes, which each makes in memory of its own and then copies. None
-of them can be late for a later round, in which it has not arrived. A rank that is woken, or looks after its time, and finds the round
-open though all have arrived (who arrived last was interrupted) closes it for itself alone (`close_own`). Of two ranks each looks at the
-arrivals of the other, and sleeps on these.
+The rank that arrives last closes the round: it raises the number of rounds in which all have arrived, which the other ranks read and on
+which they sleep, and one call wakes these. Where all want the same result (`Rounds.close`), it first computes that result in one more room,
+and the others copy it. Each rank stores its arrival before it reads those of the others (`RankWait.fence`), so that of several ranks that
+arrive at a time at least one sees that all have come. If two see it both close the round, with the same bytes, which each computes in
+memory of its own and then copies. Neither can disturb a later round, because it has not arrived in that one. A rank that is woken, or
+checks after its time, may find the round open though all have arrived, because the last one to arrive was interrupted; then it closes the
+round for itself alone (`close_own`). Of two ranks each reads the arrivals of the other, and sleeps on these.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ _AHEAD = 2
 
 
 class Rounds:
-    """What a collective does in its rounds."""
+    """The actions of a collective in its rounds."""
 
     count: int
     takes: bool = True
-    """Whether this rank gets anything."""
+    """Whether this rank receives anything."""
 
     def ahead(self, index: int) -> int:
-        """How many rounds before it a round needs to be over on this rank: two, or one where it puts what it got in that one."""
+        """Returns k: a round is put once the k-th round before it is over on this rank. 2, or 1 if it puts the result of that round."""
         return _AHEAD
 
     def put(self, index: int, turn: int) -> Action | None:
-        """What writes to the own room of a turn in a round."""
+        """Returns the action that writes to the rank's own room of a turn in a round."""
         raise NotImplementedError
 
     def close(self, index: int, turn: int) -> Action | None:
-        """What makes of the rooms of all that which every rank gets, into the room in common; it may run on several ranks."""
+        """Returns the action that computes the result of all ranks, from all rooms into the common room; it may run on several ranks."""
         return None
 
     def get(self, index: int, turn: int) -> Action | None:
-        """What reads the rooms of a turn when all have arrived."""
+        """Returns the action that reads the rooms of a turn when all have arrived."""
         raise NotImplementedError
 
 
 class SharedRooms:
-    """Arrivals and rooms of the ranks of one list, `places` of the host; by turn the last room is that in common.
+    """The arrivals and rooms of the ranks of one list; in each turn the last room is common to all.
 
-    `count` makes a number on which ranks sleep of its line, and the address of that.
+    `places`: the ranks' places on the host. `count` makes a number on which ranks can sleep from its line of memory and the line's address.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class SharedRooms:
             for turn in range(ROOMS)
         ]
         self.made: Bytes = np.empty(ROOM, np.uint8)
-        """Memory of this rank, in which it makes what goes into a room in common."""
+        """Memory of this rank, in which it computes the bytes for a common room."""
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes for so many ranks."""
+        """Returns the bytes for this number of ranks."""
         return _after_lines(ranks) + (ranks + 1) * ROOMS * ROOM
 
 
 def closing(ranks: int, own: int) -> tuple[int, int]:
-    """The lines of the number of closed rounds at which a rank looks, and of that which it raises: arrivals are the first lines."""
+    """Returns two lines: that of the number of closed rounds which a rank reads, and that which it raises. Arrivals are the first lines."""
     return (1 - own, own) if ranks == 2 else (ranks, ranks)
 
 
@@ -104,21 +104,21 @@ def _after_lines(ranks: int) -> int:
 
 
 class Collective:
-    """A collective that may be begun again and again, each time after the wait for it; it is its own request."""
+    """A collective that may be begun again after each wait for it; it is its own request."""
 
     def __init__(self, group: HostGroup, rounds: Rounds) -> None:
         self.group, self.rounds = group, rounds
         self.done = False
-        """Whether it is over, as far as this rank has looked."""
+        """Whether it is complete, as far as this rank has checked."""
 
     def begin(self) -> Collective:
-        """Begins it."""
+        """Begins the collective."""
         self.done = False
         self.group.begin(self)
         return self
 
     def Test(self) -> bool:
-        """Whether it is over."""
+        """Makes progress, and returns whether the collective is complete."""
         if not self.done:
             self.group.advance()
         return self.done
@@ -127,8 +127,8 @@ class Collective:
 class HostGroup:
     """One rank's end of the collectives of a list.
 
-    `cells`: arrivals by index; `own` is the index of its own, `others` are other places. `closed`: the number of rounds in which all have
-    arrived; `raised`: that which this rank raises.
+    `cells`: the ranks' arrivals; `own` is this rank's index in it, `others` are the other ranks' places. `closed`: the number of rounds in
+    which all have arrived; `raised`: the number that this rank raises when it closes a round.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class HostGroup:
     ) -> None:
         self.own = cells[own]
         self.cells = [cell for index, cell in enumerate(cells) if index != own]
-        """The others' arrivals."""
+        """The other ranks' arrivals."""
         self.others, self.parking = others, parking
         self.closed, self._raised = closed, raised
         self._closed, self._closed_here = closed.cell, 0
@@ -150,9 +150,9 @@ class HostGroup:
         self.unput: dict[HostGroup, None] = {}
         """The groups of the rank with a round that is begun and not put, for which others may wait."""
         self.sending: Collection[int] = ()
-        """The peers of the rank for which messages wait."""
+        """The peers for which the rank's messages wait."""
         self.begun = self.put = self.got = 0
-        """Numbers of the last round that was begun, put, and got."""
+        """The numbers of the last rounds that were begun, put, and got."""
         self.open: deque[tuple[int, int, Collective]] = deque()
         """The first and the last round of each collective that is begun and not got."""
 
@@ -165,7 +165,7 @@ class HostGroup:
         self.advance()
 
     def advance(self) -> None:
-        """Gets and puts the rounds that it can."""
+        """Gets and puts all rounds that it can."""
         more = True
         while more:
             if self.got < self.put and self.is_closed(self.got + 1):
@@ -178,22 +178,22 @@ class HostGroup:
         return self._closed[0] >= number or self._closed_here >= number
 
     def close_own(self) -> None:
-        """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
+        """Closes the next round for this rank alone, if all have arrived in it and no rank has closed it."""
         number = self.got + 1
         if self.put >= number > self._closed[0]:
             first, _, one = self.open[0]
             self._closed_here = number if self._made(number, first, one.rounds) else self._closed_here
 
     def wake(self) -> None:
-        """Wakes those that sleep until a round is closed, or for anything else, after a fence."""
+        """Wakes the ranks that sleep until a round is closed or for another reason; call it after a fence."""
         self.parking.wake(self.others, self._raised)
 
     def wake_all(self) -> None:
-        """Wakes all that sleep until a round is closed."""
+        """Wakes all ranks that sleep until a round is closed."""
         self._raised.wake()
 
     def _made(self, number: int, first: int, rounds: Rounds) -> bool:
-        """Whether all have arrived in a round of a collective that began with the first; then what all want is made."""
+        """Returns whether all have arrived in a round, whose common result it then computes. `first`: the collective's first round."""
         for cell in self.cells:
             if cell[0] < number:
                 return False
@@ -214,7 +214,7 @@ class HostGroup:
             one.done |= one.rounds.takes
 
     def _put(self, number: int) -> bool:
-        """Puts a round, where its turn has come."""
+        """Puts a round, unless an earlier one must be over first; returns whether it has."""
         first, last, one = next(each for each in self.open if number <= each[1])
         rounds = one.rounds
         if self.got < number - 1 and self.got < number - rounds.ahead(number - first):

@@ -1,9 +1,8 @@
-"""The rows of each of its caches that a rank binds in a step: those of one slot in a prefill, those of one group of slots in a decode in
-turns.
+"""The rows of its caches that a rank binds in a step: those of one slot in a prefill, of one group of slots in a decode by groups.
 
 decode     past_k [4, heads, length, size]     all slots of the rank
-decode     past_k [2, heads, length, size]     of two groups the rows of one, where they lie
-prefill    past_k [1, heads, length, size]     the row of slot 2, where it lies; the next step another one's; so does encode
+decode     past_k [2, heads, length, size]     the rows of one of two groups, in place
+prefill    past_k [1, heads, length, size]     the row of slot 2, in place; the next step binds another slot's; so does encode
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ from ..state import State
 
 @dataclass
 class CacheRows:
-    """`records`: by cache, and by output that takes its place, the record. `run`: which run of slots lies on the rank, of `runs` equal
-    ones; `count`: how many slots it has, of which a step has `size`. `first`: the rank's own number of the first that the next step has.
+    """The rows of a rank's caches that the next steps use.
+
+    `records`: the record of each cache, and of each output that replaces it. `run`: the index of the rank's run of slots, of `runs` equal
+    ones; `count`: the slots of a run; `size`: the slots of a step. `first`: the first slot of the next step, counted within the run.
     """
 
     state: State
@@ -37,7 +38,7 @@ class CacheRows:
 
     @classmethod
     def of(cls, file: RankFile, state: State) -> Self | None:
-        """The rows of a rank of a program that binds those of some slots, or of a decode in turns; None of another program."""
+        """Returns the rows of a rank whose program binds those of some slots, such as a decode by groups; None for another program."""
         caches = [one for one in file.state if one.kind == CACHE]
         generation = file.manifest.generation
         if not binds_rows(file.manifest.name) and (generation is None or generation.groups == 1):
@@ -51,9 +52,7 @@ class CacheRows:
         return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0], size)
 
     def choose(self, slots: Sequence[int]) -> None:
-        """Lets the next steps compute these slots, the same number of each run, one after the other; UsageError where the rank has
-        others.
-        """
+        """Sets the slots of the next steps: the same number of each run, consecutive; UsageError where the rank has other slots."""
         if not self.records:
             return
         mine, begin = slots[self.run * self.size :][: self.size], self.run * self.count

@@ -1,6 +1,6 @@
-"""The locations of the values of a rank's program: their table, the memory of its updates, and at given sizes the arena of each target.
+"""Lays out the values of a rank's program: their table, the memory of its updates, and for given sizes the arena of each target.
 
-What runs a program and what tells its memory without running it lay it out by the same functions, here.
+Code that runs a program and code that reports its memory without running it use the same functions, those of this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...program.value_table import ValueTable, value_table
 from ...updates.fusion import UpdatePlan, planned_updates
 
 MOST_PLANS = 8
-"""The most plans of steps of other sizes that are there at once."""
+"""The most step plans, each for other sizes, that are cached at once."""
 
 
 def lay_out(
@@ -29,9 +29,9 @@ def lay_out(
     targets: Mapping[str, str],
     begins: bool,
 ) -> tuple[ValueTable, UpdatePlan]:
-    """The table of a rank's values, and how its updates run. `weights`: those that are values by themselves.
+    """Returns the table of a rank's values, and the plan of its updates. `weights`: those that are values by themselves.
 
-    `begins`: whether the program lays out what the rank keeps; another one of the same rank finds it laid out.
+    `begins`: whether this program lays out the rank's state; another program of the same rank uses the existing layout.
     """
     buffers, plan = coalesced_buffers(file, shapes), UpdatePlan()
     if begins:
@@ -42,12 +42,12 @@ def lay_out(
 
 
 def at_sizes(shape: Shape, symbols: Mapping[str, SymbolRecord], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """A known shape with the symbols bound."""
+    """Returns a known shape with the symbols replaced by their sizes."""
     return tuple(dim if isinstance(dim, int) else expression.parse(dim, symbols)(sizes) for dim in shape or ())
 
 
 def arenas(lives: Sequence[Lifetime], targets: Mapping[str, str], others: Iterable[str]) -> dict[str, Arena]:
-    """The arena of the host and of each other target; `targets`: of values that do not lie on the host."""
+    """Returns the arena of the host and of each other target; `targets` maps the values that are not on the host to their targets."""
     return {
         target: assign([life for life in lives if targets.get(life.name, CPU) == target]) for target in (CPU, *others)
     }

@@ -1,17 +1,18 @@
-"""The proof of a step plan: an action reads the bytes that the value's own writer has left there, in every order that lanes allow.
+"""Proves a step plan: each action reads the bytes that the value's own writer has left there, in every order that lanes allow.
 
-Memory is divided at every end of a place, and each part remembers which value it has. An action must find its operands in all of their
-parts, and what is on its way when the wait for it ends; nothing may be in two places that meet but for what is known to be done in place.
-So two values share bytes only if one is not needed any more when the other begins. What an update of many parameters runs over must lie
-side by side. Two actions in different lanes, one of which writes what the other reads or writes, must be in order by what lanes wait for.
+Memory is divided at every end of a place, and each part remembers the value that it holds. An action must find its operands in all of their
+parts, and a value that is coming when the wait for it ends; two values of an action may overlap only if the action is known to work in
+place. So two values share bytes only if one is no longer needed when the other begins. The operands of an update of many parameters must be
+adjacent. Two actions in different lanes, of which one writes bytes that the other reads or writes, must be ordered by the waits of the
+lanes.
 
-It follows the actions that run, and knows no lifetime: what it proves is not the work of the code that plans memory. A plan that fails is
-a fault of partc, not of the artifact; no step runs with it.
+The proof follows the actions that run, and knows no lifetimes: it does not depend on the code that plans memory. A plan that fails is a
+fault of partc, not of the artifact; no step runs with it.
 
-The values that each action of a step plan reads and writes, by name: derived from the steps, independently of the memory plan.
+`Effects` are the values that an action of a step plan reads and writes, by name: derived from the steps, independently of the memory plan.
 
-A value is complete where its writer is done, and `coming` from the posting of its receive, or the begin of its collective, to the wait for
-it. What an action checks must be as it says when it begins; what it sets is so when it ends.
+A value is complete once its writer is done, and `coming` from the posting of its receive, or the begin of its collective, to the wait for
+it. The values that an action checks must be in the stated condition when it begins; those that it sets are so when it ends.
 
     PostRecv h                     sets h, coming
     WaitRecv h                     checks h, coming; sets h
@@ -65,18 +66,18 @@ _PLACED = (Storage.SLOT, Storage.CONSTANT)
 
 @dataclass(frozen=True)
 class Effects:
-    """An action. `in_place`: by what it reads what it writes of it element by element, so that both may be in one place."""
+    """The effects of an action. `in_place`: maps operands to results written element by element, which may share the operand's place."""
 
     text: str
     checks: tuple[Use, ...] = ()
     sets: tuple[Use, ...] = ()
     in_place: Mapping[str, str] = field(default_factory=dict)
     frees: bool = False
-    """Whether what it sets has no number then."""
+    """Whether the values that it sets are undefined afterwards, because their memory is freed."""
 
 
 def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollective]) -> Effects:
-    """The effect of an action; `works` are the collectives that run at the same time."""
+    """Returns the effects of an action; `works` maps tags to the collectives that overlap with other actions."""
     steps = program.steps
     match role.kind:
         case ActionKind.DROPPED:
@@ -85,7 +86,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
             return Effects(f"end of '{role.name}'", sets=_uses([freed_name(role.name)]), frees=True)
         case ActionKind.SENT:
             step = steps[role.index]
-            # memory of a value's own is kept by the message itself
+            # a message itself holds memory that is only the value's
             given = [step.value] if isinstance(step, Send) else []
             if isinstance(step, Collective) and step.call.tag in works:
                 given = [*step.call.inputs, scratch_name(step.call.tag, "out")]
@@ -103,14 +104,14 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
 
 
 def at_the_end(program: RankProgram) -> Iterator[Effects]:
-    """The effect of the step's end: the state's tensors are replaced, and outputs are returned."""
+    """Yields the effects of the step's end: the state's tensors are replaced, and outputs are returned."""
     for kept, made in (*program.replacement.copies, *program.replacement.always):
         yield Effects(f"replacement of '{kept}'", _uses([made]), _uses([kept]))
     yield Effects("end of the step, which gives the outputs", _uses(program.outputs))
 
 
 def freed_name(name: str) -> str:
-    """A name for all bytes of a place that is free, which several values may have had."""
+    """Returns a name for all bytes of a freed place, which several values may have used."""
     return f"{name} freed\n"
 
 
@@ -146,7 +147,7 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:
     call = step.call
-    if call.tag not in works:  # over when it has begun
+    if call.tag not in works:  # complete when it has begun
         return Effects(text, _uses(call.inputs), _uses(call.outputs))
     packed, landing = (scratch_name(call.tag, side) for side in ("out", "in"))
     sets = (*_uses(call.outputs, coming=True), *_uses([landing], coming=True), *_uses([packed]))
@@ -193,7 +194,7 @@ class Planned(Protocol):
 
     @property
     def works(self) -> Mapping[int, AnyCollective]:
-        """Maps each tag to the collectives that run at the same time."""
+        """Maps tags to the collectives that overlap with other actions."""
         ...
 
     @property
@@ -203,7 +204,7 @@ class Planned(Protocol):
 
     @property
     def scratch(self) -> Mapping[tuple[int, str], Bytes]:
-        """Maps tag and side to the memory in which a collective packs."""
+        """Maps tag and side to the scratch memory of a collective."""
         ...
 
     @property
@@ -219,7 +220,7 @@ _NOBODY = 0
 
 @dataclass(frozen=True)
 class _Place:
-    """A value's parts of memory, from one up to another, and what they hold where it is complete; while it comes, less than 0."""
+    """A value's parts of memory, `begin` to `end`; they have the number `held` when it is complete, and -`held` while it is coming."""
 
     name: str
     begin: int
@@ -228,7 +229,7 @@ class _Place:
 
 
 def refuse_meeting(plan: Planned) -> None:
-    """RankError that names the values of a step plan that share bytes while both are needed."""
+    """Raises RankError that names the values of a step plan that share bytes while both are needed."""
     problems = list(dict.fromkeys(meetings(plan)))
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -238,7 +239,7 @@ def refuse_meeting(plan: Planned) -> None:
 
 
 def meetings(plan: Planned) -> Iterator[str]:
-    """The faults of the memory of a step plan, a line for each two values that overlap."""
+    """Yields the faults in the memory of a step plan, a line for each two values that overlap."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
     memory = _Memory(plan, [*done, *after])
@@ -250,7 +251,7 @@ def meetings(plan: Planned) -> Iterator[str]:
 
 
 class _Memory:
-    """The parts of a rank's memory while the actions of a step are followed in the order of the file."""
+    """The parts of a rank's memory, while the actions of a step are followed in the order of the file."""
 
     def __init__(self, plan: Planned, every: Sequence[Effects]) -> None:
         self.plan = plan
@@ -283,7 +284,7 @@ class _Memory:
                 self._put(place, place.held)
 
     def follow(self, one: Effects) -> Iterator[str]:
-        """The violations of an action, whose effect then takes place."""
+        """Yields the violations of an action, then applies its effects."""
         checks = [(self.places[name], coming) for name, coming in one.checks if name in self.places]
         sets = [(self.places[name], coming) for name, coming in one.sets if name in self.places]
         if one.in_place and sets:
@@ -317,7 +318,7 @@ class _Memory:
         return other is not None and self._has(other, -other.held)
 
     def _instead(self, one: Effects, place: _Place) -> _Place | None:
-        """The place of the result that an action writes over an operand, if both are the same bytes; else None."""
+        """Returns the place of the result that an action writes over an operand, if both are the same bytes; else None."""
         other = self.places.get(one.in_place.get(place.name, ""))
         return other if other is not None and (place.begin, place.end) == (other.begin, other.end) else None
 
@@ -332,7 +333,7 @@ class _Memory:
             self.held[place.begin : place.end] = [held] * (place.end - place.begin)
 
     def _missing(self, one: Effects, place: _Place, coming: bool) -> str:
-        """Why an action does not find what it needs."""
+        """Returns the reason why an action's operand is not in its memory."""
         wanted = -place.held if coming else place.held
         parts = [part for part in range(place.begin, place.end) if self.held[part] != wanted]
         other = self.held[parts[0]]
@@ -347,13 +348,13 @@ class _Memory:
         return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
 
     def _twice(self, one: Effects, place: _Place, does: str) -> str:
-        """Why an action that writes or reads a value must not write another one."""
+        """Returns the reason why an action that writes or reads a value must not overwrite it with another value."""
         parts = [part for part in range(place.begin, place.end) if abs(self.held[part]) != place.held]
         name = _described(self.names[abs(self.held[parts[0]])])
         return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
 
     def _bytes(self, place: _Place, parts: Sequence[int]) -> str:
-        """The text of the offsets of parts, from the begin of the arena or value that contains them."""
+        """Describes the offsets of parts, from the begin of the arena that contains them; "" for a value without a fixed place."""
         if not parts or place.begin >= len(self.addresses):
             return ""
         begin, end = self.addresses[parts[0]], self.addresses[parts[-1] + 1]
@@ -363,7 +364,7 @@ class _Memory:
         return f" {end - begin} bytes outside of the arenas"
 
     def _span(self, name: str) -> tuple[int, int] | None:
-        """The addresses of a value of a fixed place that has bytes."""
+        """Returns the addresses of a value that has a fixed place and at least a byte; else None."""
         plan = self.plan
         place: Cell | None
         if name in self.extra:
@@ -379,7 +380,7 @@ class _Memory:
 
 
 def _apart(plan: Planned) -> Iterator[str]:
-    """Operands and results of updates that run as one over a range, and that do not follow each other in it."""
+    """Yields the operands and results of updates that run as one over a range but are not adjacent in it."""
     groups = (
         one.group
         for updates in plan.program.replacement.updates.values()
@@ -396,7 +397,7 @@ def _apart(plan: Planned) -> Iterator[str]:
 
 
 def _without_values(plan: Planned) -> dict[str, Placed]:
-    """Memory that belongs to no value: where collectives pack, and what is filled."""
+    """Returns memory that belongs to no value: the scratch of collectives, and the memory that is filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
     for tag, work in plan.works.items():
         for side, size in (("out", work.packed), ("in", work.landing)):
@@ -405,13 +406,13 @@ def _without_values(plan: Planned) -> dict[str, Placed]:
 
 
 def _described(name: str) -> str:
-    """A value as messages name it; what a collective packs has no name of its own."""
+    """Returns the name of a value for messages; the scratch of a collective has no name of its own."""
     tag, _, side = name.removesuffix("\n").partition(" ")
     return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
 
 
 def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
-    """Actions of two lanes that meet and may run at the same time."""
+    """Yields the actions of two lanes that use the same bytes and may run at the same time."""
     assert plan.lanes is not None
     order = plan.lanes.order
     lanes = len(order.lanes)

@@ -1,9 +1,9 @@
-"""The role of each action of a step plan, for code that must know what it reads and writes.
+"""The role of each action of a step plan, for code that must know which values an action reads and writes.
 
 STEPS      a step of the program, or a run of copies that is one action
-SENT       the wait for what a step has sent: until then it is read
+SENT       the wait for a step's sends: until then their values are read
 DROPPED    the end of a value that has memory of its own
-FREED      memory that is filled when its value is needed no more (`freed.py`)
+FREED      the filling of memory after the last use of its value (`freed.py`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...devices.device_memory import Placed
 
 
 class ActionKind(Enum):
-    """See above."""
+    """The kinds of actions, described in this module's docstring."""
 
     STEPS = auto()
     SENT = auto()
@@ -34,5 +34,5 @@ class Role:
 
     @property
     def index(self) -> int:
-        """The step by which reports name the action."""
+        """The index of the step that names the action in reports."""
         return self.steps[-1]

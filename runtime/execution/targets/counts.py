@@ -1,7 +1,7 @@
 """Counts of the targets of a rank: copies and their bytes, by the destination target, and switches between targets.
 
-    counts = program.target_counts
-    counts.copies["cuda"].bytes / counts.steps       copied to the device in a step
+    counts = program.counts
+    counts.copies["cuda"].bytes / counts.steps       bytes copied to the device in a step
 
 Counted while steps run; a program without targets counts nothing.
 """
@@ -18,7 +18,7 @@ from ...program.steps import Copy, Step
 
 @dataclass
 class Copies:
-    """Copies that have been made to a target, and their bytes."""
+    """The number of copies to a target, and their bytes."""
 
     number: int = 0
     bytes: int = 0
@@ -34,26 +34,26 @@ class TargetCounts:
     steps: int = 0
     switches: int = 0
     device: str = ""
-    """The device of the target cuda, where the rank has it."""
+    """The device of the target cuda, if the rank has one."""
     copies: dict[str, Copies] = field(default_factory=dict)
 
     def add_step(self, switches: int) -> None:
-        """A step has ended."""
+        """Counts a step that has ended."""
         self.steps += 1
         self.switches += switches
 
     def text(self) -> str:
-        """The counts as JSON; `device`: that of the target cuda."""
+        """Returns the counts as JSON; `device` is that of the target cuda."""
         copies = {target: [one.number, one.bytes] for target, one in sorted(self.copies.items())}
         told = {"steps": self.steps, "switches": self.switches, "copies": copies, "device": self.device}
         return json.dumps(told)
 
     def copies_to(self, target: str) -> Copies:
-        """The copies to a target."""
+        """Returns the counts of copies to a target, which may be changed."""
         return self.copies.setdefault(target, Copies())
 
 
 def switches(targets: Mapping[int, str], steps: Sequence[Step]) -> int:
-    """The number of changes of target between the computations of a program."""
+    """Returns the number of changes of target between the computations of a program."""
     order = [target for index, target in sorted(targets.items()) if not isinstance(steps[index], Copy)]
     return sum(one != two for one, two in itertools.pairwise(order))

@@ -1,14 +1,13 @@
-"""The dependencies of an action of one target on those of another: the law by which targets run at the same time.
+"""Computes for which actions of other targets an action must wait, so that targets can run at the same time.
 
-Each target has a lane of actions, in the order of the file. Two actions of different lanes keep that order if they meet: if one writes
-bytes that the other reads or writes. Bytes are those of a value, so that an action waits for what makes its operands; and those of whatever
-lay, or will lie, at their place in an arena. A value of no fixed place counts by its name.
+Each target has a lane of actions, in the order of the file. Two actions of different lanes keep that order if one writes bytes that the
+other reads or writes. These are the bytes of a value, so that an action waits for the makers of its operands, and the bytes of every value
+that was, or will be, at the same place of an arena. A value without a fixed place counts by its name.
 
     lane 0:   a writes 0:64      c reads 64:96
     lane 1:   b reads 0:64, writes 64:96          ->      b waits for a, c waits for b
 
-An action waits for a lane by the number of actions that must be done there. It need not wait where what its lane has waited for before
-implies it.
+An action waits for a number of completed actions of a lane. It does not wait if an earlier wait of its own lane implies it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import TypeAlias
 import numpy as np
 
 Range: TypeAlias = tuple[int, int] | str
-"""Bytes, at least one, from one address up to another, or the name of a value of no fixed place."""
+"""A range of bytes, at least one, as (begin, end), or the name of a value without a fixed place."""
 Waits: TypeAlias = tuple[tuple[int, int], ...]
-"""Lanes, each with the number of its actions that must be done."""
+"""Pairs of a lane and the number of its actions that must be complete."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """An action: its lane, and what it reads and writes."""
+    """An action: its lane, and the ranges that it reads and writes."""
 
     lane: int
     reads: tuple[Range, ...] = ()
@@ -35,7 +34,10 @@ class Access:
 
 
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
-    """The dependencies of each action. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
+    """Returns the waits of each action.
+
+    Memory is divided at every end of a range; for each part the last accesses of each lane are known.
+    """
     cells = _Intervals(accesses)
     written = np.zeros((lanes, cells.count), np.int64)
     touched = np.zeros((lanes, cells.count), np.int64)
@@ -68,7 +70,7 @@ def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
 
 
 class _Intervals:
-    """The parts into which the ends of all ranges divide memory, and one for each name."""
+    """The parts into which the ends of all ranges divide memory, and one part for each name."""
 
     def __init__(self, accesses: Sequence[Access]) -> None:
         every = {one for access in accesses for one in (*access.reads, *access.writes)}
@@ -79,7 +81,7 @@ class _Intervals:
         self.count = len(ends) + len(names)
 
     def of(self, one: Range) -> tuple[int, int]:
-        """The parts of a range, from one up to another."""
+        """Returns the parts of a range, as (begin, end)."""
         if isinstance(one, str):
             return self._names[one], self._names[one] + 1
         return self._places[one[0]], self._places[one[1]]

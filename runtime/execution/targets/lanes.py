@@ -1,7 +1,7 @@
-"""The lanes of a step: the lane of each action's target, and the values that the action reads and writes.
+"""The lanes of a step: assigns each action to the lane of its target, and finds the memory that the action reads and writes.
 
-The first lane is that of the CPU and of all communication; each other target has one, with the copies from there and to there. A program
-with one target has no lanes, and runs in the order of its file.
+The first lane is that of the CPU and of all communication; each other target has a lane, with the copies from it and to it. A program with
+one target has no lanes, and runs in the order of its file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 
 
 def lanes_of(program: RankProgram) -> dict[str, int]:
-    """Maps each target to its lane; empty where one target computes."""
+    """Maps each target to its lane; empty where only one target computes."""
     computing = {
         target for index, target in program.targets.of_steps.items() if not isinstance(program.steps[index], Copy)
     }
@@ -39,7 +39,7 @@ def lanes_of(program: RankProgram) -> dict[str, int]:
 
 
 class Accesses:
-    """The accesses of the actions of a step plan; `scratch` are the places in the arena where collectives pack."""
+    """Finds the accesses of the actions of a step plan; `scratch` are the places in the arena where collectives pack."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Accesses:
                 self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
 
     def of(self, role: Role) -> Access:
-        """The accesses of an action."""
+        """Returns the accesses of an action."""
         match role.kind:
             case ActionKind.STEPS:
                 accesses = [self._of_step(index) for index in role.steps]
@@ -70,7 +70,7 @@ class Accesses:
             case ActionKind.FREED:
                 assert role.place is not None
                 begin, size = role.place.pointer, role.place.dtype.bytes_of(role.place.shape)
-                # What lies on the host is filled by the lane that has read it last, so that no other one waits.
+                # A place on the host is filled by the lane that has read it last, so that no other lane waits.
                 target = self.values.targets.get(role.name)
                 lane = self.lane(role.index) if target is None else self.lanes[target]
                 return Access(lane, (), ((begin, begin + size),))
@@ -95,7 +95,7 @@ class Accesses:
                 return self._of_collective(lane, step)
 
     def _of_end(self, index: int) -> Access:
-        """The accesses of the wait for a value that a step has sent: the value is read until then."""
+        """Returns the accesses of the wait for a step's send: its value is read until then."""
         step = self.program.steps[index]
         if isinstance(step, Send):
             return Access(0, self._ranges([step.value]))
@@ -103,7 +103,7 @@ class Accesses:
         return self._of_collective(0, step)
 
     def lane(self, index: int) -> int:
-        """The lane of a step; a copy is in that of the target that is not the CPU."""
+        """Returns the lane of a step; a copy is in the lane of its target that is not the CPU."""
         step = self.program.steps[index]
         target = self.program.targets.of_steps.get(index, CPU)
         if isinstance(step, Copy) and target == CPU:
@@ -142,7 +142,7 @@ def _writes(access: Access) -> tuple[Range, ...]:
 
 
 class Lanes:
-    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, to which one more is added."""
+    """The lanes of a step plan, which run at the same time; `accesses` are those of `actions`, to which a last one is added."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Lanes:
         self._waiting = transport.with_progress(self._run_wait) if communicates else self._run_wait
 
     def run(self, board: Board, step: int) -> None:
-        """The actions of a step; RankError where one has failed."""
+        """Runs the actions of a step; RankError where one has failed."""
         program = self._program
         write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
         at = IDLE
@@ -198,7 +198,7 @@ class Lanes:
         self._transport.interrupt(str(self._error(index, error)))
 
     def _while_waiting(self, wait: Action) -> None:
-        """Waits for another lane, while messages go on."""
+        """Waits for another lane, while messages make progress."""
         self._wait = wait
         self._waiting()
 

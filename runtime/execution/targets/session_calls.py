@@ -1,4 +1,4 @@
-"""Sessions as actions of a step: bound once if their operands have fixed places, otherwise bound again or called with objects."""
+"""Runs sessions as actions of a step: bound once if their operands have fixed places, else bound in each step or called with objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 class SessionCalls:
     """The sessions of a program over the cells of one step plan.
 
-    `readers`: by input the bindings that read it, its type, and the name by which each does. `bindings`: by step those of segments.
+    `readers`: maps each input of the step to the bindings that read it, with its type and its name in each. `bindings`: maps steps that are
+    segments to their bindings.
     """
 
     def __init__(self, program: RankProgram, cells: dict[str, Cell]) -> None:
@@ -38,10 +39,10 @@ class SessionCalls:
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
         self.rows: list[tuple[Bind, str, str]] = []
-        """The function that binds the rows of caches that a step has of some slots, by which name of the session, and their own."""
+        """For each use of the rows of a cache: the function that binds them, their name in the session, and their name in the program."""
 
     def bind_rows(self) -> None:
-        """Binds the rows of caches anew, since they are other slots'."""
+        """Binds the rows of caches again, after other slots were chosen."""
         for bind, formal, name in self.rows:
             bind_tensor(bind, formal, self.place(name))
 
@@ -49,17 +50,17 @@ class SessionCalls:
         return self.program.rows is not None and name in self.program.rows.records
 
     def place(self, name: str) -> Placed:
-        """A dense value, wherever it lies."""
+        """Returns the place of a dense value, on any target."""
         value = self.cells[name]
         assert isinstance(value, Tensor | Remote), name
         return value
 
     def read_input(self, name: str, binding: Binding, formal: str) -> None:
-        """An input of a step is an input of a session: bound when it is known."""
+        """Notes that a session reads an input of the step, which is bound when its value is known."""
         self.readers.setdefault(name, []).append((binding, self.values.dtype(name).code, formal))
 
     def segment(self, index: int) -> Callable[[], object]:
-        """The function that runs the segment that is a step."""
+        """Returns the function that runs the segment with the step number `index`."""
         runner = self.program.runners[index]
         if runner.objects or any(dense(self.values.types[name]) is None for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
@@ -87,7 +88,7 @@ class SessionCalls:
         return partial(runner.session.run_with_iobinding, binding)
 
     def updates(self, updaters: Sequence[Updater | RowUpdater]) -> Callable[[], None]:
-        """The function that runs the updates of a step, each of many parameters at once."""
+        """Returns the function that runs the updates of a step, each of many parameters at once."""
         calls: list[Callable[[], object]] = []
 
         def shared(name: str, binding: Binding, formal: str, there: Device) -> None:
@@ -99,7 +100,7 @@ class SessionCalls:
                 bind_tensor(binding.bind_input, formal, self.place(name))
 
         for updater in updaters:
-            # What is bound anew for each run is added before the runs.
+            # The calls that bind operands for each run are added before the runs.
             runs = updater.calls(self.place, partial(shared, there=updater.device), self.values.is_dynamic)
             calls += runs
 
@@ -113,13 +114,13 @@ class SessionCalls:
         bind_tensor(binding.bind_input, formal, self.place(name))
 
     def _is_fixed(self, name: str, runner: SegmentSession) -> bool:
-        """Whether an operand may be bound once: it lies where the session runs, or does not change."""
+        """Whether an operand may be bound once: it is on the device of the session, or does not change."""
         kind = self.values.storage[name]
         constant = kind is Storage.CONSTANT and name not in self.program.state.tensors
         return runner.device.is_host or name in self.values.targets or constant
 
     def _bind_loose(self, binding: Binding, formal: str, name: str) -> None:
-        """Binds an output of unknown shape, anew for each run, or the session would write into what it gave last time."""
+        """Binds an output of unknown shape; needed before each run, or the session would overwrite its last result."""
         target = self.values.targets.get(name)
         if target is None:
             binding.bind_output(formal)
@@ -128,7 +129,7 @@ class SessionCalls:
             binding.bind_output(formal, device.kind, device.number)
 
     def _run_loose(self, runner: SegmentSession, binding: Binding, anew: frozenset[str], loose: frozenset[str]) -> None:
-        """Run a session of which some tensors have another place and shape each time."""
+        """Runs a session some of whose tensors have a new place and shape in each run."""
         for one, name in runner.segment.operands:
             if name in anew:
                 bind_tensor(binding.bind_input, one, self.place(name))
@@ -141,7 +142,7 @@ class SessionCalls:
                 self.cells[name] = from_ort(value, self.program.arenas.memories.get(self.values.targets.get(name, "")))
 
     def _run_objects(self, runner: SegmentSession) -> None:
-        """Run a session with Python objects, which lie on the host."""
+        """Runs a session with Python objects, which are on the host."""
         feeds = {one: as_feed(self.cells[name]) for one, name in runner.segment.operands}
         names = [runner.widened.get(name, name) for name, _ in runner.segment.output_pairs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
@@ -157,14 +158,14 @@ class SessionCalls:
                 move(made, slot)
 
     def _placed(self, name: str, value: Placed) -> Placed:
-        """A copy of a value in new memory, on the device on which a value of that name lies."""
+        """Copies a value to new memory, on the target of the value `name`."""
         memory = self.program.arenas.memories.get(self.values.targets.get(name, ""))
         place = new_place(memory, value.dtype, value.shape)
         move(value, place)
         return place
 
     def copies(self, run: Sequence[int]) -> Callable[[], object]:
-        """The function that runs consecutive copies to one target, for which they count: neighbors in memory are copied as one."""
+        """Returns the function that runs and counts consecutive copies to one target; copies of adjacent values are merged."""
         count = self.program.targets.counts.copies_to(self.program.targets.of_steps[run[0]])
         steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
         targets = self.values.targets
@@ -218,7 +219,7 @@ def _move(source: Placed, target: Placed, count: Copies) -> None:
 
 
 def _bytes(first: Placed, size: int) -> Placed:
-    """Bytes from the first one of a value on, beyond its end."""
+    """Returns `size` bytes from the first one of a value on, also beyond its end."""
     if isinstance(first, Remote):
         return Remote(BYTE, (size,), first.pointer, first.memory, first.owner)
     memory = (ctypes.c_uint8 * size).from_address(first.pointer)

@@ -1,11 +1,11 @@
-"""Runs the lanes of a step at the same time: the first one here, each other one in a thread of its own.
+"""Runs the lanes of a step at the same time: the first in the calling thread, each other one in a thread of its own.
 
     workers = Workers(2)
-    workers.run(lanes, actions, waits, ...)     returns, or raises, when every lane has stopped
+    workers.run(plan, actions, ...)     returns, or raises, when every lane has stopped
 
-Each lane counts the actions that it has done. An action that must wait for another lane looks at its count, and sleeps on one condition for
-all lanes if that is not far enough. An action that fails stops all lanes: each ends the action that it is in, and begins none. The error of
-another lane is raised here; what this one waits for in communication meanwhile is interrupted.
+Each lane counts its completed actions. An action that must wait for another lane reads that lane's count, and sleeps on one condition for
+all lanes until it is large enough. An action that fails stops all lanes: each ends its current action, and begins no other. The error of
+another lane is raised in the calling thread, whose waits in communication are interrupted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ Action: TypeAlias = Callable[[], object]
 
 @dataclass(frozen=True)
 class LanePlan:
-    """The lanes of a step by the places of their actions in the order of the file, and by place what an action waits for."""
+    """The lanes of a step and the waits of its actions.
+
+    `lanes`: for each lane the positions of its actions in the order of the file; `waits`: for each position the lanes that its action waits
+    for.
+    """
 
     lanes: Sequence[Sequence[int]]
     waits: Sequence[Waits]
     watched: frozenset[int] = field(init=False)
-    """The places of actions that another lane waits for."""
+    """The positions of actions that another lane waits for."""
 
     def __post_init__(self) -> None:
         watched = {self.lanes[lane][count - 1] for waits in self.waits for lane, count in waits}
@@ -36,7 +40,7 @@ class LanePlan:
 
 
 class LaneFailed(Exception):
-    """An action of another lane has failed; `index` is its step, `cause` what it raised."""
+    """An action of another lane has failed; `index` is its step, `cause` its exception."""
 
     def __init__(self, index: int, cause: Exception) -> None:
         super().__init__(f"step {index} has failed: {cause}")
@@ -48,7 +52,7 @@ class _Stopped(Exception):
 
 
 class Workers:
-    """A thread for each lane but the first, which live until they are closed."""
+    """A thread for each lane except the first; the threads live until they are closed."""
 
     def __init__(self, lanes: int, name: str = "") -> None:
         self._queues: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(lanes - 1)]
@@ -63,11 +67,11 @@ class Workers:
         waiting: Callable[[Action], None],
         interrupt: Callable[[int, Exception], None],
     ) -> None:
-        """Runs all lanes; LaneFailed where another one than the first has failed.
+        """Runs all lanes; LaneFailed where a lane other than the first has failed.
 
-        `actions` are those of all lanes, each with its step; `tell` is called with the step before each action of the first lane, and
-        with the one that it waits for; `waiting` runs a wait of the first lane; `interrupt` is called once, in the thread of a lane
-        that fails, with its step and error.
+        `actions` are those of all lanes, each with its step; `tell` is called with the step before each action of the first lane, and with
+        the step that it waits for; `waiting` runs a wait of the first lane; `interrupt` is called once, in the thread of a lane that fails,
+        with its step and error.
         """
         one = _Run(plan, actions)
         for lane, queue in enumerate(self._queues, 1):
@@ -88,7 +92,7 @@ class Workers:
 
 
 class _Run:
-    """One step."""
+    """The run of the lanes for one step."""
 
     def __init__(self, plan: LanePlan, actions: Sequence[tuple[int, Action]]) -> None:
         self.plan, self.actions = plan, actions
@@ -99,7 +103,7 @@ class _Run:
         self.changed = threading.Condition()
 
     def follow(self, lane: int, tell: Callable[[int], None] | None, waiting: Callable[[Action], None] | None) -> None:
-        """Does the actions of a lane."""
+        """Runs the actions of a lane."""
         actions, waits, watched, done = self.actions, self.plan.waits, self.plan.watched, self.done
         for count, place in enumerate(self.plan.lanes[lane], 1):
             for other, needed in waits[place]:
@@ -132,7 +136,7 @@ class _Run:
             raise _Stopped
 
     def in_thread(self, lane: int, interrupt: Callable[[int, Exception], None]) -> Callable[[], None]:
-        """A thread's share of the step."""
+        """Returns the function that runs a lane in its thread."""
 
         def follow() -> None:
             try:
@@ -158,13 +162,13 @@ class _Run:
         return follow
 
     def stop(self) -> None:
-        """Lets no lane begin another action."""
+        """Stops all lanes before their next actions."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
 
     def settle(self) -> None:
-        """Returns when the threads have ended what they were doing."""
+        """Returns when the threads have ended their current actions."""
         with self.changed:
             while self.running:
                 self.changed.wait()

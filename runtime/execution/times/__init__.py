@@ -1,1 +1,1 @@
-"""The times of steps, for a profile or a trace: which steps are recorded, how, and the names of the actions."""
+"""Records the times of steps, for a profile or a trace, with the names of the actions."""

@@ -5,9 +5,9 @@
     profiler.trace(offset, error)            JSON: when each action of each step began, and how long it took
     profiler.stop()                          from the next step on nothing is measured, at no cost
 
-The last steps are kept, without the first few, in which memory is touched for the first time, where there are later ones.
+The times of the last steps are stored. The first few steps, which touch memory for the first time, are left out if there are later ones.
 
-The actions of a step plan as a trace shows them: a name, a kind, the task and module, bytes, and the other end of a message.
+A trace shows for each action of a step plan: a name, a kind, the task and module, bytes, and the other end of a message.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 KEPT = 100
-"""The times of so many steps are kept."""
+"""The number of steps whose times are stored."""
 _BETWEEN = 4
-"""As many things between two steps are kept."""
+"""The number of notes between steps that are stored, per step."""
 _WARM = 3
-"""So many first steps are left out."""
+"""The number of first steps that are left out."""
 COMPUTE, UPDATE, BEGIN, WAIT = "compute", "update", "begin", "wait"
 KINDS = (COMPUTE, UPDATE, BEGIN, WAIT)
 
 
 @dataclass(frozen=True)
 class _Action:
-    """The label of an action: its kind, the task to which it counts, and whether it is a wait inside of that task."""
+    """The label of an action: its kind, the task to which it counts, and whether it is a wait inside that task."""
 
     kind: str
     task: str
@@ -54,7 +54,11 @@ class _Action:
 
 @dataclass(frozen=True)
 class _Steps:
-    """One step: its number, the actions as they were, their seconds, and those from the first to the last."""
+    """The times of one step, with the labels of its actions.
+
+    `starts` and `seconds` are those of each action, `whole` the seconds of the step, `targets` those of each target's computation, and
+    `overlap` those in which more than one target computed.
+    """
 
     number: int
     said: list[_Action]
@@ -67,7 +71,7 @@ class _Steps:
 
 
 class Profiler:
-    """The times of one rank; `number` is that of the next step. With `has_ops` onnxruntime measures the nodes of its sessions, too."""
+    """The times of one rank; `number` is that of the next step. With `has_ops` onnxruntime also measures the nodes of its sessions."""
 
     def __init__(self, rank: int, number: int = 1, has_ops: bool = False) -> None:
         self.rank = rank
@@ -79,16 +83,16 @@ class Profiler:
         self._plans: list[Iterable[StepPlan]] = []
         self._runs = SessionRuns() if has_ops else None
         self.has_stopped = False
-        """Whether nothing is measured any more."""
+        """Whether measuring has ended."""
 
     def add(self, plans: Iterable[StepPlan]) -> None:
-        """Measures the step plans of a program. `plans` is kept: what it holds when the profiler is stopped gets its own actions back."""
+        """Measures the step plans of a program. `plans` may grow; when the profiler stops, all plans in it get their own actions back."""
         self._plans.append(plans)
         for plan in plans:
             self.watch(plan)
 
     def watch(self, plan: StepPlan) -> None:
-        """Measures the actions of a step plan, unless it was stopped."""
+        """Measures the actions of a step plan, unless the profiler was stopped."""
         if self.has_stopped:
             return
         said = _labels([(plan.program.steps[index], plan.is_step(at)) for at, (index, _) in enumerate(plan.actions)])
@@ -125,20 +129,21 @@ class Profiler:
         plan.actions[-1] = last, end
 
     def stop(self) -> None:
-        """Measures nothing from the next step on: step plans get their own actions back."""
+        """Ends measuring with the next step: step plans get their own actions back."""
         self.has_stopped = True
         for plan in (one for plans in self._plans for one in plans):
             plan.actions[:] = [(index, _plain(action)) for index, action in plan.actions]
 
     def note(self, kind: str, number: int, start: float, seconds: float) -> None:
-        """Notes what went on between two steps: its category in a trace, the step that it belongs to, when it began, how long it took."""
+        """Notes work between two steps: its category in a trace, the number of its step, its start and its seconds."""
         self._between.append((kind, number, start, seconds))
 
     def trace(self, offset: float = 0.0, error: float = 0.0) -> str:
-        """The last steps as JSON: by step plan its spans (`spans_of`), by step when actions began and how long they took, in seconds.
-        Where onnxruntime's own times are measured, the `ops` (`ops_of`), of steps until the first trace.
+        """Returns the last steps as JSON: the spans of each step plan (`spans_of`), and for each step its actions' starts and seconds.
 
-        `offset`: what the clock of rank 0 is ahead of this rank's, and the largest `error` of that, in seconds.
+        Where onnxruntime's own times are measured it has also the `ops` (`ops_of`), of steps until the first trace.
+
+        `offset`: the seconds by which the clock of rank 0 is ahead of this rank's, and the largest `error` of that, in seconds.
         """
         plans = {id(step.plan): step.plan for step in self._steps}
         places = {one: place for place, one in enumerate(plans)}
@@ -157,7 +162,7 @@ class Profiler:
         return json.dumps(told)
 
     def text(self) -> str:
-        """The measurements as JSON."""
+        """Returns the measurements as JSON."""
         steps = [one for one in self._steps if one.number >= self._first + _WARM] or [*self._steps]
         tasks: dict[str, list[float]] = {}
         waits: dict[str, list[float]] = {}
@@ -177,7 +182,7 @@ class Profiler:
 
 
 def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
-    """The labels of actions: of steps, and of the other actions, such as a wait for a send or the end of a value."""
+    """Returns the labels of actions: of steps, and of other actions, such as a wait for a send or the end of a value."""
     cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
     found = []
@@ -193,7 +198,7 @@ def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
 
 
 def _busy(plan: StepPlan) -> dict[str, list[int]]:
-    """Maps each target to the places of the actions that compute or copy there; empty where one target computes."""
+    """Maps each target to the places of the actions that compute or copy there; empty where only one target computes."""
     if plan.lanes is None:
         return {}
     found: dict[str, list[int]] = {}
@@ -205,7 +210,10 @@ def _busy(plan: StepPlan) -> dict[str, list[int]]:
 
 
 def overlap(spans: Iterable[Iterable[tuple[float, float]]]) -> float:
-    """The seconds in which more than one of several things went on; of each the begins and ends, which do not overlap among themselves."""
+    """Returns the seconds in which at least two of `spans` are active.
+
+    Each item has the (begin, end) pairs of one activity, which do not overlap each other.
+    """
     turns = sorted((at, turn) for some in spans for begin, end in some for at, turn in ((begin, 1), (end, -1)))
     total, running, before = 0.0, 0, 0.0
     for at, turn in turns:
@@ -228,7 +236,7 @@ def _timed(action: Action, seconds: list[float], starts: list[float], at: int) -
 
 
 def _plain(action: Action) -> Action:
-    """The action that is timed; one that is not is itself."""
+    """Returns the action inside a timed one; any other action is returned as it is."""
     while (found := getattr(action, "plain", None)) is not None:
         action = found
     return action
@@ -239,9 +247,9 @@ _BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", Acti
 
 
 def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
-    """For each action, in order: `name`, `kind` (what it does), `lane`, and where there is one `task`, `microbatch`, `module`, `bytes`.
+    """Describes each action, in order: `name`, `kind`, `lane`, and if known `task`, `microbatch`, `module` and `bytes`.
 
-    A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
+    A message has also `link`, [sender, receiver, tag], and `sends`; a collective has its `ranks`.
     """
     lanes: dict[int, int] = {}
     if plan.lanes is not None:
@@ -281,7 +289,7 @@ def _details(plan: StepPlan, step: Step) -> Iterator[tuple[str, Any]]:
 
 
 def _module(step: Step) -> str:
-    """The dotted path that the step's first node has in the model."""
+    """Returns the dotted path of the step's first node in the model."""
     if isinstance(step, Segment):
         return step.nodes[0].name
     if isinstance(step, Update):
@@ -290,7 +298,7 @@ def _module(step: Step) -> str:
 
 
 def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:
-    """The bytes of a value, where its type and its shape at this plan's sizes are known."""
+    """Yields the bytes of a value, if its type and its shape at this plan's sizes are known."""
     dtype, shape = dense(plan.values.types.get(name, "")), plan.shapes.get(name)
     if dtype is not None and shape is not None and all(isinstance(dim, int) for dim in shape):
         yield "bytes", math.prod(int(dim) for dim in shape) * dtype.numpy.itemsize

@@ -1,4 +1,4 @@
-"""The steps of a program that are recorded for a profile or a trace, and the work between them.
+"""Records some steps of a program, and the work between them, for a profile or a trace.
 
     recording = Recording(program, write, range(100, 111))
     for number in steps:
@@ -9,7 +9,7 @@
         recording.after(number)                 # after step 110 all ranks `write`
     recording.end()
 
-Outside of these steps nothing is recorded, and a step has its plain actions.
+Outside of these steps nothing is recorded, and the actions of a step are not timed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Records the steps of a rank whose numbers are among `steps`, which follow each other; by default all, of which the last are kept.
+    """Records the steps of a rank whose numbers are in the range `steps`; by default all steps, of which the last ones are stored.
 
-    `write` is collective: all ranks call it after the same step. `asked` says, once for each time, that this rank is asked for a trace of
-    the steps so far.
+    `write` is collective: all ranks call it after the same step. `asked` returns, once for each request, that this rank is requested to
+    write a trace of the steps so far.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Recording:
         self._program, self._write, self._steps = program, write, steps
         self.asked = asked
         self.has_begun = False
-        """Whether one of the steps has come."""
+        """Whether one of the steps has begun."""
         self._profiler: Profiler | None = None
 
     @staticmethod
     def off(program: Program) -> Recording:
-        """One that records nothing."""
+        """Returns a recording that records nothing."""
         return Recording(program, lambda _: None, range(0))
 
     def before(self, number: int) -> None:
-        """Begins with the first of the steps, before what is done for it."""
+        """Begins the recording at the first of the steps, before the work for it."""
         if not self.has_begun and (self._steps is None or number in self._steps):
             self.has_begun = True
             self._profiler = self._program.record_times(number)
 
     def after(self, number: int, asked: bool = False) -> None:
-        """Writes, and ends, after the last of the steps; writes also where ranks have agreed that one is `asked` to."""
+        """Writes and ends after the last of the steps; also writes if the ranks have agreed that one of them is `asked` to."""
         if self._profiler is None:
             return
         if self._steps is not None and number >= self._steps[-1]:
@@ -65,14 +65,14 @@ class Recording:
             self._write(self._profiler)
 
     def end(self) -> None:
-        """Writes what is recorded and ends, unless that is done."""
+        """Writes the recorded steps and ends, unless it has ended."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             self._write(profiler)
 
     def between(self, kind: str, number: int) -> AbstractContextManager[None]:
-        """Notes how long a block takes that belongs to a step, by its category in a trace."""
+        """Notes the time of a block that belongs to a step; `kind` is its category in a trace."""
         return nullcontext() if self._profiler is None else _noted(self._profiler, kind, number)
 
 

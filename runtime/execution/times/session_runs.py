@@ -1,12 +1,12 @@
-"""onnxruntime's own measurements of the nodes of sessions, on the clock of `time.perf_counter`.
+"""Reads onnxruntime's own measurements of the nodes of sessions, on the clock of `time.perf_counter`.
 
     session = new_session(..., profile="folder/rank0.0")      # from here on onnxruntime notes every node of every run
     SessionRuns().of(session)                                 # ends that, and reads the session's file
 
-onnxruntime can note times from when a session is made to when they are read, once; of one session it keeps a limited number.
+onnxruntime measures from the creation of a session until its times are read, once; for each session it stores a limited number.
 
-For a trace these times are assigned to ops and modules: a run of a session belongs to the segment around it.
-Segments that are equal have one session: of those, a run belongs to the one in whose time its middle lies.
+For a trace these times are assigned to ops and modules: a run of a session belongs to the segment that was running at that time. Equal
+segments share one session: of those, a run belongs to the one that was running at the run's middle.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..step_plan import StepPlan
 _KERNEL = "_kernel_time"
 _READINGS = 10
 _WITHIN = 0.5e-6
-"""Times are of whole microseconds: what begins more than half of one before the end of another lies inside of it."""
+"""Times have whole microseconds: a node that begins more than half of one before the end of another is inside that one."""
 
 
 @dataclass(frozen=True)
 class NodeTime:
-    """One call of a kernel: the node's name as onnxruntime has it, its op type, when it began, and its seconds."""
+    """A call of a kernel: onnxruntime's name of the node, its op type, its begin, and its seconds."""
 
     name: str
     op: str
@@ -43,7 +43,7 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a session: when it began, its seconds, and its nodes in order, without those inside of an If, Loop or Scan."""
+    """A run of a session: its begin, its seconds, and its nodes in order, without those inside an If, Loop or Scan."""
 
     begin: float
     seconds: float
@@ -51,13 +51,13 @@ class Run:
 
 
 class SessionRuns:
-    """The runs of sessions that were made with a `profile`, read once for each."""
+    """The runs of sessions that were made with a `profile`; the file of each session is read once."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Session, list[Run]]] = {}
 
     def of(self, session: Session) -> list[Run]:
-        """The runs of a session until it was asked for the first time, in order; none where its profile has ended before."""
+        """Returns the runs of a session until the first call for it, in order; none where its profile had ended before."""
         if id(session) not in self._runs:
             path, begun = session.end_profiling(), session.get_profiling_start_time_ns()
             # onnxruntime counts from a time of the system's clock, on some systems of the monotonic one, which is far behind it
@@ -68,7 +68,10 @@ class SessionRuns:
 
 
 def _ahead() -> int:
-    """The nanoseconds that the system's clock is ahead, by the quickest of several readings: other processes run in the midst of some."""
+    """Returns the nanoseconds by which the system's clock is ahead of `time.perf_counter`.
+
+    The quickest of several readings counts, because other processes run in the middle of some.
+    """
     readings = []
     for _ in range(_READINGS):
         before, system, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -77,7 +80,7 @@ def _ahead() -> int:
 
 
 def _read(path: Path, begun: float) -> list[Run]:
-    """The runs in a file of onnxruntime, whose times are microseconds since `begun`."""
+    """Reads the runs in a file of onnxruntime, whose times are microseconds since `begun`."""
     runs: list[Run] = []
     kernels: list[NodeTime] = []
     with open_regular(path) as file:
@@ -105,7 +108,7 @@ def _read(path: Path, begun: float) -> list[Run]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A segment of a step that ran: the step's and the action's places, when it began and ended, and its session."""
+    """A segment of a step that ran: the positions of the step and the action, its begin and end, and its session."""
 
     step: int
     action: int
@@ -115,10 +118,11 @@ class _Call:
 
 
 def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: SessionRuns) -> dict[str, Any]:
-    """The ops of steps, each a plan with the begins and the seconds of its actions.
+    """Returns the ops of steps, each step a plan with the starts and the seconds of its actions.
 
-    `names` are pairs of op type and module; in `spans` stand the place of the step, that of the action, that of the name, begin and
-    seconds. What onnxruntime made of several nodes may have the name of none (`BiasGelu`): it stands after the module before it.
+    `names` are pairs of op type and module; `spans` are tuples of the position of the step, of the action, and of the name, the begin and
+    the seconds. A node that onnxruntime fused may have a name (`BiasGelu`) without that of any source node: its module is "after" the
+    module before it.
     """
     names: dict[tuple[str, str], int] = {}
     known: dict[tuple[int, str], str] = {}
@@ -129,7 +133,7 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
             middle = run.begin + run.seconds / 2
             call = calls[max(0, bisect_right(begins, middle) - 1)]
             if not call.begin <= middle <= call.end:
-                continue  # of a step that is not kept, or of no step
+                continue  # a run of a step whose times are not stored, or outside of steps
             before = ""
             for one in run.nodes:
                 key = id(call.runner.segment), one.name
@@ -143,7 +147,7 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
 
 
 def _by_session(steps: Iterable[tuple[StepPlan, list[float], list[float]]]) -> Iterator[list[_Call]]:
-    """Maps each session to its calls, in order of time."""
+    """Yields the calls of each session, in order of time."""
     found: dict[int, list[_Call]] = {}
     for at, (plan, starts, seconds) in enumerate(steps):
         for place, (index, _) in enumerate(plan.actions):
