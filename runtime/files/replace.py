@@ -224,7 +224,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def remove_file(path: Path) -> bool:
-    """Removes a regular file; returns whether it did. A link or a folder stays; a file that another process has removed is no error."""
+    """Removes a regular file; returns whether it did. A link or a folder stays; a file that is already gone is not an error."""
     with contextlib.suppress(FileNotFoundError):
         if _is_file(path):
             os.unlink(path)
