@@ -136,7 +136,7 @@ class FutexCount:
 
 
 class ShortSpin:
-    """A time during which the ranks of a host spin briefly to leave cores to others; it doubles each time that a rank soon begins it again.
+    """A time during which the ranks of a host spin briefly to leave cores to others; it doubles if it begins again soon after its end.
 
     `until`: the end of that time, in memory that the ranks share.
     """
