@@ -1,5 +1,4 @@
-"""Saves a checkpoint while training continues: a step waits only until the rank's tensors are copied in memory, and a thread writes the
-copy to files.
+"""Saves a checkpoint while training continues: a step waits only for a copy of the rank's tensors in memory; a thread writes it to files.
 
 Ranks that write in the background cannot use collectives. So each rank leaves a file `rank_0001.written` in the hidden folder of the save,
 with the size and hash of its tensor file, or the reason why it could not be written. Rank 0's thread waits for the files of all ranks and
@@ -65,8 +64,9 @@ class BackgroundSave:
         return self._failure is not None or self._refused is not None
 
     def finish(self, share: Share) -> Path:
-        """Waits for the save and returns the folder of the complete checkpoint; collective. CheckpointError on all ranks where any rank
-        failed.
+        """Waits for the save and returns the folder of the complete checkpoint; collective.
+
+        CheckpointError on all ranks where any rank failed.
         """
         self._written.wait()
         self._said = tuple(share(self._outcome))

@@ -83,9 +83,7 @@ class Checkpoint(ShardFiles):
         return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
 
     def only(self, is_wanted: Callable[[str], bool]) -> Checkpoint:
-        """Returns this checkpoint with only those tensors for whose parameter `is_wanted` holds; for a tensor without one, its own name
-        counts.
-        """
+        """Returns this checkpoint with only the tensors whose parameter, or own name if there is no parameter, passes `is_wanted`."""
         held = self.index.tensors
         tensors = {name: one for name, one in held.items() if is_wanted(one.parameter or name)}
         return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))

@@ -120,8 +120,9 @@ class Lock:
             self.forget()
 
     def forget(self) -> None:
-        """Closes the handle without a change of the file. A forked process must do so, since its copy would hold the lock after this
-        process has ended.
+        """Closes the handle and leaves the file unchanged.
+
+        A forked process must do so, since its copy of the handle would hold the lock after this process has ended.
         """
         handle, self._handle = self._handle, -1
         if handle >= 0:

@@ -76,8 +76,9 @@ KEEP_ALL = Retention()
 
 
 def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> None:
-    """Removes the oldest checkpoints of a run beyond `retention`. The new one, `target`, always stays, even if older ones have later steps;
-    so does the best.
+    """Removes the oldest checkpoints of a run beyond `retention`.
+
+    The new one, `target`, always stays, even if older ones have later steps; so does the best.
 
     Checkpoints marked as containing non-finite numbers are removed first, and if the new one is marked, it displaces no unmarked one. A
     checkpoint that cannot be removed stays, without an error: the new checkpoint is complete in any case.
@@ -138,8 +139,9 @@ def discard(path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes the hidden folders of interrupted saves; a checkpoint that was moved away, and whose replacement is missing, gets its name
-    back.
+    """Removes the hidden folders of interrupted saves.
+
+    A checkpoint that was moved away, and whose replacement is missing, gets its name back.
     """
     for path, name, doing in stale_files(folder):
         if doing == OLD and not os.path.lexists(folder / name) and not path.is_symlink():

@@ -165,8 +165,9 @@ def refuse_others(target: Path) -> None:
 
 
 def on_all_ranks(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
-    """Calls `act` on every rank and returns its texts in the order of ranks; CheckpointError on all ranks where it raises on any.
-    Collective.
+    """Calls `act` on every rank and returns its texts in the order of ranks; collective.
+
+    CheckpointError on all ranks where `act` raises on any.
     """
     text, failure = outcome(act)
     return succeeded(target, share(text), failure)

@@ -26,8 +26,9 @@ class ShardFiles:
 
     @classmethod
     def at(cls, folder: str | Path) -> Self:
-        """Opens the checkpoint in a folder. DamagedError lists files that are missing, outside of the folder or of another size; nothing is
-        hashed.
+        """Opens the checkpoint in a folder; nothing is hashed.
+
+        DamagedError lists files that are missing, outside of the folder or of another size than the index says.
         """
         place = Path(folder)
         opened = cls(place, read_index(place))

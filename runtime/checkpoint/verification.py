@@ -1,5 +1,4 @@
-"""Computes checksums of a checkpoint in threads, while programs are loaded or its tensors are read, and compares them with those in the
-files.
+"""Verifies the checksums of a checkpoint in threads, while programs are loaded or its tensors are read.
 
 Each byte is read once in the job, not once by every rank that needs it: the parts of all tensors, in the order of files and keys, are
 divided into equal contiguous ranges, one for each rank, which opens only the files of its range. Parts that no rank loads are verified,

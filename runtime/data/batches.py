@@ -52,8 +52,9 @@ class Batches(Protocol):
         ...
 
     def at(self, records: int, epoch: int) -> Position | None:
-        """Returns the position after `records` records of an epoch, which batches of any size may have read; None where no batch begins
-        there.
+        """Returns the position after `records` records of an epoch; None where no batch begins there.
+
+        The batches before may have had any size.
         """
         ...
 
@@ -78,8 +79,9 @@ class OrderedBatches:
         self.order.check(position)
 
     def at(self, records: int, epoch: int) -> Position | None:
-        """Returns the position after `records` records of an epoch; None where no batch begins there, or the order depends on the batch
-        size.
+        """Returns the position after `records` records of an epoch.
+
+        None where no batch begins there, or where the order depends on the batch size.
         """
         depends = self.order.interleave > 1 or self.order.buckets is not None
         whole, rest = divmod(records, self.batch)

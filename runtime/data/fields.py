@@ -1,8 +1,8 @@
 """One field of all records, read by a whole batch of indices at once.
 
 A batch is one `take` along the first axis of an array in memory or mapped from a file, never a loop over records. Records are read as rows
-of bytes: an array in a file may begin at an odd address or have another byte order, and numpy would first copy such an array in full to
-align it.
+of bytes: an array in a file may begin at an odd address or have another byte order, and numpy would first make an aligned copy of the full
+array in native byte order.
 
     Rows(np.arange(6).reshape(3, 2)).take(np.array([2, 0]))  ->  [[4, 5], [0, 1]]
     Joined([Rows(first), Rows(second)])                      the records of both, in their order

@@ -236,8 +236,7 @@ class Loader:
         return self._position
 
     def seek(self, position: Position, state: JsonValue = None) -> None:
-        """Continues with the batch at this position, and drops the batches that were read ahead. UsageError where the position does not
-        exist.
+        """Continues with the batch at this position, and drops batches that were read ahead. UsageError where the position does not exist.
 
         `state`: the source's state at this position, if the source gives one.
         """
@@ -256,8 +255,7 @@ class Loader:
         return at
 
     def restore(self, saved: Mapping[str, JsonValue], steps: int) -> str:
-        """Continues at a checkpoint's position, even with another batch size; returns how the position is reached, if that takes time, else
-        ''.
+        """Continues at a checkpoint's position, even with another batch size; returns how it is reached if that takes time, else ''.
 
         `steps`: the number of steps before the checkpoint, for one that stores no position. UsageError where no batch begins there.
         """

@@ -60,8 +60,9 @@ def uneven_batch(inputs: RankInputs, batch: int) -> Iterator[str]:
 
 
 def uneven_rest(inputs: RankInputs, batch: int, rest: int) -> Iterator[tuple[str, int]]:
-    """Yields the reasons why a smaller last batch cannot be read, each with the number of shards that does not divide it, or 0 for a fixed
-    size.
+    """Yields each reason why a smaller last batch cannot be read, with the number of shards that does not divide it.
+
+    That number is 0 where the model takes batches of one size only.
     """
     single = {port.name for port in inputs.of_one_size(batch)}
     parts = {port.name: number for port, number in inputs.indivisible(rest)}

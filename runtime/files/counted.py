@@ -41,9 +41,7 @@ MOST_NODES = 1 << 20
 MOST_PROGRAMS = 64
 """The largest number of programs in an artifact."""
 LISTED_RANKS = 1 << 22
-"""The largest number of ranks in the expanded lists of ranks of a manifest, equal lists counted once; the same limit holds for a program's
-groups.
-"""
+"""The largest number of ranks in the expanded lists of ranks of a manifest, equal lists counted once; also for a program's groups."""
 
 
 @dataclass

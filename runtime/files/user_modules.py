@@ -1,6 +1,4 @@
-"""Finds and unloads the modules next to a user's file, which it imports by name; files of two folders may import different modules of one
-name.
-"""
+"""Finds and unloads the modules next to a user's file, which it imports by name: other folders may have different ones of that name."""
 
 from __future__ import annotations
 

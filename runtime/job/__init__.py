@@ -1,3 +1,1 @@
-"""Facts about a process's job other than its transport: the status board, the machine's resources, and errors that all ranks raise
-together.
-"""
+"""Facts about a process's job other than its transport: the status board, the machine, and errors that all ranks raise together."""

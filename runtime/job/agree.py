@@ -15,8 +15,8 @@ _KINDS: tuple[type[PartcError], ...] = (DamagedError, CheckpointError, ArtifactE
 def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]) -> Result:
     """Returns the action's result if it succeeds on every rank; collective.
 
-    Errors of partc are merged into one that all ranks raise: it has the class of the first rank's error, and each line of that class's
-    errors once. Any other error is raised by the rank that had it, and the other ranks raise a RankError.
+    Errors of partc are merged into one that all ranks raise: it has the class of the first failing rank's error, and each line of that
+    class's errors once. Any other error is raised by the rank that had it, and the other ranks raise a RankError.
     """
     failure: Exception | None = None
     result: Result | None = None
@@ -42,9 +42,7 @@ def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]
 
 
 def _words(failure: Exception | None) -> list[str | None]:
-    """Converts an error to the list of texts that ranks exchange: the name of its class (None for an error that is not partc's) and its
-    text.
-    """
+    """Converts an error to the texts that ranks exchange: the name of its class, None if it is not partc's, and its text."""
     match failure:
         case None:
             return []

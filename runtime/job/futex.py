@@ -39,9 +39,7 @@ class Futex:
         return (ctypes.c_long * 2)(whole, int((seconds - whole) * 1e9))
 
     def wait(self, address: int, expected: int, timeout: ctypes.Array[ctypes.c_long]) -> None:
-        """Sleeps while the word is `expected`, until a wake, a signal or the timeout; the caller must check its condition again in each
-        case.
-        """
+        """Sleeps while the word is `expected`, until a wake, a signal or the timeout; the caller must then check its condition again."""
         self._syscall(self._number, address, _WAIT, expected, ctypes.addressof(timeout), None, 0)
 
     def wake(self, address: int) -> None:

@@ -18,8 +18,7 @@ def usable_cores() -> frozenset[int]:
 
 
 def core_limit() -> int:
-    """Returns the number of cores, at least one, whose time this process may use: those of `usable_cores`, or fewer if its cgroups limit
-    its time.
+    """Returns the number of cores whose time this process may use: those of `usable_cores`, or fewer, at least one, if cgroups limit it.
 
     It reads `cpu.max` of cgroups version 2: the microseconds in each period that all processes of a cgroup and of its descendants may use.
     """

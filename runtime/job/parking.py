@@ -157,8 +157,9 @@ class ShortSpin:
 
 
 class SpinTime:
-    """Chooses the time of spins for a rank with a core of its own, by the creating thread's time without a core; OSError where Linux does
-    not count that time.
+    """Chooses the time of spins for a rank with a core of its own, from the creating thread's time without a core.
+
+    OSError where Linux does not count that time.
     """
 
     def __init__(self, caution: ShortSpin) -> None:
@@ -207,10 +208,9 @@ class YieldTurns:
 
 
 class RankWait:
-    """The waits of one rank of a host, whose word is at `place`. `spin` chooses the time of its spins; `turns` is for a rank that shares
-    its core.
+    """The waits of one rank of a host, whose word is at `place`.
 
-    A rank with neither sleeps at once.
+    `spin` chooses the time of spins, `turns` is for a rank that shares its core; a rank with neither sleeps at once.
     """
 
     def __init__(

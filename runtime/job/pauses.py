@@ -35,10 +35,10 @@ def spins(seconds: float) -> Iterator[None]:
 
 
 def sleeps(shortest: float, longest: float | None = None, within: float | None = None) -> Iterator[float]:
-    """Yields the seconds waited so far: at once, and after each sleep, of `shortest` seconds first and twice as long each time up to
-    `longest`.
+    """Yields the seconds waited so far, at once and after each sleep.
 
-    After a tenth of a second each sleep takes at least a millisecond. With `within` the last value comes after that many seconds.
+    The first sleep takes `shortest` seconds, each further one twice as long, up to `longest`; after a tenth of a second up to at least a
+    millisecond. With `within` the last value comes after that many seconds.
     """
     begun, sleep, most = time.monotonic(), shortest, longest or shortest
     waited = 0.0

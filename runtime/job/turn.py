@@ -131,8 +131,9 @@ class CallGuard:
             raise _overlapping(call, other.name)
 
     def refuse_waited(self, call: _Call, calls: int, ending: bool) -> None:
-        """Refuses a call that has waited for the lock: RankError after the end, UsageError if it may not wait and another call was made
-        meanwhile.
+        """Refuses a call that has waited for the lock.
+
+        RankError after the end; UsageError if the call may not wait and another one was made meanwhile.
         """
         if self.ended is not None and not ending:
             raise RankError(f"the program has stopped: {self.ended}")

@@ -22,8 +22,7 @@ EARLY_STOP = 1 << 11
 
 
 class BestEvaluation:
-    """The best value of a metric so far, the step after which it was measured, and the number of evaluations since then that were not
-    better.
+    """The best value of a metric so far, the step after which it was measured, and the number of evaluations since then.
 
     `loss` is the loss's name among the metrics. A value that is not finite is never the best.
     """

@@ -91,8 +91,9 @@ def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int
 
 
 def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | None:
-    """Describes an input whose labels are all ignored by the loss on this rank; '' where a label counts, None where the rank reads no
-    labels.
+    """Describes an input all of whose labels are ignored by the loss on this rank.
+
+    '' where any label counts, None where the rank reads no labels.
     """
     found: str | None = None
     for port in ports:

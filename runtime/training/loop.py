@@ -94,9 +94,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to be taken: its batch, of `records` records on all ranks together, its place in the data, and whether it ends the epoch or
-    training.
-    """
+    """A step to be taken: its batch of `records` records on all ranks, its place in the data, and whether it ends an epoch or training."""
 
     number: int
     batch: Mapping[str, Any]

@@ -1,5 +1,6 @@
-"""Computes further numbers of progress lines, over all ranks: `report: [parameter_norm, tokens, memory]`; the step itself computes
-`gradient_norm`.
+"""Computes further numbers of progress lines, over all ranks: `report: [parameter_norm, tokens, memory]`.
+
+The step itself computes `gradient_norm`.
 
     parameter_norm      the norm of all trained parameters together, in which each element counts once
     tokens_per_second   elements of the first integer input with two dims or more, such as the ids of (batch, seq)

@@ -57,8 +57,9 @@ class StopSignals:
         self._before.clear()
 
     def pass_on(self, other: StopSignals | None) -> None:
-        """Ends the recording. A signal that was received is passed to `other` or, if `other` does not record it, raised with its usual
-        effect.
+        """Ends the recording.
+
+        A signal that was received is passed to `other` or, if `other` does not record it, raised with its usual effect.
         """
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:

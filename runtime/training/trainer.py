@@ -211,8 +211,9 @@ class Trainer:
         self.program.agreement.request(SAVE_FAILED if self._checkpoints.has_failed else number)
 
     def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
-        """Checks the outputs of a step and returns them; a non-finite loss that ends training is reported to other ranks with the next
-        step.
+        """Checks the outputs of a step and returns them.
+
+        If a non-finite loss ends training, it is reported to other ranks with the next step.
         """
         if self.record.guard and not is_finite(outputs.pop(self.record.guard)):
             self.skipped += 1
@@ -243,8 +244,9 @@ class Trainer:
             self._untold.clear()
 
     def _stopped(self, following: Mapping[str, object] | None = None) -> NonFiniteError:
-        """Returns the error of a step with a non-finite loss; its batch may be overwritten by a later one, at last by `following`;
-        collective.
+        """Returns the error of a step with a non-finite loss; collective.
+
+        The step's batch may be overwritten by a later one, at last by `following`.
         """
         untold = [*self._untold]
         self._untold.clear()

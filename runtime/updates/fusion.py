@@ -1,5 +1,4 @@
-"""Groups the updates of a rank as its run list says: nodes of one function run as one node over memory in which their operands are
-contiguous.
+"""Groups the updates of a rank as its run list says: nodes of one function run as one over memory with contiguous operands.
 
     Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)  ->  Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
 
@@ -32,8 +31,10 @@ _AGAIN = "  help: the file was changed; compile again"
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """Nodes that run as one node. `operands` and `outputs` list, for each operand and output of the function, the names of all members in
-    order; a scalar that all share has only one name.
+    """Nodes that run as one node.
+
+    `operands` and `outputs` list, for each operand and output of the function, the names of all members in order; a scalar that all members
+    share has only one name.
     """
 
     node: NodeProto
@@ -48,7 +49,7 @@ class FusedUpdate:
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """A node that updates the looked-up rows of a table and its slots; it runs alone, on memory of its own."""
+    """A node that updates the looked-up rows of a table and its slots; it runs alone, in the own memory of the table and the slots."""
 
     node: NodeProto
     function: FunctionProto

@@ -1,5 +1,4 @@
-"""Reads and writes a folder of `torch.distributed.checkpoint` (DCP): `.metadata`, which locates the parts of each tensor, and files of
-parts.
+"""Reads and writes folders of `torch.distributed.checkpoint` (DCP): `.metadata` locates the parts of each tensor in other files.
 
 torch reads `.metadata` with pickle, which runs any function that the file names. Here the file may name only classes that DCP itself
 writes, and each part is read with `weights_only`. The result is the nested data that was saved, so a folder is used in the same way as a

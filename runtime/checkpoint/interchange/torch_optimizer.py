@@ -119,8 +119,9 @@ def _fits(file: TorchFile, keyed: Mapping[str, Any]) -> bool:
 
 
 def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
-    """Reads the optimizer's state for the parameters of a program. CheckpointError lists all slots that the file lacks or the program does
-    not have.
+    """Reads the optimizer's state for the parameters of a program.
+
+    CheckpointError lists all slots that the file lacks or that the program does not have.
     """
     torch = torch_module()
     assert file.optimizer is not None
@@ -150,9 +151,7 @@ def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
 def optimizer_content(
     file: TorchFile, ours: StateNames, slots: Mapping[str, torch.Tensor], step: int
 ) -> dict[str, Any]:
-    """Returns the optimizer's `state_dict` of a file with other slots: its groups are unchanged, each trained parameter's state is
-    replaced.
-    """
+    """Returns the file's optimizer `state_dict` with other slots: groups stay, the state of each trained parameter is replaced."""
     torch = torch_module()
     assert file.optimizer is not None
     keys, tied = parameter_keys(file, ours), file.tied()

@@ -64,14 +64,15 @@ class StreamBatches:
             position, state = Position(position.epoch + 1), None
 
     def _size(self, at: Position) -> int:
-        """Returns the number of records of a batch that this rank does not read."""
+        """Returns the number of records of a batch that this rank does not read; the full size if the epoch's length is not known."""
         if self.records is None or self.batches is None or at.batch + 1 < self.batches:
             return self.batch
         return min(self.batch, self.records - at.batch * self.batch)
 
     def _epoch(self, position: Position, state: JsonValue) -> Iterator[tuple[StreamBatch | None, bool | None]]:
-        """Yields the batches of an epoch from a position on, each with whether it is the last; None for values that this rank does not
-        know.
+        """Yields the batches of an epoch from a position on, each with whether it is the last.
+
+        Values that this rank does not know are None.
         """
         if not self.reads:
             number = position.batch

@@ -17,8 +17,9 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class WithoutTorch:
-    """A block, or the time from `begin` to `end`, without torch's handler. Afterwards the previous handler is back, unless the user has set
-    another.
+    """A block, or the time from `begin` to `end`, without torch's handler.
+
+    Afterwards the previous handler is installed again, unless the user has set another.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class WithoutTorch:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def end(self) -> None:
-        """Restores the stored handler."""
+        """Restores the stored handler, unless the user has set another."""
         before, now, self._before = self._before, _handler(), None
         if before is not None and (_is_torchs(now) or (_is_torchs(before) and now == signal.SIG_DFL)):
             signal.signal(signal.SIGCHLD, before)

@@ -103,8 +103,9 @@ _COPIED = (
 
 
 class LoaderStream:
-    """The batches of a loader. `span` maps a batch size to the range of records that this rank needs; None where it reads none, or only
-    full batches.
+    """The batches of a loader.
+
+    `span` maps a batch size to the range of records that this rank needs; None where it reads none, or needs full batches.
     """
 
     def __init__(self, source: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
@@ -191,9 +192,7 @@ class LoaderStream:
             del batches  # an exception refers to this frame, and must not keep workers alive by it
 
     def _by_columns(self, rows: _RankRows) -> Iterator[object]:
-        """Yields the batches of a dataset of tensors, each by one indexing of full tensors: the same values as torch stacks from single
-        records.
-        """
+        """Yields the batches of a dataset of tensors, each by one indexing of full tensors; the values are those that torch stacks."""
         for indices in rows:
             yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
 
