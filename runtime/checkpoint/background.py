@@ -71,7 +71,7 @@ class BackgroundSave:
         self._written.wait()
         self._said = tuple(share(self._outcome))
         self._thread.join()
-        told = share(str(self._failure or ""))[0]  # rank 0 knows of all
+        told = share(str(self._failure or ""))[0]  # rank 0 knows the failures of all ranks
         self._save.release()
         if told:
             self._save.discard()
@@ -90,7 +90,7 @@ class BackgroundSave:
         try:
             with contextlib.suppress(OSError), new_file(self._word(self._save.rank)) as out:
                 out.write(json.dumps(self._outcome).encode() + b"\n")
-            self._written.set()  # from here on rank 0 removes the words
+            self._written.set()  # from here on rank 0 removes the `.written` files
             if self._save.rank == 0:
                 told = succeeded(
                     self._save.target, [self._wait_for(rank) for rank in range(self._ranks)], self._refused

@@ -30,7 +30,7 @@ _INDEX = "model.safetensors.index.json"
 def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
     """Writes the full tensors of these kinds into one file, which appears only when it is complete; returns their names.
 
-    Only a block of one tensor is in memory at a time. DamagedError, and no file, where the checkpoint differs from what was written.
+    Only a block of one tensor is in memory at a time. DamagedError, and no file, where the checkpoint is damaged.
     """
     tensors = {
         name: Stored(STORED[tensor.dtype], tensor.shape)
@@ -50,7 +50,7 @@ def export_folder(checkpoint: Checkpoint, folder: Path, config: Path | None, mos
     """Writes the weights into a folder as `from_pretrained` reads them; returns the names of the files.
 
     More than `most` bytes are split into several files with an index. `config` is the folder of a model, whose configuration and tokenizer
-    are copied. DamagedError, and no file, where the checkpoint differs from what was written.
+    are copied. DamagedError, and no file, where the checkpoint is damaged.
     """
     held = {name: one for name, one in checkpoint.index.tensors.items() if one.kind in WEIGHTS}
     shards = [*_shards({name: one.bytes for name, one in held.items()}, most)]

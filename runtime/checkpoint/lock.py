@@ -61,7 +61,7 @@ class Lock:
                 return self._tried()
             except CheckpointError:
                 if self._is_own:
-                    gc.collect()  # a trainer of this process that nothing refers to any more may have it
+                    gc.collect()  # an unreferenced trainer of this process may have the lock
                     return self._tried()
                 if not self._is_busy or time.monotonic() >= until:
                     raise

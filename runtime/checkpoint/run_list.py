@@ -91,7 +91,7 @@ def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> N
             path
             for name in listed
             if name not in (target.name, best)
-            # left alone where it is not as the run has left it
+            # a folder that has changed since the run wrote it is not touched
             if os.path.lexists(path := folder / name) and not foreign_entries(path) and _digest(path) in listed[name]
         ),
         key=lambda path: int(path.name.rpartition("_")[2]),

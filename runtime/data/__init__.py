@@ -1,4 +1,4 @@
-"""Data for training: where records come from, in which order, and what each rank reads of a batch.
+"""Data for training: the sources of records, their order, and the shards of a batch that each rank reads.
 
 A batch is read by one fancy indexing of arrays in memory or mapped from files, and transformed as a whole: a record of MNIST costs about a
 microsecond. Code that processes records one by one in Python, as torch's `DataLoader` does, spends tens of microseconds on each; a small

@@ -2,9 +2,9 @@
 
 | field | input | |
 |---|---|---|
-| any | the same | as it is |
-| whole numbers, bool | whole numbers | a wider type always; a narrower one where the values of each batch fit |
-| whole numbers, bool | floats | where the float has every value of the type: uint8 in float32, not int32 |
+| any | the same | unchanged |
+| integers, bool | integers | a wider type always; a narrower one if the values of each batch fit |
+| integers, bool | floats | if the float type has every value of the integer type: uint8 in float32, not int32 |
 | floats | floats, complex | rounded once |
 | text | text | |
 

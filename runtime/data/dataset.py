@@ -30,7 +30,7 @@ LENGTH = ".length"
 
 
 class Source(Protocol):
-    """A source of some of the fields, for all records."""
+    """A source of all records, with some of the spec's fields."""
 
     fields: dict[str, Field]
 

@@ -1,4 +1,4 @@
-"""One field of all records, read by a whole batch of indices at once.
+"""One field of all records, read by all indices of a batch at once.
 
 A batch is one `take` along the first axis of an array in memory or mapped from a file, never a loop over records. Records are read as rows
 of bytes: an array in a file may begin at an odd address or have another byte order, and numpy would first make an aligned copy of the full

@@ -78,7 +78,7 @@ class Prefetcher(Generic[Item]):
         try:
             raise StopIteration if error is None else error
         finally:
-            del error  # it refers to this frame: without this reference it is freed, with all that it refers to, when its handler ends
+            del error  # it refers to this frame: without the frame's reference to it both are freed once the caller has handled it
 
     def peek(self) -> Item | None:
         """Returns the next item without removing it; None where it is not ready."""

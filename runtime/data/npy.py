@@ -153,6 +153,6 @@ def _filled(file: IO[bytes], count: int, shape: tuple[int, ...], fortran: bool, 
             raise ValueError(f"it ends after {at:,} bytes; its header promises {count:,}")
         data[at : at + len(read)] = read
         at += len(read)
-    file.read(1)  # at its end the archive compares checksums
+    file.read(1)  # at the end of a member the archive compares checksums
     array = np.frombuffer(data, dtype) if count else np.empty(math.prod(shape), dtype)
     return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)

@@ -246,7 +246,7 @@ class RankWait:
 
     def wake_own(self) -> None:
         """Makes this rank check its condition and failures again; called from another thread."""
-        new_fence()()  # one of its own, since two threads cannot use one
+        new_fence()()  # a new fence, since two threads cannot share one
         self.wake([self._place], self._count)
 
     def word(self, place: int) -> Cell:
@@ -256,7 +256,7 @@ class RankWait:
     def spins(self, ready: Callable[[], bool], count: Count | None = None) -> bool:
         """Whether `ready` held during the spin, or after a turn of other ranks; without `spin` and `turns` it is not called.
 
-        `count` is as for `wait`: checking its growth takes no call of `ready`, and a turn is given only with it.
+        `count` is as for `wait`: between two calls of `ready` only the number is checked. Turns are given only with a `count`.
         """
         if self._spin is None:
             return count is not None and self._turns is not None and self._turns.is_ready_after(ready)

@@ -129,7 +129,7 @@ def write_dcp(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes a folder that `torch.distributed.checkpoint.load` reads."""
     dcp = distributed_checkpoint()
     with replacing_together(folder / METADATA) as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that one process saves
+        warnings.simplefilter("ignore")  # the warning that only one process saves
         dcp.save(dict(content), storage_writer=dcp.FileSystemWriter(scratch), no_dist=True)
 
 

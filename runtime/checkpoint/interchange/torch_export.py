@@ -24,7 +24,7 @@ def export_torch(checkpoint: Checkpoint, path: Path, like: Path | None = None, d
 
     `like` is a file that a training script saved; the new file then has its structure: weights, the optimizer's state and the number of
     steps come from the checkpoint, all else (frozen weights, buffers, rates) from that file. CheckpointError lists all tensors that do not
-    fit; DamagedError, and no file, where the checkpoint differs from what was written.
+    fit; DamagedError, and no file, where the checkpoint is damaged.
     """
     held = checkpoint.index.tensors
     names = sorted(name for name, one in held.items() if one.kind in WEIGHTS)

@@ -53,8 +53,8 @@ def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> Us
     """Returns the error in a worker process for which `error`, raised by a loader with `workers`, stands; else `error` itself."""
     cause, text = error.__cause__, str(error.__cause__)
     if cause is not None and workers:
-        # torch's frames and its failure refer to each other, and by these the failure to the workers: they would end when the garbage
-        # collector finds them, in whatever runs then, and torch waits 5 seconds for each there.
+        # torch's frames and its exception refer to each other, and the frames to the workers: these would end when the garbage
+        # collector runs, inside of any other code, where torch waits 5 seconds for each worker.
         clear_frames(cause.__traceback__)
     first, _, trace = text.partition("\n")
     is_gone = isinstance(cause, RuntimeError) and "DataLoader worker" in text and "exited unexpectedly" in text
@@ -163,8 +163,8 @@ class LoaderStream:
         try:
             yield from self._epoch(epoch, skip, 0, state)
         finally:
-            # The sampler no longer refers to this stream, so that the loader goes with its last reader: of a cycle that the garbage
-            # collector finds, torch's end of workers that stay waits 5 seconds for each.
+            # The sampler no longer refers to this stream, so that the loader is freed with its last reader: if the garbage collector
+            # has to free it as a part of a cycle, torch waits 5 seconds for each persistent worker.
             self._rows.begin(0, _nothing)
 
     def _epoch(self, epoch: int, skip: int, left: int, state: JsonValue) -> Iterator[StreamBatch]:
