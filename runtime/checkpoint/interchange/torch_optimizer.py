@@ -121,7 +121,7 @@ def _fits(file: TorchFile, keyed: Mapping[str, Any]) -> bool:
 def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
     """Reads the optimizer's state for the parameters of a program.
 
-    CheckpointError lists all slots that the file lacks or that the program does not have.
+    CheckpointError lists all slots that the file lacks or that the program does not have, and counts of steps that differ.
     """
     torch = torch_module()
     assert file.optimizer is not None
