@@ -1,1 +1,1 @@
-"""Checkpoints: saved by all ranks, read by any number of them."""
+"""Checkpoints of the training state: all ranks of a job write one together, and a job with any number of ranks can read it."""

@@ -1,9 +1,9 @@
-"""Saves a checkpoint while training continues: a step waits for a copy in memory of the rank's own tensors, and a thread writes this to
-files.
+"""Saves a checkpoint while training continues: a step waits only for a copy of the rank's tensors in memory; a thread writes it to files.
 
-Ranks that write in the background cannot call one another, so a rank leaves word in the hidden folder: `rank_0001.written`, the size and
-hash of its file, or why there is none. Rank 0's thread waits for all, and gives the checkpoint its name, as a save in the foreground does.
-So a crash at any moment leaves the last one whole. Whether it went well all ranks learn together, in `finish`.
+Ranks that write in the background cannot use collectives. So each rank leaves a file `rank_0001.written` in the hidden folder of the save,
+with the size and hash of its tensor file, or the reason why it could not be written. Rank 0's thread waits for the files of all ranks and
+then renames the folder to the checkpoint's name, as a save in the foreground does. So a crash at any moment leaves the previous checkpoint
+intact. All ranks learn together in `finish` whether the save has succeeded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..files.writers import new_file
 from .save import Save, Share, on_all_ranks, outcome, succeeded
 
 _LOOK = 0.01
-"""Seconds between two looks for the word of other ranks."""
+"""Seconds between two checks for the `.written` files of other ranks."""
 
 
 class BackgroundSave:
-    """A save that is under way."""
+    """A save in progress."""
 
     def __init__(self, save: Save, ranks: int, share: Share) -> None:
-        """Begins it; collective. CheckpointError on all ranks where the folder cannot be written."""
+        """Begins the save; collective. CheckpointError on all ranks where the folder cannot be written."""
         try:
             on_all_ranks(save.target, share, save.begin)
             on_all_ranks(save.target, share, save.find)
@@ -41,34 +41,37 @@ class BackgroundSave:
         mine = {owned.value for some in save.owned.values() for owned in some if owned.rank == save.rank}
         save.pieces = [(record, array.copy()) for record, array in save.pieces if record.value in mine]
         self._said: tuple[str, ...] = ()
-        """The outcomes of all ranks' files, exchanged in `finish`."""
+        """The outcomes of writing all ranks' files, exchanged in `finish`."""
         self._failure: Exception | None = None
         self._refused: Exception | None = None
-        """Why this rank could not write its own file."""
+        """The error for which this rank could not write its own file."""
         self._thread = threading.Thread(target=self._run, name=f"partc save {save.rank}", daemon=True)
         self._thread.start()
 
     @property
     def path(self) -> Path:
-        """The checkpoint's place."""
+        """The folder that the checkpoint gets."""
         return self._save.target
 
     @property
     def is_complete(self) -> bool:
-        """On rank 0, whether the checkpoint is there; elsewhere, whether the rank's own file is."""
+        """On rank 0, whether the checkpoint is complete; on other ranks, whether the rank's own file is written."""
         return not self._thread.is_alive() and self._failure is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows that the checkpoint could not be written; rank 0 learns it of every rank."""
+        """Whether this rank knows that the checkpoint could not be written; only rank 0 learns of other ranks' failures before `finish`."""
         return self._failure is not None or self._refused is not None
 
     def finish(self, share: Share) -> Path:
-        """The checkpoint, once it is whole; collective. CheckpointError on all ranks where some rank failed."""
+        """Waits for the save and returns the folder of the complete checkpoint; collective.
+
+        CheckpointError on all ranks where any rank failed.
+        """
         self._written.wait()
         self._said = tuple(share(self._outcome))
         self._thread.join()
-        told = share(str(self._failure or ""))[0]  # rank 0 knows of all
+        told = share(str(self._failure or ""))[0]  # rank 0 knows the failures of all ranks
         self._save.release()
         if told:
             self._save.discard()
@@ -76,7 +79,7 @@ class BackgroundSave:
         return self._save.target
 
     def give_up(self) -> None:
-        """Ends it without the other ranks, which may be gone; a checkpoint that is about to get its name may still get it."""
+        """Ends the save without the other ranks, which may be gone. A checkpoint that is about to be renamed may still get its name."""
         self._ended.set()
         self._thread.join()
         self._save.release()
@@ -87,7 +90,7 @@ class BackgroundSave:
         try:
             with contextlib.suppress(OSError), new_file(self._word(self._save.rank)) as out:
                 out.write(json.dumps(self._outcome).encode() + b"\n")
-            self._written.set()  # from here on rank 0 removes the words
+            self._written.set()  # from here on rank 0 removes the `.written` files
             if self._save.rank == 0:
                 told = succeeded(
                     self._save.target, [self._wait_for(rank) for rank in range(self._ranks)], self._refused

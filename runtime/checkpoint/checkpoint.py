@@ -1,11 +1,11 @@
-"""A checkpoint on disk: any box of any tensor of it, whatever plan wrote it, in memory of the box's size.
+"""Reads a checkpoint on disk: any box of any of its tensors, whichever plan wrote it, with memory for that box only.
 
     checkpoint = Checkpoint.open("checkpoints/step_00000120")
-    checkpoint.read("fc1.weight", (4, 0), (8, 7))     # an array of 4 x 7
-    checkpoint.load_into(record, rank, array)         # what this rank has of it under the plan at hand
+    checkpoint.read("fc1.weight", (4, 0), (8, 7))    # an array of 4 x 7
+    checkpoint.load_into(record, rank, array)        # the shard that the rank has of it under the current plan
 
-Nothing is believed: the index is held against its schema, and what is read against the index (`shard_files.py`), before any memory is
-taken for it. Contents are hashed by a `Verification` (`verification.py`).
+No file is trusted: the index is checked against its schema and each file against the index (`shard_files.py`) before memory is allocated
+for its tensors. A `Verification` hashes the contents (`verification.py`).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .ownership import region_of_rank
 from .shard_files import ShardFiles
 
 _AT_ONCE = 1 << 26
-"""Bytes that are copied together."""
+"""Bytes of a tensor that are copied at a time."""
 
 
 def _rows_at_once(shape: Sequence[int], size: int) -> int:
-    """How many rows of the first dim are copied together, of a tensor of so many bytes."""
+    """Returns the number of rows of the first dim that are copied at a time, for a tensor of `size` bytes."""
     return max(1, _AT_ONCE * shape[0] // size) if shape and size else 1
 
 
 class Checkpoint(ShardFiles):
-    """An opened checkpoint: `index` says what it holds; `path` is its folder, or the one safetensors file that it is."""
+    """An opened checkpoint: `index` lists its tensors; `path` is its folder, or the file if the checkpoint is a single safetensors file."""
 
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
         super().__init__(path, index)
         self._looked_at = 0
-        """Bytes of mapped files that were copied since memory was given back."""
+        """Bytes copied from mapped files since their pages were last released."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """The checkpoint in a folder, or the newest of a folder of checkpoints that is whole at first sight."""
+        """Opens the checkpoint in a folder or, in a folder of checkpoints, the newest one whose index and file sizes are in order."""
         return take_newest_intact(Path(path), cls.at)[1]
 
     @classmethod
     def of_file(cls, file: str | Path) -> Checkpoint:
-        """Any safetensors file as a checkpoint of step 0 that has parameters only."""
+        """Opens any safetensors file as a checkpoint of step 0 that has parameters only."""
         path = Path(file)
         try:
             header = read_header(path)
@@ -70,7 +70,7 @@ class Checkpoint(ShardFiles):
         return cls(path, index)
 
     def averaged(self) -> Checkpoint:
-        """The same with the moving averages of parameters in the place of these; CheckpointError where it has none."""
+        """Returns this checkpoint with the moving averages of parameters in place of the parameters; CheckpointError where it has none."""
         held = self.index.tensors
         averages = {
             one.parameter: one.model_copy(update={"kind": "parameter"}) for one in held.values() if one.kind == EMA
@@ -83,13 +83,13 @@ class Checkpoint(ShardFiles):
         return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
 
     def only(self, is_wanted: Callable[[str], bool]) -> Checkpoint:
-        """The same with those tensors alone whose parameter, or whose own name where they have none, is wanted."""
+        """Returns this checkpoint with only the tensors whose parameter, or own name if there is no parameter, passes `is_wanted`."""
         held = self.index.tensors
         tensors = {name: one for name, one in held.items() if is_wanted(one.parameter or name)}
         return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
 
     def read(self, tensor: str, begin: Sequence[int] | None = None, end: Sequence[int] | None = None) -> Array:
-        """The box of a tensor from `begin` up to and without `end`, in new memory; by default the whole of it."""
+        """Returns the box of a tensor from `begin` to `end` (exclusive) in new memory; by default the full tensor."""
         record = self._record(tensor)
         box = Region(tuple(begin or (0,) * len(record.shape)), tuple(record.shape if end is None else end))
         found = self._shares(tensor, box)
@@ -98,7 +98,7 @@ class Checkpoint(ShardFiles):
         return array
 
     def blocks(self, tensor: str) -> Iterator[Array]:
-        """All of a tensor in blocks of its first dim, each no larger than it must be."""
+        """Yields the full tensor in blocks along its first dim, each of at most `_AT_ONCE` bytes or of one row."""
         record = self._record(tensor)
         size = STORED[record.dtype].bytes_of(record.shape)
         step = _rows_at_once(record.shape, size)
@@ -108,7 +108,7 @@ class Checkpoint(ShardFiles):
             yield self.read(tensor, begin, end)
 
     def load_into(self, record: StateRecord, rank: int, array: Array) -> None:
-        """Puts the rank's shard of the record's tensor into its array."""
+        """Copies the rank's shard of the record's tensor into `array`; CheckpointError where type or shape differ."""
         box = region_of_rank(record, rank)
         found = self._record(record.tensor)
         if (found.dtype, found.shape) != (array.dtype.name, tuple(record.shape)) or array.shape != box.shape:
@@ -119,7 +119,7 @@ class Checkpoint(ShardFiles):
         self._copy(self._shares(record.tensor, box), array)
 
     def _copy(self, parts: Sequence[tuple[tuple[slice, ...], Array]], array: Array) -> None:
-        """Copies stored parts to their places, so many rows at a time that what is mapped of a file stays small."""
+        """Copies each mapped array to its place in `array`, a limited number of rows at a time so that few pages of a file stay mapped."""
         for place, part in parts:
             there = array[place]
             if not part.shape:
@@ -140,7 +140,7 @@ class Checkpoint(ShardFiles):
         return self.index.tensors[tensor]
 
     def _shares(self, tensor: str, box: Region) -> list[tuple[tuple[slice, ...], Array]]:
-        """The parts of a region that each stored shard has: the index in the region, and a mapped array. Nothing is read yet."""
+        """Returns, for each stored shard that overlaps `box`, its index inside of the box and the mapped array; nothing is read yet."""
         record = self._record(tensor)
         if not len(box.begin) == len(box.end) == len(record.shape) or any(
             not 0 <= begin <= end <= dim for begin, end, dim in zip(box.begin, box.end, record.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint before it is needed: it is hashed while programs are loaded, which leaves cores idle."""
+"""Verifies a checkpoint before it is needed: it is hashed while programs are loaded, since cores are idle during that time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .verification import Verification
 
 
 class EarlyVerification:
-    """The verification of the checkpoint that a path most likely means, begun early; none where that cannot be opened."""
+    """Starts early to verify the checkpoint that a path most likely means; has no verification if that checkpoint cannot be opened."""
 
     def __init__(self, path: Path, rank: int, ranks: int) -> None:
         self._begun: tuple[Checkpoint, Verification] | None = None
@@ -22,7 +22,7 @@ class EarlyVerification:
         self._begun = checkpoint, Verification(checkpoint, rank, ranks)
 
     def take(self, checkpoint: Checkpoint) -> Verification | None:
-        """The verification if it is of this checkpoint with this index, else None."""
+        """Returns the verification if it is for this checkpoint with this index, else None."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
@@ -33,7 +33,7 @@ class EarlyVerification:
         return None
 
     def close(self) -> None:
-        """Ends a verification that was not taken."""
+        """Ends a verification that `take` has not returned."""
         if self._begun is not None:
             self._begun[1].close()
             self._begun = None

@@ -1,4 +1,4 @@
-"""A checkpoint as safetensors under the tensors' own names, which any tool reads: one file, or the folder of a Hugging Face model."""
+"""Exports a checkpoint as safetensors under the tensors' own names, which any tool can read: one file, or a Hugging Face model's folder."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .verification import Verification
 
 WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 SHARD_BYTES = 5_000_000_000
-"""The size of a file in a folder of several, as transformers writes them."""
+"""The size in bytes of a file in a folder with several files, as transformers writes them."""
 _COPIED = (".json", ".txt", ".model", ".jinja")
 _OTHER_BYTES = 1 << 30
-"""A file beside the weights, such as a tokenizer, has at most so many."""
+"""The largest size in bytes of another file of the model, such as a tokenizer."""
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS, _PEFT = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-"""The two files of an adapter of peft, and its prefix of names."""
+"""The two files of a peft adapter, and peft's prefix of tensor names."""
 _INDEX = "model.safetensors.index.json"
 
 
 def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
-    """Writes the whole tensors of some kinds into one file, which is there when it is whole; their names.
+    """Writes the full tensors of these kinds into one file, which appears only when it is complete; returns their names.
 
-    A part of one tensor is in memory at a time. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
+    Only a block of one tensor is in memory at a time. DamagedError, and no file, where the checkpoint is damaged.
     """
     tensors = {
         name: Stored(STORED[tensor.dtype], tensor.shape)
@@ -47,10 +47,10 @@ def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = W
 
 
 def export_folder(checkpoint: Checkpoint, folder: Path, config: Path | None, most: int = SHARD_BYTES) -> list[str]:
-    """Writes the weights into a folder as `from_pretrained` reads them; the names of the files.
+    """Writes the weights into a folder as `from_pretrained` reads them; returns the names of the files.
 
-    More than `most` bytes go to several files with an index. `config` is the folder of a model, whose configuration and tokenizer are
-    copied. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
+    More than `most` bytes are split into several files with an index. `config` is the folder of a model, whose configuration and tokenizer
+    are copied. DamagedError, and no file, where the checkpoint is damaged.
     """
     held = {name: one for name, one in checkpoint.index.tensors.items() if one.kind in WEIGHTS}
     shards = [*_shards({name: one.bytes for name, one in held.items()}, most)]
@@ -86,9 +86,9 @@ def export_folder(checkpoint: Checkpoint, folder: Path, config: Path | None, mos
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Writes the adapter that a checkpoint has into a folder as peft reads it; the names of the files.
+    """Writes the adapter of a checkpoint into a folder as peft reads it; returns the names of the files.
 
-    CheckpointError where the training had no `adapters` in its plan, DamagedError, and no file, as `export_folder`.
+    CheckpointError where the training's plan had no `adapters`; DamagedError, and no file, as for `export_folder`.
     """
     alphas = checkpoint.index.meta.get(ADAPTER)
     names = [f"{module}.lora_{key}.weight" for module in alphas for key in "AB"] if isinstance(alphas, dict) else []
@@ -127,7 +127,7 @@ def export_adapter(checkpoint: Checkpoint, folder: Path) -> list[str]:
 
 
 def _shards(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """Splits the names, in order, into files of at most so many bytes, with at least one tensor in each."""
+    """Splits the names, in order, into one list per file: at most `most` bytes each, but at least one tensor."""
     names: list[str] = []
     total = 0
     for name, size in sizes.items():

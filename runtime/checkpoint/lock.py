@@ -1,12 +1,13 @@
-"""The lock of a folder of checkpoints: one job at a time writes there; who reads takes none.
+"""The lock of a folder of checkpoints: one job at a time may write there; readers do not lock.
 
-It is the operating system's lock (flock) on the file `.lock`, held by rank 0's process: it ends with the process, however that ends, and
-NFS carries it between hosts. The file's text says who holds it, for the message that another job gets. The file stays: whoever ends in
-order leaves it empty, a killed job leaves it unlocked, and the next job takes it. The ranks of a job whose launcher was killed end some
-moments later, so a job that finds the folder locked tries for `PATIENCE_SECONDS` before it is refused.
+The lock is that of the operating system (flock) on the file `.lock`, taken by the process of rank 0. The system releases it when the
+process ends, for whatever reason, and NFS carries it between hosts. The file's text names the process that has the lock, for the message
+that another job gets. The file is never removed: a job that ends normally empties it, a killed job leaves it unlocked, and the next job
+locks it. If a job's launcher is killed, its ranks end some moments later, so a job that finds the folder locked tries for
+`PATIENCE_SECONDS` before it is refused.
 
-Where the file system has no locks, the text alone decides: a process of this host that is gone has left it behind; of another host that
-cannot be known, and the message says which file to remove.
+On a file system without locks the text alone decides: the lock is free if the text names a process of this host that no longer exists. A
+process of another host cannot be checked, and the message says which file to remove.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 class Lock:
-    """The lock of one folder, held until `release` or the end of the process."""
+    """The lock of one folder, from construction until `release` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock; the folder is made where there is none. CheckpointError names the job that has it, or what is in the way."""
+        """Takes the lock and creates a missing folder. CheckpointError names the job that has the lock, or the file that is in the way."""
         self.folder = folder
         self._file = folder / LOCK
         self._is_busy = self._is_own = False
-        """Whether a job has the lock; whether it is this very process, in another object."""
+        """Whether another job has the lock, and whether that job is this process, by another `Lock` object."""
         self._handle = self._taken()
         _held.add(self)
 
@@ -60,7 +61,7 @@ class Lock:
                 return self._tried()
             except CheckpointError:
                 if self._is_own:
-                    gc.collect()  # a trainer of this process that nothing refers to any more may have it
+                    gc.collect()  # an unreferenced trainer of this process may have the lock
                     return self._tried()
                 if not self._is_busy or time.monotonic() >= until:
                     raise
@@ -86,7 +87,7 @@ class Lock:
         return handle
 
     def _lock(self, handle: int) -> None:
-        """Locks an open file; CheckpointError where another job has it."""
+        """Locks an open file; CheckpointError where another job has the lock."""
         try:
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,14 +113,17 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Gives the lock back; its file stays, and is empty."""
+        """Releases the lock; its file stays, and is empty."""
         if getattr(self, "_handle", -1) >= 0:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, 0)
             self.forget()
 
     def forget(self) -> None:
-        """Closes the handle that a forked process inherits: it would hold the lock after this process has ended."""
+        """Closes the handle and leaves the file unchanged.
+
+        A forked process must do so, since its copy of the handle would hold the lock after this process has ended.
+        """
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -135,13 +139,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def _text(handle: int) -> str:
-    """Who holds the lock, by its file."""
+    """Returns the text of the lock file, which names the process that has the lock."""
     text = os.pread(handle, _TEXT_BYTES, 0).decode(errors="replace")
     return printable(text.split("\n")[0])
 
 
 def _is_gone(process: int, host: str) -> bool:
-    """Whether a process has ended, as far as this host knows."""
+    """Whether a process is known to have ended; False for a process of another host."""
     if host != socket.gethostname() or os.name != "posix":
         return False
     try:

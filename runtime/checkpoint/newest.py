@@ -1,7 +1,7 @@
-"""Finds the checkpoint that a path means: itself, or the newest complete one of a folder of checkpoints.
+"""Finds the checkpoint that a path refers to: the path itself, or the newest intact checkpoint in a folder of checkpoints.
 
-A checkpoint is known to be whole only when all of it was read and hashed. So of a folder the newest is tried, and where it turns out
-to be damaged the next: `take_newest_intact`. Of ranks, rank 0 alone looks into the folder, and all try the same one.
+A checkpoint is known to be intact only after all of it was read and hashed. So `take_newest_intact` tries the newest one in a folder and,
+if that is damaged, the next. Only rank 0 looks into the folder, and all ranks try the same checkpoint.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GONE = "gone"
 
 
 def alone(text: str) -> list[str]:
-    """What a rank shares with no other."""
+    """The `Share` of a job of one rank: returns this rank's text alone."""
     return [text]
 
 
 def candidates(path: Path) -> Iterator[Path]:
-    """The checkpoints that a path may mean, the best first: itself, or those of a folder, the newest first.
+    """Yields the checkpoints that a path may refer to, the best first: the path itself, or those in a folder, the newest first.
 
-    Those that hold numbers which are not finite come last. UsageError where there is none.
+    Checkpoints marked as containing non-finite numbers come last. UsageError where there is no checkpoint.
     """
     if is_step(path):
         yield path
@@ -47,7 +47,7 @@ def candidates(path: Path) -> Iterator[Path]:
         try:
             is_nonfinite = bool(read_index(place).meta.get(NONFINITE))
         except CheckpointError:
-            is_nonfinite = False  # whoever takes it says what is wrong with it
+            is_nonfinite = False  # `take_newest_intact` reports the error when it is tried
         if is_nonfinite:
             wrong.append(place)
         else:
@@ -56,7 +56,7 @@ def candidates(path: Path) -> Iterator[Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint in a folder that is whole at first sight, before anything is hashed. None: there is none."""
+    """Returns the newest checkpoint in a folder whose index and file sizes are in order; nothing is hashed. None where there is none."""
     if not steps(Path(folder)):
         return None
     return next((place for place in candidates(Path(folder)) if not _first_sight(place)), None)
@@ -65,10 +65,11 @@ def latest(folder: str | Path) -> Path | None:
 def take_newest_intact(
     path: Path, act: Callable[[Path], Result], option: str = "", rank: int = 0, share: Share = alone
 ) -> tuple[Path, Result]:
-    """Calls `act` with the newest intact checkpoint that a path means; returns that checkpoint and the result.
+    """Calls `act` with the newest intact checkpoint that a path refers to; returns that checkpoint and the result.
 
-    `act` raises DamagedError, on all ranks alike, where one turns out not to be whole: then the next of the folder is taken, and rank 0
-    says so on stderr. One that was asked for by its own path is not replaced: the error offers another, to be given to `option`.
+    `act` must raise DamagedError on all ranks where a checkpoint is damaged: then the next one in the folder is tried, and rank 0 prints a
+    warning to stderr. If `path` is itself a checkpoint it is not replaced by another: the error suggests another one, to be passed by
+    `option`.
     """
     places = _untried(path) if rank == 0 else iter(())
     damaged: list[DamagedError] = []
@@ -93,7 +94,7 @@ def take_newest_intact(
 
 
 def _untried(path: Path) -> Iterator[Path]:
-    """The candidates, looked up each time: a job that trains may save another one meanwhile, and remove what it has saved."""
+    """Yields the candidates, listed anew each time: a running job may meanwhile save another checkpoint and remove older ones."""
     tried: set[Path] = set()
     while (place := next((one for one in candidates(path) if one not in tried), None)) is not None:
         tried.add(place)
@@ -101,7 +102,7 @@ def _untried(path: Path) -> Iterator[Path]:
 
 
 def _agreed(path: Path, places: Iterator[Path], damaged: Sequence[DamagedError], share: Share) -> Path:
-    """The next checkpoint to try, as rank 0 finds it; where there is none the same error on all ranks."""
+    """Returns the next checkpoint to try, as rank 0 chooses it; raises the same error on all ranks where there is no further one."""
     try:
         found = next(places, None)
         word = (_DAMAGED, "") if found is None else (_PLACE, str(found))
@@ -118,7 +119,7 @@ def _agreed(path: Path, places: Iterator[Path], damaged: Sequence[DamagedError],
 
 
 def _offer(path: Path, option: str) -> str:
-    """The remedy for a damaged checkpoint: the newest whole one beside it."""
+    """Returns the help text for a damaged checkpoint: the newest intact one in the same folder."""
     try:
         for place in candidates(path.parent):
             if place != path and not _problems_of(place):

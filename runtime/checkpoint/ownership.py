@@ -1,8 +1,8 @@
-"""The owners of a checkpoint's elements: every element of every tensor is written once, by the lowest rank that has it.
+"""Assigns the owners of a checkpoint's elements: each element of each tensor is written once, by the lowest rank that has it.
 
-The list of all records says it alone, so that every rank comes to the same answer without a word. A tensor may have several
-records, one for each way in which it lies: a later layout adds what the boxes before leave out. Boxes of one record are
-equal or disjoint, as a layout's shards are.
+The owners follow from the list of all records alone, so every rank computes the same ones without communication. A tensor may have several
+records, one for each of its layouts: a later layout owns only the elements that the layouts before do not have. The boxes of one record are
+equal or disjoint, as the shards of a layout are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partc.runtime.artifact.tensors.safetensors_stream import STORED
 
 @dataclass(frozen=True)
 class Owned:
-    """The `region` of a tensor that a rank writes. `value`: the tensor's name in the rank file; `held`: the region that the rank has."""
+    """The `region` of a tensor that a rank writes. `value`: the tensor's name in the rank file; `held`: all that the rank has of it."""
 
     rank: int
     value: str
@@ -29,7 +29,7 @@ class Owned:
 
 
 def region_of_rank(record: StateRecord, rank: int) -> Region:
-    """The region of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
+    """Returns the region of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
     return _region(record, record.box(rank))
 
 
@@ -38,7 +38,7 @@ def _region(record: StateRecord, box: Box | None) -> Region:
 
 
 def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
-    """The shards of each tensor, in the order of the records, and who writes each; ValueError with all that makes it impossible."""
+    """Maps each tensor to its regions with their owners, tensors in the order of the records; ValueError lists all contradictions."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
         by_tensor.setdefault(record.tensor, []).append(record)
@@ -88,7 +88,7 @@ def _assigned(records: Sequence[StateRecord]) -> list[Owned]:
 
 
 def _distinct(record: StateRecord) -> dict[Region, int]:
-    """The boxes of a record, each with the lowest rank that has it."""
+    """Maps each distinct region of a record to the lowest rank that has it."""
     if record.boxes is None:
         return {full_region(record.shape): min(record.ranks)}
     found: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}

@@ -1,9 +1,9 @@
-"""The list of checkpoints that this run has written into a folder, and their removal; nothing else is removed.
+"""Lists the checkpoints that this run has written into a folder, and removes old ones; it removes nothing else.
 
-`.written.json` lists the checkpoints of the run by the names of their folders, each with the hash of its index, and of the one that it
-replaces. It is written before a checkpoint gets its name, so that no checkpoint of a run is missing in it. `keep` counts and removes what
-is listed, has a listed index, and holds only plain files that a save puts there; so neither another run's checkpoints, nor one that was
-replaced or that a user has put something into, nor what a link leads to.
+`.written.json` maps the folder name of each checkpoint of the run to the hash of its index and, if it replaces one of the run, of that
+one's index. It is written before a checkpoint gets its name, so that it contains every checkpoint of the run. `keep` counts and removes
+only folders that are listed, have a listed index, and contain only plain files that a save writes. So it never touches another run's
+checkpoints, a checkpoint that was replaced or into which a user has put a file, or the target of a link.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, 
 WRITTEN = ".written.json"
 _OURS = re.compile(r"rank_\d{4,}\.safetensors|" + re.escape(INDEX))
 _OF_SAVES = re.compile(_OURS.pattern + r"|rank_\d{4,}\.written")
-"""What a save that is under way has in its hidden folder."""
+"""The names of the files that a save in progress has in its hidden folder."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 Listed: TypeAlias = Mapping[str, Sequence[str]]
-"""Maps the name of a checkpoint's folder to the hashes of the indexes that the run has given it."""
+"""Maps the folder name of a checkpoint to the hashes of the indexes that the run has written there."""
 
 
 def listed_checkpoints(folder: Path) -> Listed:
-    """What the run has written into a folder; nothing where no list is sound."""
+    """Returns the run's list of a folder's checkpoints; it is empty where there is no valid list."""
     try:
         listed = read_json(folder / WRITTEN, CHECKPOINT_LIST)
     except (OSError, ValueError):
@@ -52,7 +52,7 @@ def listed_checkpoints(folder: Path) -> Listed:
 
 
 def add(folder: Path, listed: Listed, name: str, index: str) -> Listed:
-    """Lists one more checkpoint, before it gets its name; those that are not there any more are left out."""
+    """Adds a checkpoint to the list before it gets its name, drops those whose folders are gone, and returns the new list."""
     there = {one: digests for one, digests in listed.items() if (folder / one).is_dir()}
     before = [digest for digest in there.get(name, ()) if digest == _digest(folder / name)]
     there[name] = [*before, hashlib.sha256(index.encode()).hexdigest()]
@@ -62,9 +62,9 @@ def add(folder: Path, listed: Listed, name: str, index: str) -> Listed:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run stay when it writes another one: the `keep` newest, all where it is None, and that of the step `best`.
+    """The checkpoints of a run that stay when it writes another one: the `keep` newest (None: all), and that of the step `best`.
 
-    `goes_on`: whether the run is the one that wrote there before, whose checkpoints are then its own.
+    `goes_on`: whether the run continues the one that wrote there before, whose checkpoints then count as its own.
     """
 
     keep: int | None = None
@@ -76,10 +76,12 @@ KEEP_ALL = Retention()
 
 
 def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> None:
-    """Removes the oldest of a run beyond those to be kept; the new one stays, also where later steps were there before, and the best one.
+    """Removes the oldest checkpoints of a run beyond `retention`.
 
-    Those that hold numbers which are not finite go first, and such a new one takes the place of no other kind. One that cannot be removed
-    stays: the new checkpoint is whole all the same.
+    The new one, `target`, always stays, even if older ones have later steps; so does the best.
+
+    Checkpoints marked as containing non-finite numbers are removed first, and if the new one is marked, it displaces no unmarked one. A
+    checkpoint that cannot be removed stays, without an error: the new checkpoint is complete in any case.
     """
     if retention.keep is None:
         return
@@ -89,7 +91,7 @@ def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> N
             path
             for name in listed
             if name not in (target.name, best)
-            # left alone where it is not as the run has left it
+            # a folder that has changed since the run wrote it is not touched
             if os.path.lexists(path := folder / name) and not foreign_entries(path) and _digest(path) in listed[name]
         ),
         key=lambda path: int(path.name.rpartition("_")[2]),
@@ -131,13 +133,16 @@ def foreign_entries(path: Path) -> list[str]:
 
 
 def discard(path: Path) -> None:
-    """Removes a hidden folder with the files that a save puts there; what else is in it stays, and the folder with it."""
+    """Removes a hidden folder with the files that a save writes there; if it has other files, these and the folder stay."""
     with contextlib.suppress(OSError):
         remove_inside(path, _OF_SAVES.fullmatch)
 
 
 def clear(folder: Path) -> None:
-    """Removes what saves that did not end have left; a checkpoint that gave way to none comes back."""
+    """Removes the hidden folders of interrupted saves.
+
+    A checkpoint that was moved away, and whose replacement is missing, gets its name back.
+    """
     for path, name, doing in stale_files(folder):
         if doing == OLD and not os.path.lexists(folder / name) and not path.is_symlink():
             move_folder(path, folder / name)

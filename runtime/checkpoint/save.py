@@ -1,9 +1,9 @@
-"""Writes a checkpoint so that a crash at any moment leaves the last one whole.
+"""Writes a checkpoint so that a crash at any moment leaves the previous one intact.
 
-Each rank writes what it owns into a hidden folder beside the place where the checkpoint will be, and waits for the disk. When all
-have, rank 0 writes the index, and renames the folder: before the rename there is no new checkpoint, after it there is a whole
-one. Ranks send one another a line of text: the size and hash of a file, or why there is none. A rank that fails makes
-all fail, with what went wrong on each.
+Each rank writes the regions that it owns into a hidden folder next to the future checkpoint, and flushes them to disk. When all ranks have
+done so, rank 0 writes the index and renames the folder: before the rename there is no new checkpoint, after it a complete one. Ranks
+exchange one line of text each: the size and hash of a file, or the reason why it was not written. If any rank fails, the save fails on all
+ranks with the reason of each.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass
 class Save:
-    """The save of a step as one rank does it: `begin`, `write` and `commit`, each once it has ended on all ranks.
+    """One rank's part in saving a step: `begin`, `write` and `commit`, each called once all ranks have finished the one before.
 
-    `pieces` are the rank's; all else is the same on every rank. `lock` is rank 0's lock of the folder, which else is taken until `release`.
+    `pieces` are this rank's tensors; all other arguments are the same on every rank. `lock` is rank 0's lock of the folder; without it the
+    save takes the lock itself until `release`.
     """
 
     folder: Path
@@ -69,16 +70,16 @@ class Save:
 
     @property
     def target(self) -> Path:
-        """The checkpoint's place."""
+        """The folder that the checkpoint gets."""
         return self.folder / step_folder(self.step)
 
     @property
     def scratch(self) -> Path:
-        """The hidden folder that is written."""
+        """The hidden folder into which the files are written."""
         return self.folder / hidden_folder(self.target.name, SAVING)
 
     def begin(self) -> str:
-        """Makes the hidden folder, on rank 0."""
+        """Computes the owners; on rank 0 also creates the hidden folder."""
         self.owned.update(owners(self.records))
         if self.rank == 0:
             if self.lock is None:
@@ -90,25 +91,25 @@ class Save:
         return ""
 
     def find(self) -> str:
-        """Takes the hidden folder as this rank sees it."""
+        """Checks that this rank sees the hidden folder, and creates it where it does not."""
         make_folder(self.scratch, exist_ok=True)
         self._begun = True
         return ""
 
     def write(self) -> str:
-        """Writes what this rank owns; what rank 0 needs to know of the file."""
+        """Writes the regions that this rank owns; returns the record of the file for rank 0 as JSON, empty where the rank owns nothing."""
         record = _write(self.scratch / rank_tensors(self.rank), self.rank, self.pieces, self.owned)
         return "" if record is None else record.model_dump_json()
 
     def commit(self, said: Sequence[str]) -> str:
-        """Makes a checkpoint of what all ranks have written, on rank 0."""
+        """On rank 0, writes the index from the texts that `write` has returned on all ranks, and gives the checkpoint its name."""
         if self.rank == 0:
             index = _index(self.step, self.records, self.owned, self.meta, said)
             _commit(self.scratch, self.target, index, self.retention)
         return ""
 
     def discard(self) -> None:
-        """Removes what this save has written, if it could begin."""
+        """Removes the files that this save has written, if it had begun."""
         if self._begun and self.rank == 0:
             discard(self.scratch)
         elif self._begun:
@@ -133,10 +134,10 @@ def save(
     retention: Retention = KEEP_ALL,
     lock: Lock | None = None,
 ) -> Path:
-    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes those of the run that are not to stay; its path.
+    """Writes the checkpoint of a step into `folder`, which all ranks share; removes those beyond `retention`; returns its path. Collective.
 
-    Every rank calls it, with the arguments of a `Save`. When it returns, on any rank, the checkpoint is whole. CheckpointError is raised on
-    all ranks alike; the checkpoints that were there are then as they were.
+    The arguments are those of `Save`. When it returns on any rank, the checkpoint is complete. CheckpointError is raised on all ranks; the
+    checkpoints that existed before are then unchanged.
     """
     one = Save(folder, step, rank, pieces, records, meta, retention, lock)
 
@@ -157,20 +158,23 @@ def save(
 
 
 def refuse_others(target: Path) -> None:
-    """Raises ValueError where the place of a checkpoint holds something else, or files that partc did not write."""
+    """Raises ValueError where the checkpoint's path is not a folder, or contains files that partc did not write."""
     if os.path.lexists(target) and (found := foreign_entries(target)):
         what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is not a folder"
         raise ValueError(f"{target.name} exists and {what}: move it away")
 
 
 def on_all_ranks(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
-    """The texts that `act` returns, by rank; CheckpointError on all ranks where it raises on any. Collective."""
+    """Calls `act` on every rank and returns its texts in the order of ranks; collective.
+
+    CheckpointError on all ranks where `act` raises on any.
+    """
     text, failure = outcome(act)
     return succeeded(target, share(text), failure)
 
 
 def outcome(act: Callable[[], str]) -> tuple[str, Exception | None]:
-    """What `act` returns, or why it raises, as a text for other ranks; the exception."""
+    """Calls `act`; returns its result, or the reason of its failure, as a text for other ranks, and the exception if any."""
     try:
         return _DONE + act(), None
     except Exception as error:
@@ -178,7 +182,7 @@ def outcome(act: Callable[[], str]) -> tuple[str, Exception | None]:
 
 
 def succeeded(target: Path, said: Sequence[str], failure: Exception | None = None) -> list[str]:
-    """What the outcomes of all ranks say; CheckpointError where one is a failure."""
+    """Returns the results in the outcomes of all ranks; CheckpointError where any outcome is a failure."""
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(said):
         if not one.startswith(_DONE):
@@ -208,7 +212,7 @@ def _reason(error: Exception) -> str:
 def _write(
     path: Path, rank: int, pieces: Sequence[tuple[StateRecord, Array]], owned: Mapping[str, Sequence[Owned]]
 ) -> CheckpointFile | None:
-    """Writes the regions that a rank owns; the record of the written file, None where the rank owns nothing."""
+    """Writes the regions that a rank owns; returns the record of the file, or None where the rank owns nothing."""
     arrays = {record.value: (record, array) for record, array in pieces}
     mine: dict[str, tuple[Owned, Array]] = {}
     problems = []
@@ -277,7 +281,7 @@ def _index(
 
 
 def _commit(scratch: Path, target: Path, index: CheckpointIndex, retention: Retention) -> None:
-    """Gives the written folder its name, and removes those of the run that are not to stay."""
+    """Writes the index, renames the hidden folder to the checkpoint's name, and removes the run's checkpoints beyond `retention`."""
     for name, record in index.files.items():
         size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
         if size != record.bytes:
@@ -309,7 +313,7 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex, retention: Rete
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flushes a folder's list of names to disk, on systems that can open folders."""
+    """Flushes a folder's directory entries to disk, on systems that can open folders."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: each is opened and mapped when it is first asked for, and held against the index before it is used.
+"""The files of a checkpoint: each is opened and mapped at its first use, and checked against the index before that.
 
-A path is held against the folder (links resolved), a file's size and every tensor that is asked for against the index.
+A file's path, with links resolved, must be inside of the folder; its size and each tensor that is read must match the index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .index import CheckpointIndex, ShardRecord, read_index
 
 
 class ShardFiles:
-    """The index and the files of a checkpoint; `path` is its folder, or the one safetensors file that it is."""
+    """The index and the files of a checkpoint; `path` is its folder, or the file if the checkpoint is a single safetensors file."""
 
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
         self.path = path
@@ -26,7 +26,10 @@ class ShardFiles:
 
     @classmethod
     def at(cls, folder: str | Path) -> Self:
-        """The checkpoint in a folder. DamagedError says all that is wrong with it at first sight, before anything is hashed."""
+        """Opens the checkpoint in a folder; nothing is hashed.
+
+        DamagedError lists files that are missing, outside of the folder or of another size than the index says.
+        """
         place = Path(folder)
         opened = cls(place, read_index(place))
         if problems := opened.missing_files():
@@ -34,7 +37,7 @@ class ShardFiles:
         return opened
 
     def missing_files(self) -> list[str]:
-        """What is wrong with the files at first sight: each absent, out of the folder, or of another size than the index says."""
+        """Returns a problem for each file that is missing, outside of the folder, not regular, or of another size than the index says."""
         found = []
         inside = self.folder.resolve()
         for name, record in self.index.files.items():
@@ -50,12 +53,12 @@ class ShardFiles:
         return found
 
     def stored(self, tensor: str, piece: ShardRecord) -> Stored:
-        """The location of a shard in its file; DamagedError where the file is not sound or contradicts the index."""
+        """Returns the location of a shard in its file; DamagedError where the file is invalid or contradicts the index."""
         return self._shard(tensor, piece)[0]
 
     @cached_property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     def _shard(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:

@@ -1,15 +1,16 @@
-"""Sums up a checkpoint in threads, while programs are loaded or its tensors are read, and compares with what was written.
+"""Verifies the checksums of a checkpoint in threads, while programs are loaded or its tensors are read.
 
-Each byte is summed once in the job, not once by every rank that reads it: of all tensors, put one behind the other, each rank takes an
-equal run of parts, and opens the files of these only. A checkpoint is whole or it is not used: unread parts are verified, too.
+Each byte is read once in the job, not once by every rank that needs it: the parts of all tensors, in the order of files and keys, are
+divided into equal contiguous ranges, one for each rank, which opens only the files of its range. Parts that no rank loads are verified,
+too: a checkpoint is used only if all of it is intact.
 
-Who reads a checkpoint compares CRC-32s, which detect every flipped bit and other damage but one in four billion, at 5 GB/s on a core;
-SHA-256 takes three times as long, and far longer where the processor has no instructions for it.
-`partc checkpoint verify` compares SHA-256s. Neither holds against someone who writes another index, too.
+A job that reads a checkpoint compares CRC-32s. These detect every flipped bit, and all but one in four billion of other damages, at 5 GB/s
+on a core; SHA-256 takes three times as long, and far longer where the processor has no instructions for it. `partc checkpoint verify`
+compares SHA-256s. Neither protects against someone who also writes another index.
 
     with Verification(checkpoint, rank, ranks) as proof:
-        ...                                  # read the tensors
-        problems = proof.problems()          # of this rank's run
+        ...                             # read the tensors
+        problems = proof.problems()     # of this rank's range
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from .shard_files import ShardFiles
 
 _THREADS = 8
 _CHUNK = 1 << 22
-"""Bytes that are read and summed at once: enough that a thread seldom waits for its turn in Python."""
+"""Bytes that are read and summed at a time: enough that a thread rarely waits for Python's lock."""
 _own = threading.local()
 _CRC_DIGITS = 8
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """Bytes of a file with the sum that was written, a CRC-32 or a SHA-256; `what` they are."""
+    """A range of bytes in a file with the checksum in the file's header, a CRC-32 or a SHA-256. `what` names the tensor for messages."""
 
     file: Path
     offset: int
@@ -49,7 +50,7 @@ class _Extent:
     what: str
 
     def problem(self) -> str:
-        """Why they differ from what was written; empty where they do not."""
+        """Returns how the bytes differ from those that were written; empty where they do not."""
         short = len(self.written) == _CRC_DIGITS
         digest, crc, view, left = hashlib.sha256(), 0, _buffer(self.size), self.size
         try:
@@ -73,7 +74,7 @@ class _Extent:
 
 
 def _buffer(size: int) -> memoryview:
-    """Memory of this thread for so many bytes, or a chunk; memory that is used again is not mapped in again."""
+    """Returns a buffer of this thread of `size` bytes, at most a chunk; it is reused, since new memory would have to be mapped again."""
     wanted = min(size, _CHUNK)
     held = getattr(_own, "buffer", b"")
     if len(held) < wanted:
@@ -82,7 +83,7 @@ def _buffer(size: int) -> memoryview:
 
 
 class Verification:
-    """Hashes a rank's share of a checkpoint in background threads; `thorough`: by SHA-256 instead of CRC-32."""
+    """Verifies a rank's range of a checkpoint in background threads; `thorough`: by SHA-256 instead of CRC-32."""
 
     def __init__(self, checkpoint: ShardFiles, rank: int = 0, ranks: int = 1, thorough: bool = False) -> None:
         self._pool = ThreadPoolExecutor(min(len(usable_cores()), _THREADS), thread_name_prefix="sums")
@@ -94,7 +95,7 @@ class Verification:
             self._problems = list(error.problems)
 
     def problems(self) -> list[str]:
-        """The parts of tensors that differ from what was written, a line each; waits for the threads."""
+        """Waits for the threads and returns a line for each part of a tensor that differs from what was written."""
         return [*self._problems, *(text for future in self._found if (text := future.result()))]
 
     def __enter__(self) -> Self:
@@ -106,12 +107,12 @@ class Verification:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads, also before they are done."""
+        """Ends the threads, even before they have finished."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Iterator[_Extent]:
-    """The parts that a rank sums up; DamagedError where a file's header is not the one that was written."""
+    """Yields the parts that a rank verifies; DamagedError where a file's header is not the one that was written."""
     tensors = checkpoint.index.tensors
     pieces = sorted(
         (piece.file, piece.key, STORED[one.dtype].bytes_of(piece.region.shape), name, piece)

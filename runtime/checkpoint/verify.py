@@ -1,4 +1,4 @@
-"""Verifies a checkpoint's integrity: files are as they were written, shards where the index says, every element is there exactly once."""
+"""Verifies a checkpoint's integrity: files are unchanged, shards are where the index says, and each element is stored exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verification import Verification
 
 
 def verify(folder: Path) -> list[str]:
-    """Everything wrong with the checkpoint in a folder, a line each; an empty list where it is intact."""
+    """Returns a line for each problem of the checkpoint in a folder; an empty list where it is intact."""
     try:
         index = read_index(folder)
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""The source from which a loader reads batches in turn: records in the plan's order, or a stream in its own.
+"""The source from which a loader reads batches one after the other: records in the plan's order, or a stream in its own order.
 
-for one in batches.read(Position(2, 30), None, None):     a batch, and where the next one is
+for one in batches.read(Position(2, 30), None, None):    each batch, with the position of the next one
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .sampler import Order, Position
 
 @dataclass(frozen=True)
 class Read:
-    """A batch as a rank has read it, with the records that it has on all ranks, and where the next batch is.
+    """A batch as a rank has read it, with its number of records on all ranks together, and the position of the next batch.
 
-    `state`: what the source says of that place, where it can be told to go on from there. A rank that reads nothing has no `following`
-    where the length of an epoch is not known.
+    `state`: the source's state at that position, if the source can resume from a state. On a rank that reads nothing `following` is None if
+    the length of an epoch is not known.
     """
 
     batch: Batch
@@ -32,36 +32,39 @@ class Read:
 
 
 class Batches(Protocol):
-    """The batches of a rank."""
+    """A source of a rank's batches."""
 
     batch: int
-    """The records of a batch on all ranks together."""
+    """The number of records of a batch on all ranks together."""
     batches: int | None
-    """The batches of an epoch; None where that is not known."""
+    """The number of batches of an epoch; None where it is not known."""
     records: int | None
-    """The records of an epoch, those that are dropped too; None where that is not known."""
+    """The number of records of an epoch, including dropped ones; None where it is not known."""
     again: str
-    """How a place inside an epoch is found again, where it costs more than going there; empty where it does not."""
+    """Text that says how a position inside an epoch is reached, if that takes time; else empty."""
     stateful: bool
-    """Whether the source says its state with each batch."""
+    """Whether the source gives its state with each batch."""
     reads: bool
     """Whether this rank reads anything."""
 
     def check(self, position: Position) -> None:
-        """UsageError where there is no such position."""
+        """Raises UsageError where the position does not exist."""
         ...
 
     def at(self, records: int, epoch: int) -> Position | None:
-        """The position behind so many records of an epoch, whatever batches they were read in; None where no batch begins there."""
+        """Returns the position after `records` records of an epoch; None where no batch begins there.
+
+        The batches before may have had any size.
+        """
         ...
 
     def read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
-        """The batches from a position on, without end, or up to a number of epochs."""
+        """Yields the batches from a position on, without end or until `epochs` epochs are over."""
         ...
 
 
 class OrderedBatches:
-    """Records that are read by indices, in an order that all ranks know."""
+    """Batches of records that are read by indices, in an order that all ranks know."""
 
     again, stateful = "", False
 
@@ -72,17 +75,20 @@ class OrderedBatches:
         self.records: int | None = order.records
 
     def check(self, position: Position) -> None:
-        """UsageError where there is no such position."""
+        """Raises UsageError where the position does not exist."""
         self.order.check(position)
 
     def at(self, records: int, epoch: int) -> Position | None:
-        """The position behind so many records of an epoch; none where the order depends on the size of a batch."""
+        """Returns the position after `records` records of an epoch.
+
+        None where no batch begins there, or where the order depends on the batch size.
+        """
         depends = self.order.interleave > 1 or self.order.buckets is not None
         whole, rest = divmod(records, self.batch)
         return None if rest or depends or whole >= self.order.batches else Position(epoch, whole)
 
     def read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
-        """The batches from a position on."""
+        """Yields the batches from a position on."""
         epoch, order = -1, self.order
         while epochs is None or position.epoch < epochs:
             if position.epoch != epoch:

@@ -1,9 +1,10 @@
-"""Python files of the user: each runs once for a rank; functions of them transform a batch.
+"""Runs Python files of the user, each once for a rank; functions in them transform batches.
 
     def to_32(batch): return {"x": resize(batch["x"]), "label": batch["label"]}
-    def augmented(batch, generator): ...                 with an np.random.Generator of its own for each batch
+    def augmented(batch, generator): ...         with an np.random.Generator of its own for each batch
 
-What a `source` may be is in `sources/user_source.py`. What a file or one of its functions raises becomes a user's error (`user_code.py`).
+The possible values of a `source` are in `sources/user_source.py`. An exception in a file or in one of its functions becomes a user's error
+(`user_code.py`).
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ Batch: TypeAlias = dict[str, Array]
 
 @dataclass
 class Code:
-    """The files that have run, each once for a rank: a source, a transform and a schedule of one file share its globals.
+    """The files that have run, each once for a rank: a source, a transform and a schedule in one file share its globals.
 
-    Where ranks are threads each has its own globals, as it has in a process of its own: a generator or a counter there gives the
-    same numbers.
+    If ranks are threads, each still has its own globals, as it would in its own process: so a generator or a counter there gives the same
+    numbers.
     """
 
     ran: dict[Path, ModuleType | Exception] = field(default_factory=dict)
 
     def prepare(self, path: Path) -> None:
-        """Runs a file now; what it raises is raised where something of it is asked for."""
+        """Runs a file now; an exception in it is raised later, when a value of the file is requested."""
         with contextlib.suppress(Exception):
             self.module(path)
 
     def module(self, path: Path) -> ModuleType:
-        """The module of a file, run at the first call; UserCodeError where it failed."""
+        """Returns the module of a file, which runs at the first call; UserCodeError where it failed."""
         path = path.resolve()
         if path not in self.ran:
             with WithoutTorch():
@@ -57,7 +58,7 @@ class Code:
         return found
 
     def value(self, path: Path, name: str) -> object:
-        """What a file binds to a name; UsageError where it binds nothing, UserCodeError where it fails."""
+        """Returns the value of a name that a file defines; UsageError where it does not define it, UserCodeError where the file fails."""
         if not path.is_file():
             raise UsageError(f"{path}: there is no such file")
         path, module = path.resolve(), self.module(path)
@@ -68,7 +69,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Transform:
-    """A user's function on batches; `random` where it takes a generator as well."""
+    """A user's function on batches; `random`: whether it takes a generator as well."""
 
     function: Callable[..., object]
     random: bool
@@ -76,7 +77,7 @@ class Transform:
 
     @staticmethod
     def load(spec: str, code: Code) -> Transform:
-        """The transform that `file.py:function` names; UsageError where there is none."""
+        """Loads the function that `file.py:function` names; UsageError where there is none."""
         file, _, name = spec.rpartition(":")
         function = code.value(Path(file), name)
         if not callable(function):
@@ -84,14 +85,14 @@ class Transform:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except (ValueError, TypeError):  # what is written in C may have none
+        except (ValueError, TypeError):  # a function written in C may have no signature
             parameters = []
         taken = [one for one in parameters if one.kind in kinds]
         random = any(one.default is inspect.Parameter.empty or one.name == "generator" for one in taken[1:2])
         return Transform(function, random, spec)
 
     def __call__(self, batch: Mapping[str, Array], rows: int, generator: np.random.Generator | None) -> Batch:
-        """The arrays that the function makes of a batch; UsageError where they are not its rows."""
+        """Returns the arrays that the function computes from a batch; UsageError where their rows are not the batch's records."""
         with user_code(self.where, f"transforming a batch of {rows} records"):
             made = self.function(dict(batch), generator) if self.random else self.function(dict(batch))
             found = {str(name): as_array(value) for name, value in made.items()} if isinstance(made, Mapping) else None

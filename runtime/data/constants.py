@@ -1,7 +1,4 @@
-"""Inputs that hold no records: one value for all of them, given as a number, a list of numbers, or a file.
-
-data: {x: images.npy, label: labels.npy, temperature: 0.5}       --data records.npz --data temperature=0.5
-"""
+"""Inputs without records: one value for all records, given as a number, a list of numbers, or a file."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .memory import Memory
 
 
 def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: int) -> dict[str, Array]:
-    """Maps each input to the value that a rank reads in every batch; UsageError, the same on all ranks, lists all that is wrong."""
+    """Maps each of these inputs to the value that a rank reads in every batch; UsageError, the same on all ranks, lists all problems."""
     found: dict[str, Array] = {}
     problems = []
     for port in ports:
@@ -43,7 +40,7 @@ def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: i
 
 
 def as_input(port: Port, given: object) -> Array:
-    """A value in the type and shape of an input; ValueError where it does not fit."""
+    """Converts a value to the type and shape of an input; ValueError where it does not fit."""
     dtype = dense(port.type)
     array = np.asarray(given)
     dims = port.shape or []

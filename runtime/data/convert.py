@@ -1,14 +1,14 @@
-"""Converts fields to the types and shapes of the model's inputs; what cannot be converted is reported before anything runs.
+"""Converts fields to the types and shapes of the model's inputs; fields that cannot be converted are reported before anything runs.
 
 | field | input | |
 |---|---|---|
-| any | the same | as it is |
-| whole numbers, bool | whole numbers | a wider type always; a narrower one where the values of each batch fit |
-| whole numbers, bool | floats | where the float has every value of the type: uint8 in float32, not int32 |
+| any | the same | unchanged |
+| integers, bool | integers | a wider type always; a narrower one if the values of each batch fit |
+| integers, bool | floats | if the float type has every value of the integer type: uint8 in float32, not int32 |
 | floats | floats, complex | rounded once |
 | text | text | |
 
-Everything else is refused. A record may lack dims of 1, or have some too many: [28, 28] is taken for [1, 28, 28].
+All other conversions are refused. A record may lack dims of 1 or have additional ones: [28, 28] is accepted for [1, 28, 28].
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Conversion:
     port: Port
     dtype: Dtype | None
     shape: tuple[int, ...] | None
-    """A record's shape where dims of 1 must come or go."""
+    """The shape to which a record is reshaped if dims of 1 must be added or removed, else None."""
 
     def shard(self, batch: Array, rank: int) -> Array:
-        """A rank's shard of some records along all dims but the first, contiguous and of the input's type."""
+        """Returns a rank's shard of these records along all dims but the first, contiguous and of the input's type."""
         if self.shape is not None:
             batch = batch.reshape(len(batch), *self.shape)
         if (box := self.port.box(rank)) is not None and len(box) > 1:
@@ -59,7 +59,7 @@ class Conversion:
         return np.ascontiguousarray(batch, self.dtype.numpy)
 
     def _hold(self, batch: Array) -> None:
-        """UsageError where a whole number is outside of the range of the input's type."""
+        """Raises UsageError where an integer is outside of the range of the input's type."""
         assert self.dtype is not None
         law, given = _range(self.dtype), np.iinfo(batch.dtype.name)
         if law is not None and not (law[0] <= given.min and given.max <= law[1]):
@@ -74,7 +74,7 @@ class Conversion:
 def conversions(
     ports: Sequence[Port], fields: Mapping[str, Field], batch: int
 ) -> tuple[dict[str, Conversion], list[str]]:
-    """Maps each input to the conversion of its field; also returns a problem for each difference between data and model."""
+    """Maps each input to the conversion of its field; also returns a list of all differences between data and model."""
     found: dict[str, Conversion] = {}
     sizes: dict[str, list[int | None]] = {}
     problems: list[str] = []
@@ -103,7 +103,7 @@ def conversions(
 
 
 def _differences(ports: Sequence[Port], sizes: Mapping[str, list[int | None]]) -> Iterator[str]:
-    """Dims that are not as the model says, by number or by a name that another dim has bound."""
+    """Yields a problem for each dim that differs from the model's number, or from the size that another dim has bound to its name."""
     bindings: dict[str, int] = {}
     dims = [(port, axis, dim) for port in ports for axis, dim in enumerate(port.shape or ())]
     for port, axis, dim in dims:
@@ -119,7 +119,7 @@ def _differences(ports: Sequence[Port], sizes: Mapping[str, list[int | None]]) -
 
 
 def _evaluated(dim: Dim, bindings: Mapping[str, int]) -> int | None:
-    """The size of a dim; None where it needs a name that nothing binds."""
+    """Returns the size of a dim; None where it depends on an unbound name."""
     try:
         promise = expression.parse(dim, bindings)
         return promise(bindings) if promise.names <= bindings.keys() else None
@@ -128,12 +128,12 @@ def _evaluated(dim: Dim, bindings: Mapping[str, int]) -> int | None:
 
 
 def described(port: Port) -> str:
-    """A port as messages write it: `tensor(float) [batch, 10]`."""
+    """Returns a port as messages show it: `tensor(float) [batch, 10]`."""
     return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
 
 
 def _type_fault(dtype: np.dtype[np.generic], required: Dtype | None) -> str:
-    """Why a type does not become another; empty where it does."""
+    """Returns the reason why a type cannot be converted to another, as help for the user; empty where it can."""
     if required is None:
         return "" if dtype.kind in "OUST" else "help: give text"
     known = by_numpy(dtype.newbyteorder("="))
@@ -156,14 +156,14 @@ def _type_fault(dtype: np.dtype[np.generic], required: Dtype | None) -> str:
 
 
 def _range(dtype: Dtype) -> tuple[int, int] | None:
-    """The least and the greatest value of a type of whole numbers."""
+    """Returns the least and the greatest value of an integer type; None for other types."""
     if dtype.name.startswith("uint"):
         return 0, 2**dtype.bits - 1
     return (-(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1) if dtype.name.startswith("int") else None
 
 
 def _shape(port: Port, one: Field) -> tuple[int, ...] | None:
-    """A record's shape, the ragged dim left out, with as many dims as the input wants; None where it cannot be."""
+    """Returns a record's shape without the ragged dim and with as many dims as the input has; None where that is not possible."""
     if port.shape is None:
         return one.shape
     dims = port.shape[1 + one.ragged :]

@@ -1,6 +1,6 @@
 """All fields of all records of a spec: opened, and read by indices into padded arrays.
 
-Every field has the same number of records. Of a ragged field `ids` the true lengths are a field as well, `ids.length`.
+Every field has the same number of records. The true lengths of a ragged field `ids` are a field as well, `ids.length`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ LENGTH = ".length"
 
 
 class Source(Protocol):
-    """Some fields of all records."""
+    """A source of all records, with some of the spec's fields."""
 
     fields: dict[str, Field]
 
     def __len__(self) -> int: ...
 
     def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these records, in memory of their own."""
+        """Returns the named fields of these records, in new memory."""
         ...
 
     def lengths(self, names: list[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field."""
+        """Maps each of these ragged fields to the lengths of all its records."""
         ...
 
 
 class FileSource:
-    """Fields that lie in one file or folder."""
+    """Fields in one file or folder."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self._columns = columns
@@ -56,21 +56,21 @@ class FileSource:
         return min((len(column) for column in self._columns.values()), default=0)
 
     def counts(self) -> dict[str, int]:
-        """The records of each field."""
+        """Maps each field to its number of records."""
         return {name: len(column) for name, column in self._columns.items()}
 
     def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these records."""
+        """Returns the named fields of these records."""
         return {name: self._columns[name].take(indices) for name in names}
 
     def lengths(self, names: list[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field."""
+        """Maps each of these ragged fields to the lengths of all its records."""
         return {name: column.lengths for name in names if isinstance(column := self._columns[name], RaggedRows)}
 
 
 @dataclass
 class Dataset:
-    """Records with their fields and the transform of a batch."""
+    """Records with their fields, and the transform of batches."""
 
     spec: Spec
     records: int
@@ -85,24 +85,24 @@ class Dataset:
         self.fields |= {name: Field(np.dtype(np.int64), ()) for name in lengths if name not in self.fields}
 
     def ragged(self, names: Collection[str]) -> list[str]:
-        """The ragged ones of these fields."""
+        """Returns those of the named fields that are ragged."""
         return [name for name in names if self.fields[name].ragged]
 
     def lengths(self, name: str) -> Index:
-        """The lengths of all records of a ragged field."""
+        """Returns the lengths of all records of a ragged field."""
         if name not in self._lengths:
             source = next(source for source in self.sources if name in source.fields)
             self._lengths |= source.lengths(self.ragged(source.fields))
         return self._lengths[name]
 
     def buckets(self) -> Buckets | None:
-        """What brings records of similar length together, where the spec asks for it."""
+        """Returns the buckets that group records of similar length, if the spec has `length`, else None."""
         if not self.spec.length:
             return None
         return Buckets.of(self.lengths(self.spec.length), self.spec.buckets, self.spec.window)
 
     def take(self, indices: Index, names: Collection[str], padded_lengths: Mapping[str, int]) -> Batch:
-        """The named fields of these records, ragged ones padded to these lengths."""
+        """Returns the named fields of these records, with ragged ones padded to `padded_lengths`."""
         found: Batch = {}
         for source in self.sources:
             mine = [name for name in names if name in source.fields]
@@ -123,9 +123,9 @@ def open_data(
     found: UserSource | None = None,
     inputs: Collection[str] = (),
 ) -> Dataset:
-    """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used.
+    """Opens the records of a spec without the fields in `apart`; UsageError lists all problems before any record is used.
 
-    `found`: the source of the spec's Python file, where it has been asked for. `inputs` name values of records without names.
+    `found`: the source of the spec's Python file, if it was loaded before. `inputs`: the names for values of records that have no names.
     """
     spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
     code, memory, problems = code or Code(), Memory(spec.max_bytes), list[str]()
@@ -174,7 +174,7 @@ def open_data(
 
 
 def _of_user(source: UserSource, spec: Spec, naming: Naming) -> Source:
-    """The records of a user's object, read as it can be."""
+    """Opens the records of a user's object by the access that the object offers."""
     ragged = {*spec.pad, *([spec.length] if spec.length else [])}
     match source.kind:
         case Kind.ARROW:
@@ -188,7 +188,7 @@ def _of_user(source: UserSource, spec: Spec, naming: Naming) -> Source:
 
 
 def _of_columns(found: UserSource, naming: Naming) -> FileSource:
-    """A mapping of arrays, or a dataset of tensors: whole columns, which are not copied."""
+    """Opens a mapping of arrays or a dataset of tensors as full columns, which are not copied."""
     value = found.value
     try:
         named = naming.of(value if isinstance(value, Mapping) else tuple(value.tensors), "its `source`")
@@ -205,7 +205,7 @@ def _of_columns(found: UserSource, naming: Naming) -> FileSource:
 
 
 def _unknown_files(spec: Spec, fields: Mapping[str, Field]) -> list[str]:
-    """Options that name no field, or one of the wrong kind."""
+    """Returns a problem for each option that names an unknown field or one of the wrong kind."""
     ragged = ", ".join(f"'{name}'" for name, one in fields.items() if one.ragged) or "none"
     found = []
     for option, names in (("length", [spec.length] if spec.length else []), ("pad", list(spec.pad))):

@@ -1,8 +1,8 @@
-"""One field of all records, read by a whole batch of indices at once.
+"""One field of all records, read by all indices of a batch at once.
 
-A batch is one `take` along the first axis of an array in memory or mapped from a file, never a loop over records. Records are
-taken as rows of bytes: an array in a file may lie at an odd address or have another byte order, and numpy would first copy all
-of such an array into good order.
+A batch is one `take` along the first axis of an array in memory or mapped from a file, never a loop over records. Records are read as rows
+of bytes: an array in a file may begin at an odd address or have another byte order, and numpy would first make an aligned copy of the full
+array in native byte order.
 
     Rows(np.arange(6).reshape(3, 2)).take(np.array([2, 0]))  ->  [[4, 5], [0, 1]]
     Joined([Rows(first), Rows(second)])                      the records of both, in their order
@@ -25,7 +25,7 @@ Index: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Field:
-    """What a field's records are: their type and shape. A ragged field's records have a first dim of their own, left out here."""
+    """The type and shape of a field's records. Ragged records have an additional first dim of varying size, which `shape` omits."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
@@ -38,19 +38,19 @@ class Field:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Records of unequal lengths of one batch, end to end."""
+    """A batch of records of unequal lengths, concatenated."""
 
     flat: Array
     lengths: Index
 
     @staticmethod
     def of(records: Sequence[Array]) -> Ragged:
-        """Records, at least one, which are alike in all but their first dim; ValueError where they are not."""
+        """Concatenates records, at least one, that are equal in all dims but the first; ValueError where they are not."""
         lengths = np.fromiter(map(len, records), np.int64, len(records))
         return Ragged(np.concatenate(records), lengths)
 
     def padded(self, width: int, value: float) -> Array:
-        """One array in which every record is filled up to `width`, which is at least the longest's."""
+        """Returns one array with each record padded to `width`, which is at least the longest length."""
         shape = (len(self.lengths), width, *self.flat.shape[1:])
         made = np.full(shape, value, self.flat.dtype)
         made[np.arange(width) < self.lengths[:, None]] = self.flat
@@ -65,12 +65,12 @@ class Column(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, indices: Index) -> Array | Ragged:
-        """The records of these indices, in their order, in memory of their own."""
+        """Returns the records of these indices, in their order, in new memory."""
         ...
 
 
 class Rows:
-    """The records of an array: its first axis counts them."""
+    """The records of an array, whose first axis counts them."""
 
     def __init__(self, array: Array) -> None:
         if not array.ndim:
@@ -90,7 +90,7 @@ class Rows:
         return self._records
 
     def take(self, indices: Index) -> Array:
-        """The records as one array."""
+        """Returns the records as one array."""
         if self._rows is None or not len(indices):
             taken: Array = self._array[indices]
             return taken
@@ -99,7 +99,7 @@ class Rows:
 
 
 class Joined:
-    """The records of several arrays, one after the other; none of them is copied."""
+    """The concatenated records of several arrays, none of which is copied."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
@@ -110,7 +110,7 @@ class Joined:
         return int(self._ends[-1])
 
     def take(self, indices: Index) -> Array:
-        """The records as one array; the loop is over the parts that the batch touches."""
+        """Returns the records as one array; it loops over the arrays that have records of the batch."""
         homes = np.searchsorted(self._ends, indices, side="right")
         made: Array = np.empty((len(indices), *self.field.shape), self.field.dtype)
         for home in np.unique(homes):
@@ -140,7 +140,7 @@ class RaggedRows:
         return len(self.lengths)
 
     def take(self, indices: Index) -> Ragged:
-        """The records end to end."""
+        """Returns the records, concatenated."""
         lengths = self.lengths[indices]
         before = np.cumsum(lengths) - lengths
         places = np.repeat(self._begins[indices] - before, lengths) + np.arange(lengths.sum())

@@ -1,4 +1,4 @@
-"""Files of records, opened so that a batch reads only its own: mapped into memory where they can be, else loaded once.
+"""Opens files of records so that a batch reads only its own records: files are mapped into memory if possible, else loaded once.
 
     digits.npz              its arrays by name; members stored without compression (np.savez) are mapped, others loaded
     folder/                 of .npy files: `x.npy` is the field x; shards `x_000.npy`, `x_001.npy` are joined to it in order
@@ -6,8 +6,8 @@
     train-images-idx3-ubyte one field in the IDX format, mapped; .gz is decompressed into memory once
     digits.npz:images       one array of an .npz
 
-A field `ids` with another, `ids.offsets`, is ragged: record i is `ids[offsets[i]:offsets[i + 1]]`.
-What is wrong with a file is a UsageError that begins with its path.
+A field `ids` is ragged if there is also a field `ids.offsets`: record i is `ids[offsets[i]:offsets[i + 1]]`. A problem with a file is a
+UsageError that begins with its path.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _GZIP = b"\x1f\x8b"
 
 
 def open_fields(path: Path, apart: Collection[str] = (), memory: Memory | None = None) -> dict[str, Column]:
-    """All fields of an .npz or of a folder, but for the arrays in `apart`, which hold no records.
+    """Opens all fields of an .npz or of a folder, except the arrays in `apart`, which are not records.
 
-    What is not mapped is counted in `memory`; UsageError where it would be more than that allows.
+    Arrays that are not mapped are counted in `memory`; UsageError where they exceed its limit.
     """
     if path.is_dir():
         return _columns(path, {name: one for name, one in _folder(path).items() if name not in apart})
@@ -57,7 +57,7 @@ def open_fields(path: Path, apart: Collection[str] = (), memory: Memory | None =
 
 
 def open_value(path: Path, name: str, memory: Memory | None = None) -> Array | None:
-    """The array of a name in an .npz or a folder, or that of an .npy file, whole; None where there is none."""
+    """Returns the named array in an .npz or a folder, or the array of an .npy file, in full; None where there is none."""
     with _reading(path):
         if path.is_dir():
             file = path / f"{name}.npy"
@@ -70,7 +70,7 @@ def open_value(path: Path, name: str, memory: Memory | None = None) -> Array | N
 
 
 def open_field(name: str, path: Path, offsets: Path | None = None, memory: Memory | None = None) -> Column:
-    """The field that a file, or `file.npz:member`, gives to an input of this name; ragged where it has offsets."""
+    """Opens the field in a file, or in `file.npz:member`, for an input of this name; it is ragged where `offsets` is given."""
     memory = memory or Memory()
     if offsets is not None:
         flat, ends = open_field(name, path, None, memory), open_field(name + OFFSETS, offsets, None, memory)
@@ -118,7 +118,7 @@ def _member(path: Path, member: str, memory: Memory) -> Column:
 
 
 def _of_archive(path: Path, archive: Archive, name: str) -> Column:
-    """One field of an archive, and what its offsets are, where it has some."""
+    """Opens one field of an archive, ragged where the archive has its offsets."""
     with _reading(path):
         wanted = [one for one in (name, name + OFFSETS) if one in archive]
         return _columns(path, {one: [archive.load(one)] for one in wanted})[name]
@@ -137,7 +137,7 @@ def _listed(names: Mapping[str, object]) -> str:
 
 
 def _folder(path: Path) -> dict[str, list[Array]]:
-    """The arrays of each field of a folder, shards in order."""
+    """Maps each field of a folder to its arrays, shards in order."""
     files = {file.stem: file for file in sorted(path.glob("*.npy"))}
     if not files:
         raise UsageError(f"{path}: there are no .npy files in this folder")
@@ -163,7 +163,7 @@ def _folder(path: Path) -> dict[str, list[Array]]:
 
 
 def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]:
-    """Columns of arrays: shards joined, offsets made part of the fields that they cut."""
+    """Returns the columns of arrays: shards are joined, and fields with offsets become ragged."""
     found: dict[str, Column] = {}
     for name, parts in arrays.items():
         if name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in arrays:
@@ -185,7 +185,7 @@ def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]
 
 
 def _idx(path: Path, memory: Memory) -> Array:
-    """An array in the IDX format: two zero bytes, a type, the number of dims, each dim in four bytes, then the elements."""
+    """Reads an array in the IDX format: two zero bytes, a type, the number of dims, each dim in four bytes, then the elements."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         packed = file.read(len(_GZIP)) == _GZIP

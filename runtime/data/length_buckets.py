@@ -1,11 +1,11 @@
-"""Records of similar length brought together, so that little of a batch is padding.
+"""Groups records of similar length into batches, so that little of a batch is padding.
 
-The shuffled order is cut into windows of some batches. Within a window records are put in the order of their buckets, then cut
-into batches, and these are shuffled: every record comes once an epoch, an epoch keeps its number of batches, and a smaller last
-batch stays the last. A wider window pads less and shuffles less.
+The shuffled order is divided into windows of some batches. Within a window records are sorted by their buckets and divided into batches,
+and these batches are shuffled: every record comes once in an epoch, the number of batches is unchanged, and a smaller last batch stays the
+last. A wider window pads less and shuffles less.
 
-    Buckets.of(lengths)                       eight buckets that have about as many records each
-    Buckets.of(lengths, boundaries=[32, 64])  up to 32, up to 64, longer
+    Buckets.of(lengths)                              eight buckets with about equal numbers of records
+    Buckets.of(lengths, boundaries=[32, 64])         up to 32, up to 64, longer
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ QUANTILES = 8
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """The bucket of each record, and the number of batches of a window."""
+    """The bucket of each record, and the number of batches in a window."""
 
     of_record: Index
     window: int = WINDOW
 
     @staticmethod
     def of(lengths: Index, boundaries: Sequence[int] = (), window: int = WINDOW) -> Buckets:
-        """Buckets between these lengths, each with its upper boundary; without boundaries, between quantiles."""
+        """Computes buckets between these boundaries, each including its upper one; without boundaries, between quantiles."""
         if window < 1:
             raise UsageError(f"window is {window} batches; it must be at least 1")
         if any(upper <= lower for lower, upper in pairwise(boundaries)):
@@ -43,7 +43,7 @@ class Buckets:
         return Buckets(np.searchsorted(edges, lengths, side="left").astype(np.int64), window)
 
     def arranged(self, order: Index, batch: int, generator: np.random.Generator | None) -> Index:
-        """The same records, bucket by bucket within each window; batches are shuffled where there is a generator."""
+        """Returns the same records sorted by bucket within each window; batches are shuffled if there is a generator."""
         places = np.arange(len(order)) // (batch * self.window)
         sorted_order = order[np.lexsort((self.of_record[order], places))]
         if generator is None:

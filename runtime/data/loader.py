@@ -1,17 +1,17 @@
-"""Batches for the steps of one rank, in the order that all ranks share, read ahead of them.
+"""Reads the batches for the steps of one rank ahead of their use, in an order that all ranks share.
 
 loader = open_loader(Spec.parse("digits.npz"), manifest.inputs, rank, batch=32, seed=7)
 with loader:
     for inputs in loader:                   without end, or for `epochs`
         program(**inputs)
-        loader.position()                   of the next batch: what a checkpoint keeps, and `seek` takes
+        loader.position()                   of the next batch: a checkpoint stores it, and `seek` takes it
 
-Where the length of an epoch is not known, and some ranks read nothing, only those that read know its last batch: then `next` is collective.
-What the plan says of a stream is checked against what a stream can do, before anything is read.
+If the length of an epoch is not known and some ranks read nothing, only the ranks that read notice its last batch: then `next` is
+collective. The plan's settings for a stream are checked against the abilities of streams before anything is read.
 
-Items made ahead of their use by one background thread, at most `depth` of them; an error comes to the consumer as it was raised.
+`Prefetcher` reads items ahead in one background thread, at most `depth` of them; an error in the thread is raised again in the consumer.
 
-with Ahead(batches, depth=2) as ahead:
+with Prefetcher(batches, depth=2) as ahead:
     first = ahead.next()
 """
 
@@ -47,11 +47,11 @@ from .streams.stream import Stream
 Item = TypeVar("Item")
 
 PATIENCE = 1.0
-"""Seconds that a thread has to end where something has failed: it may hang in code of the user's, or in a file system."""
+"""Seconds for a thread to end after an error: it may hang in the user's code or in a file system."""
 
 
 class Prefetcher(Generic[Item]):
-    """The consumer's end. The thread sleeps where `depth` items wait, and ends with the items, an error or `close`."""
+    """Reads items ahead in a thread, which pauses while `depth` items wait, and ends with the last item, an error or `close`."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
@@ -65,7 +65,7 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def next(self) -> Item:
-        """The next item; StopIteration after the last, once the thread's own error where it failed."""
+        """Returns the next item. After the last one it raises the thread's error, once, or StopIteration."""
         with self._changed:
             while not (self._ready or self._ended):
                 self._changed.wait()
@@ -78,15 +78,15 @@ class Prefetcher(Generic[Item]):
         try:
             raise StopIteration if error is None else error
         finally:
-            del error  # which refers to this frame: so it goes with whoever has caught it, and all that it refers to
+            del error  # it refers to this frame: without the frame's reference to it both are freed once the caller has handled it
 
     def peek(self) -> Item | None:
-        """The next item, which stays the next, where it is ready."""
+        """Returns the next item without removing it; None where it is not ready."""
         with self._changed:
             return self._ready[0] if self._ready else None
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the thread; returns when it has ended, or has not in `patience` seconds. What was made and not taken is gone."""
+        """Ends the thread and drops items that are ready; returns when the thread has ended, at the latest after `patience` seconds."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -114,7 +114,7 @@ class Prefetcher(Generic[Item]):
                 self._changed.notify_all()
 
     def _put(self, item: Item) -> bool:
-        """Whether the item was still wanted; waits for room, so that one more than `depth` is never made."""
+        """Adds an item and waits for room; returns whether more items are needed. So never more than `depth` items are read ahead."""
         with self._changed:
             self._ready.append(item)
             self._changed.notify_all()
@@ -135,7 +135,7 @@ def open_stream(
     code: Code,
     lenient: bool = False,
 ) -> StreamBatches:
-    """The batches that a rank reads of a `DataLoader` or an iterable; UsageError, the same on all ranks, with all that is wrong."""
+    """Opens the batches that a rank reads from a `DataLoader` or an iterable; UsageError, the same on all ranks, lists all problems."""
     problems = list(_need_an_index(found, spec, interleave))
     transform = None
     try:
@@ -168,7 +168,7 @@ def open_stream(
 
 
 def _need_an_index(found: UserSource, spec: Spec, interleave: int) -> Iterator[str]:
-    """What is said of the data that only records with an index can have."""
+    """Yields a problem for each setting of the data that only records with an index can have."""
     what = f"{found.where}: its `source` is a {type(found.value).__name__}, whose records come in an order of their own"
     options = [name for name, said in (("length", spec.length), ("interleave", interleave > 1)) if said]
     if options:
@@ -184,13 +184,13 @@ def _need_an_index(found: UserSource, spec: Spec, interleave: int) -> Iterator[s
 
 DEPTH = 2
 STREAM_PATIENCE = 5.0
-"""Seconds that a stream has, once no more of it is needed, to give what it has been asked for: it may wait for what never comes."""
+"""Seconds for a stream to return its current item after the last one that is needed: it may wait for an item that never comes."""
 
 
 class Loader:
-    """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for.
+    """An iterator over batches. A thread reads `depth` of them ahead; with 0 each is read when it is requested.
 
-    `largest` gives the largest of a number on all ranks, and is collective; None: this is the only one.
+    `largest` returns the maximum of a number over all ranks, and is collective; None in a job of one rank.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Loader:
             raise UsageError(f"{depth} batches cannot be read ahead\n  help: take 0 or more")
         self.source = batches
         self.size = 0
-        """The records of the last batch on all ranks together."""
+        """The number of records of the last batch on all ranks together."""
         self._depth = depth
         self._epochs = epochs
         self._fixed = fixed or {}
@@ -218,34 +218,34 @@ class Loader:
 
     @property
     def batch(self) -> int:
-        """The records of a batch on all ranks together."""
+        """The number of records of a batch on all ranks together."""
         return self.source.batch
 
     @property
     def batches(self) -> int | None:
-        """The batches of an epoch; None where that is not known."""
+        """The number of batches of an epoch; None where it is not known."""
         return self.source.batches
 
     @property
     def records(self) -> int | None:
-        """The records of an epoch; None where that is not known."""
+        """The number of records of an epoch; None where it is not known."""
         return self.source.records
 
     def position(self) -> Position:
-        """Where the next batch is."""
+        """Returns the position of the next batch."""
         return self._position
 
     def seek(self, position: Position, state: JsonValue = None) -> None:
-        """Go on with the batch at this position; what was read ahead is dropped. UsageError where there is none.
+        """Continues with the batch at this position, and drops batches that were read ahead. UsageError where the position does not exist.
 
-        `state`: what the source said of this place, where it says its state.
+        `state`: the source's state at this position, if the source gives one.
         """
         self.source.check(position)
         self.close()
         self._position, self._state = position, state
 
     def saved(self, all_gather_text: Callable[[str], Sequence[str]]) -> dict[str, JsonValue]:
-        """What a checkpoint keeps of the place in the data; collective where the source says its state."""
+        """Returns the position in the data as a checkpoint stores it; collective if the source gives a state."""
         import json
 
         at: dict[str, JsonValue] = {"position": [self._position.epoch, self._position.batch], "batch": self.batch}
@@ -255,9 +255,9 @@ class Loader:
         return at
 
     def restore(self, saved: Mapping[str, JsonValue], steps: int) -> str:
-        """Goes on where a checkpoint was saved, also with batches of another size; how the place is found, where that takes time.
+        """Continues at a checkpoint's position, even with another batch size; returns how it is reached if that takes time, else ''.
 
-        `steps`: the number of steps until then, for a checkpoint that says no position. UsageError where no batch begins there.
+        `steps`: the number of steps before the checkpoint, for one that stores no position. UsageError where no batch begins there.
         """
         match saved.get("position"):
             case [int(epoch), int(batch)]:
@@ -281,7 +281,7 @@ class Loader:
         return self.source.again.format(records=f"{position.batch * self.batch:,}", epoch=position.epoch)
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the reading ahead, in `patience` seconds or not at all. Reading goes on with the next batch where one is asked for."""
+        """Stops reading ahead; waits at most `patience` seconds for the thread. If another batch is requested, reading resumes with it."""
         if self._ahead is not None:
             self._ahead.close(patience)
         self._ahead = self._direct = None
@@ -291,7 +291,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Maps each input to this rank's shard of the next batch: arrays that belong to the caller."""
+        """Returns the next batch: maps each input to this rank's shard, in arrays that belong to the caller."""
         try:
             if self._epochs is not None and self._position.epoch >= self._epochs:
                 raise StopIteration
@@ -307,7 +307,7 @@ class Loader:
         return {**read.batch, **self._fixed}
 
     def peek(self) -> Batch | None:
-        """What the next batch will be, where it has been read ahead; does not wait."""
+        """Returns the next batch if it has been read ahead, else None; does not wait."""
         read = self._ahead.peek() if self._ahead is not None else None
         return None if read is None else {**read.batch, **self._fixed}
 
@@ -334,7 +334,7 @@ class Loader:
         return read
 
     def _agreed(self, read: Read, largest: Callable[[int], int]) -> Position:
-        """Where the next batch is, by those ranks that read this one."""
+        """Returns the position of the next batch, as the ranks that have read this batch know it; collective."""
         here, following = self._position, read.following
         known = 0 if following is None else 2 * read.size + (following.epoch != here.epoch)
         self.size, ended = divmod(largest(known), 2)
@@ -358,12 +358,13 @@ def open_loader(
     largest: Callable[[int], int] | None = None,
     lenient: bool = False,
 ) -> Loader:
-    """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
+    """Opens the loader of a rank: `ports` are the model's inputs, `batch` the number of records in a step on all ranks together.
 
-    Inputs that are `fixed` hold no records, and have one value in every batch. Every rank opens the same spec with the same numbers.
-    `code` has the files of Python that have run for this rank; `source` is an object that stands for what a file defines. `batch` may
-    be None where a `DataLoader` says it. `lenient`: a last, smaller batch of a stream that ranks cannot share is left out.
-    UsageError, the same on all ranks, with all that does not go together; UserCodeError where the user's own code fails.
+    Inputs in `fixed` have no records, but one value for all batches. Every rank must pass the same spec and numbers. `code` has the Python
+    files that have run for this rank; `source` is an object to use in place of the one that a data file defines. `batch` may be None if a
+    `DataLoader` determines it. `lenient`: a smaller last batch of a stream that ranks cannot share is dropped.
+
+    UsageError, the same on all ranks, lists all settings that do not fit together; UserCodeError where the user's own code fails.
     """
     try:
         own = constants(spec, ports, fixed, rank)

@@ -1,6 +1,7 @@
-"""The memory that data may take: everything that is not mapped is counted before it is allocated.
+"""Limits the memory for data: all data that is not mapped is counted before it is allocated.
 
-A file that is mapped takes none. What is compressed says how large it will be, truly or not; a bomb says little and has much, or says much.
+A mapped file takes no memory. A compressed file states its size, truly or not; a decompression bomb either states little and expands to
+much, or states much.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _ELSEWHERE = 1 << 34
 
 
 class Memory:
-    """So many bytes for data that is not mapped; by default half of what the machine, or the container, has."""
+    """A budget in bytes for data that is not mapped; by default half of the memory of the machine or the container."""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = default_bytes() if most is None else most
         self.reserved = 0
 
     def take(self, count: int, what: str, instead: str = MAPPED) -> None:
-        """Counts the bytes of something that is about to be allocated; ValueError where they are too many, with what to do instead."""
+        """Counts `count` bytes before they are allocated; ValueError beyond the limit, with `instead` as the alternative for the user."""
         if self.reserved + count > self.most:
             before = f", with {self.reserved:,} of other data," if self.reserved else ""
             raise ValueError(
@@ -34,7 +35,7 @@ class Memory:
 
 
 def default_bytes() -> int:
-    """Half of the memory of the machine, or of the container that this process is in."""
+    """Returns half of the memory in bytes of the machine, or of the container in which this process runs."""
     found = [int(text) for text in map(str.strip, map(text_of_system, _LIMITS)) if text.isdecimal()]
     try:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

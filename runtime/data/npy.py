@@ -1,10 +1,10 @@
-"""Arrays in numpy's format, as a file or a member of an .npz: mapped in place or loaded, and always validated.
+"""Reads arrays in numpy's format from a file or a member of an .npz: mapped in place or loaded, and always validated.
 
-    read_array(Path("x.npy"), memory)        mapped
-    Archive(Path("d.npz"), memory)           by name its arrays; those that are stored as they are are mapped
+    read_array(Path("x.npy"))            mapped
+    Archive(Path("d.npz"), memory)       arrays by name; those that are stored without compression are mapped
 
-The header says a type and a shape. Before anything is mapped or allocated they are held against the bytes that there are, and what is
-not mapped against the memory that data may take. ValueError, or an error of `BROKEN`, says what is wrong.
+The header states a type and a shape. Before an array is mapped or allocated, these are checked against the number of bytes in the file and,
+for arrays that are not mapped, against the memory limit. ValueError, or an error of `BROKEN`, describes the problem.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BROKEN = (
     *(OSError, ValueError, EOFError, RuntimeError, OverflowError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
 )
-"""What reading raises of a file that is broken, or of another format."""
+"""The exceptions raised by reading a file that is broken or of another format."""
 _MEMBER_HEADER = 30
 _CHUNK = 1 << 20
 _MOST_EMPTY = 1 << 24
@@ -41,7 +41,7 @@ _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong with a file, in words for its user."""
+    """Returns a description of a file's problem for the user."""
     text = str(error) or type(error).__name__
     if "allow_pickle" in text or "Python objects" in text:
         return "it holds Python objects; save arrays of numbers or of text"
@@ -51,13 +51,13 @@ def reason(error: BaseException) -> str:
 
 
 def read_array(path: Path) -> Array:
-    """The array of an .npy file, mapped."""
+    """Maps the array of an .npy file."""
     with open_regular(path) as file:
         return _mapped(file, os.fstat(file.fileno()).st_size)
 
 
 class Archive:
-    """The arrays of an .npz by name. `load` gives one; what is not mapped counts as memory taken."""
+    """The arrays of an .npz by name. `load` returns one; an array that is not mapped is counted in `memory`."""
 
     def __init__(self, path: Path, memory: Memory) -> None:
         self.path, self.memory = path, memory
@@ -72,10 +72,10 @@ class Archive:
         return name in self.entries
 
     def load(self, name: str) -> Array:
-        """The array of a name."""
+        """Returns the array of this name."""
         entry = self.entries[name]
         with open_regular(self.path) as file:
-            if entry.compress_type not in _PACKED:  # LZMA takes as much memory as the file says
+            if entry.compress_type not in _PACKED:  # for LZMA the file determines how much memory is taken
                 raise ValueError(f"'{name}' is packed in a way that is not read; save it with np.savez_compressed")
             if entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1:
                 return self._stored(file, entry)
@@ -86,7 +86,7 @@ class Archive:
                 return _filled(member, count, shape, fortran, dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the header of an array says."""
+        """Returns the shape in the header of an array."""
         with open_regular(self.path) as file, zipfile.ZipFile(file) as archive, archive.open(self.entries[name]) as one:
             return _header(one)[0]
 
@@ -94,7 +94,7 @@ class Archive:
         size = os.fstat(file.fileno()).st_size
         file.seek(entry.header_offset)
         header = file.read(_MEMBER_HEADER)
-        # its own name and extra field, whose lengths may differ from those in the archive's index
+        # the lengths of the member's own name and extra field, which may differ from those in the archive's index
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         begin = entry.header_offset + _MEMBER_HEADER + lengths
         file.seek(begin)
@@ -102,24 +102,24 @@ class Archive:
 
 
 def _mapped(file: IO[bytes], end: int) -> Array:
-    """The array that begins where the file stands, mapped; its bytes end no later than at `end`."""
+    """Maps the array that begins at the file's current offset; its bytes must end at or before `end`."""
     shape, fortran, dtype, _ = _header(file)
     begin = file.tell()
     order: Literal["F", "C"] = "F" if fortran else "C"
     if not _promised(shape, dtype, end - begin):
-        return cast(Array, np.empty(shape, dtype, order))  # what has no bytes cannot be mapped
+        return cast(Array, np.empty(shape, dtype, order))  # an array without bytes cannot be mapped
     return cast(Array, np.memmap(cast(Any, file), dtype, "r", begin, shape, order))
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Shape, order, type and length of the header."""
+    """Reads a header; returns the shape, whether the order is Fortran's, the type, and the length of the header in bytes."""
     start = file.tell()
     version = np.lib.format.read_magic(file)
     if version not in _READERS:
         raise ValueError(f"its format {version[0]}.{version[1]} is not known; save it again with np.save")
     size = file.read(2 * version[0])
     length = int.from_bytes(size, "little")
-    if length > _LONGEST_HEADER:  # it is read at once, and may be a bomb itself
+    if length > _LONGEST_HEADER:  # it is read in one call, and may be a bomb itself
         raise ValueError(f"its header has {length:,} bytes")
     shape, fortran, dtype = _READERS[version](io.BytesIO(size + file.read(length)))
     if dtype.hasobject:
@@ -129,13 +129,13 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]
 
 @lru_cache(maxsize=64)
 def _header_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """The same of the bytes that a file begins with, read once for all that begin alike."""
+    """Parses a header from the first bytes of a file, and caches the result for files that begin with the same bytes."""
     with io.BytesIO(data) as file:
         return _header(file)
 
 
 def _promised(shape: tuple[int, ...], dtype: np.dtype[Any], have: int) -> int:
-    """The bytes that the header promises; ValueError where there are fewer, or where it promises many records of none."""
+    """Returns the number of bytes of the array in a header; ValueError where the file has fewer, or for many records without any bytes."""
     count = math.prod(shape) * dtype.itemsize
     if any(dim < 0 for dim in shape) or (not count and max(shape, default=0) > _MOST_EMPTY):
         raise ValueError(f"its header says {dtype} {list(shape)}")
@@ -153,6 +153,6 @@ def _filled(file: IO[bytes], count: int, shape: tuple[int, ...], fortran: bool, 
             raise ValueError(f"it ends after {at:,} bytes; its header promises {count:,}")
         data[at : at + len(read)] = read
         at += len(read)
-    file.read(1)  # at its end the archive compares checksums
+    file.read(1)  # at the end of a member the archive compares checksums
     array = np.frombuffer(data, dtype) if count else np.empty(math.prod(shape), dtype)
     return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)

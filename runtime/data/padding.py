@@ -1,7 +1,8 @@
-"""The length to which the ragged records of a batch are padded.
+"""Computes the length to which the ragged records of a batch are padded.
 
-The longest of the global batch, also where a rank reads a shard, rounded up to the spec's multiple and to what a cut of the dim
-needs. Fields whose inputs name the dim alike get one length; an input whose dim is a number gets that.
+It is the longest length in the global batch, even if a rank reads only a shard, rounded up to a multiple of the spec's `multiple` and of
+the number of shards of the dim. Fields whose inputs have the same name for the dim get one length; if the dim of an input is a number, that
+is the length.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from .fields import Index
 
 
 class RaggedData(Protocol):
-    """Ragged fields of a dataset, or of one batch of a stream."""
+    """The ragged fields of a dataset, or of one batch of a stream."""
 
     @property
     def spec(self) -> Spec:
-        """What the plan says of the data."""
+        """The plan's settings of the data."""
         ...
 
     @property
     def transform(self) -> Transform | None:
-        """What comes between the fields and the inputs."""
+        """The transform from fields to inputs, None where there is none."""
         ...
 
     def ragged(self, names: Collection[str]) -> list[str]:
-        """The ragged ones of these fields."""
+        """Returns those of the named fields that are ragged."""
         ...
 
     def lengths(self, name: str) -> Index:
-        """The lengths of all records of a ragged field."""
+        """Returns the lengths of all records of a ragged field."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedLength:
-    """The padded length of a batch that some ragged fields share."""
+    """The rule for the padded length that some ragged fields share."""
 
     names: tuple[str, ...]
     longest: Index
@@ -53,7 +54,7 @@ class PaddedLength:
     fixed: int | None
 
     def of(self, indices: Index) -> int:
-        """The length for a batch."""
+        """Returns the padded length for a batch of these records."""
         if self.fixed is not None:
             return self.fixed
         return -(-max(int(self.longest[indices].max()), 1) // self.multiple) * self.multiple
@@ -62,9 +63,10 @@ class PaddedLength:
 def padded_lengths(
     data: RaggedData, ports: Sequence[Port], names: Collection[str]
 ) -> tuple[list[PaddedLength], list[str]]:
-    """The padded lengths of the ragged ones among these fields, and problems: records longer than their input.
+    """Returns the padded lengths of the ragged fields among `names`, and a problem for each field with records too long for its input.
 
-    Behind a transform it is not known which input a field becomes: each field has a length of its own, divisible by all shard counts.
+    With a transform it is not known which input a field becomes: each field then has its own length, divisible by the shard counts of all
+    inputs.
     """
     inputs = {} if data.transform else {port.name: port for port in ports}
     all_cuts = math.lcm(*(_shards_of_length(port) for port in ports)) if data.transform else 1

@@ -1,6 +1,6 @@
-"""The part of a batch that one rank reads, by the shards of its inputs: a span of the records, and its shard of the other dims.
+"""Computes the part of a batch that one rank reads, from the shards of its inputs: a range of the records, and its shard of the other dims.
 
-It does not matter where the batch comes from. Sizes that ranks cannot share are found on every rank alike.
+The source of the batch does not matter. Batch sizes that ranks cannot share are found on every rank in the same way.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ T = TypeVar("T")
 
 
 class RankInputs:
-    """The inputs of a model, and those of them of which a rank reads a shard."""
+    """The inputs of a model that any rank reads, and in `ports` those of which this rank reads a shard."""
 
     def __init__(self, ports: Sequence[Port], rank: int) -> None:
         self.rank = rank
         self.needed = [_records_first(port) for port in ports if port.ranks]
-        """What any rank reads, the dim of the records before the others."""
+        """The inputs that any rank reads, with the dim of the records moved to the front."""
         self.ports = [port for port in self.needed if rank in port.ranks]
 
     def spans(self, size: int) -> dict[str, tuple[int, int]]:
-        """Maps each input to the records of a batch that this rank reads."""
+        """Maps each input to the range of a batch's records that this rank reads."""
         return {port.name: _span(port, self.rank, size) for port in self.ports}
 
     def shard(self, conversion: Conversion, records: Array) -> Array:
-        """This rank's shard of an input, of its records: contiguous and of the input's type."""
+        """Returns this rank's shard of an input, from the records that the rank reads: contiguous and of the input's type."""
         found = conversion.shard(records, self.rank)
         if not conversion.port.batch_dim:
             return found
         return np.ascontiguousarray(np.moveaxis(found, 0, conversion.port.batch_dim))
 
     def indivisible(self, size: int) -> Iterator[tuple[Port, int]]:
-        """The inputs that are sharded along the batch into a number that does not divide it, with that number."""
+        """Yields each input whose number of shards along the batch does not divide `size`, with that number."""
         for port in self.needed:
             parts = divisor(port.boxes or [], 0) if port.shape != [] else 1
             if size % parts:
                 yield port, parts
 
     def of_one_size(self, size: int) -> Iterator[Port]:
-        """The inputs that were compiled for this one size of a batch."""
+        """Returns the inputs that were compiled for exactly this batch size."""
         return (port for port in self.needed if port.shape is not None and port.shape[:1] == [size])
 
 
 def uneven_batch(inputs: RankInputs, batch: int) -> Iterator[str]:
-    """Batches that a cut of dim 0 does not divide."""
+    """Yields a problem for each input whose number of shards along the batch does not divide the batch size."""
     for port, parts in inputs.indivisible(batch):
         yield (
             f"input '{port.name}' is sharded into {parts} along its batch, and batches have {batch} records\n"
@@ -60,7 +60,10 @@ def uneven_batch(inputs: RankInputs, batch: int) -> Iterator[str]:
 
 
 def uneven_rest(inputs: RankInputs, batch: int, rest: int) -> Iterator[tuple[str, int]]:
-    """Why a last, smaller batch cannot be read; with the number that does not divide it, 0 where the model takes one size."""
+    """Yields each reason why a smaller last batch cannot be read, with the number of shards that does not divide it.
+
+    That number is 0 where the model takes batches of one size only.
+    """
     single = {port.name for port in inputs.of_one_size(batch)}
     parts = {port.name: number for port, number in inputs.indivisible(rest)}
     for port in inputs.needed:
@@ -71,7 +74,7 @@ def uneven_rest(inputs: RankInputs, batch: int, rest: int) -> Iterator[tuple[str
 
 
 def _records_first(port: Port) -> Port:
-    """An input as data has it: with the dim of the records before the others."""
+    """Returns an input as data has it: with the dim of the records moved to the front."""
 
     def turned(dims: Sequence[T]) -> list[T]:
         return [dims[port.batch_dim], *dims[: port.batch_dim], *dims[port.batch_dim + 1 :]]

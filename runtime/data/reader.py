@@ -1,9 +1,9 @@
 """Reads a batch for one rank: the records of its shard of dim 0, transformed, then its shard of the other dims.
 
-A transform of a batch alone sees the records of the rank's shard: it must treat each record by itself. One that takes a generator
-gets one drawn from (seed, epoch, batch) and always sees the global batch, of which the shard is taken afterwards: so what it makes
-does not depend on how the batch is cut, at the price that every rank transforms all of it. What can differ between data and
-model is said before the first batch, on every rank alike.
+A transform that takes only a batch gets the records of the rank's shard: it must treat each record independently. One that takes a
+generator gets one seeded by (seed, epoch, batch) and always the global batch, of which the shard is taken afterwards. So its result does
+not depend on how the batch is sharded, at the price that every rank transforms all of it. All possible differences between data and model
+are reported before the first batch, on every rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .padding import padded_lengths
 from .rank_inputs import RankInputs, uneven_batch, uneven_rest
 from .sampler import Order, Position
 
-# sets a batch's generator apart from that of an epoch's permutation, whatever the numbers
+# makes the seed of a batch's generator differ from that of an epoch's permutation, for all numbers
 _TRANSFORM = 1
 
 
 class Reader:
-    """Reads batches for one rank; UsageError where data, order and inputs do not go together."""
+    """Reads batches for one rank; UsageError where data, order and inputs do not fit together."""
 
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
         self._inputs = RankInputs(ports, rank)
@@ -54,7 +54,7 @@ class Reader:
             raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
 
     def read(self, position: Position, indices: Index) -> Batch:
-        """Maps each input to what this rank reads of a batch of these records: contiguous and of the input's type."""
+        """Returns this rank's shard of each input for a batch of these records: contiguous and of the input's type."""
         if not self._inputs.ports:
             return {}
         size = len(indices)
@@ -80,7 +80,7 @@ class Reader:
         }
 
     def _shard(self, name: str, records: Array) -> Array:
-        """This rank's shard of an input, of its records."""
+        """Returns this rank's shard of an input, from the records that the rank reads."""
         return self._inputs.shard(self._fits[name], records)
 
     def _lengths(self, indices: Index) -> dict[str, int]:
@@ -95,20 +95,20 @@ class Reader:
         return transform(self._data.take(indices, self._names, lengths), len(indices), generator)
 
     def _transformed_fields(self, order: Order) -> dict[str, Field]:
-        """The fields that the transform makes, seen on a first batch."""
+        """Returns the fields that the transform returns, as found by transforming a first batch."""
         indices = np.arange(min(order.batch, self._data.records))
         made = self._transformed(Position(), indices, self._lengths(indices))
         return {name: Field(value.dtype, value.shape[1:]) for name, value in made.items()}
 
 
 def batch_generator(seed: int, position: Position) -> np.random.Generator:
-    """The generator that a transform is given for a batch."""
+    """Returns the generator that a transform gets for a batch."""
     entropy = [seed, position.epoch, position.batch, _TRANSFORM]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def _uneven(inputs: RankInputs, order: Order) -> Iterator[str]:
-    """Batches, whole or last, that a cut of dim 0 does not divide or that a model of one size does not take."""
+    """Yields a problem for each input whose shards do not divide a full or the last batch, or that takes only another batch size."""
     if order.places >= order.batch:
         yield from uneven_batch(inputs, order.batch)
     for law, parts in uneven_rest(inputs, order.batch, order.rest) if order.rest else ():
@@ -119,7 +119,7 @@ def _uneven(inputs: RankInputs, order: Order) -> Iterator[str]:
 
 
 def _evened(order: Order, parts: int) -> str:
-    """What else lets every record be read where ranks cannot share them equally, whatever the size of a batch is."""
+    """Returns the other ways, for a help text, to read every record where ranks cannot share the last batch equally."""
     missing = -order.places % parts
     repeated = f"interleave: {parts}, which repeats {missing} of the records"
     return f"{repeated}; exact is to add {missing} to the data whose labels the loss ignores (ignore_index)"

@@ -1,12 +1,12 @@
 """Chooses the records of a batch: computed from numbers that all ranks know, without communication.
 
-The order of an epoch is a permutation drawn from (seed, epoch) alone, or the records as they stand. A batch is the next `batch` of
-them; what is left at the end is dropped or makes a last, smaller batch. So a position in training is two numbers, and going to
-one costs a permutation.
+The order of an epoch is a permutation drawn from (seed, epoch) alone, or the stored order. A batch is the next `batch` records; the
+remainder at the end is dropped or is a smaller last batch. So a position in training is two numbers, and seeking to one costs a
+permutation.
 
-`interleave: n` deals the order to n ranks in turn, as MegEngine's samplers do: it is lengthened to a multiple of n by its own beginning,
-rank r owns places r, r + n, r + 2n and so on, and batch b has from each rank its places b*m to (b + 1)*m, m = batch / n, rank after
-rank. Cutting dim 0 evenly over n ranks then gives each its own.
+`interleave: n` deals the order to n ranks in turn, as MegEngine's samplers do: it is extended to a multiple of n by repeating its
+beginning, rank r owns places r, r + n, r + 2n and so on, and batch b has, rank after rank, the rank's own places from b*m to (b + 1)*m,
+with m = batch / n. If dim 0 is then sharded evenly over n ranks, each gets its own records.
 
     Order(records=10, batch=4, shuffle=False).epoch(0)                0 1 2 3 | 4 5 6 7              8 and 9 are dropped
     Order(records=10, batch=4, shuffle=False, interleave=2).epoch(0)  0 2 1 3 | 4 6 5 7              rank 0 has 0 2, rank 1 has 1 3
@@ -34,7 +34,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of `records` in batches of `batch`, all ranks' together; UsageError where it makes no sense."""
+    """The order of `records` records in batches of `batch`, counted on all ranks together; UsageError where the numbers are not valid."""
 
     records: int
     batch: int
@@ -51,31 +51,31 @@ class Order:
 
     @property
     def places(self) -> int:
-        """The records of an epoch, with those that interleaving repeats."""
+        """The number of records of an epoch, including those that interleaving repeats."""
         return -(-self.records // self.interleave) * self.interleave
 
     @property
     def rest(self) -> int:
-        """The size of the last, smaller batch; 0 where there is none."""
+        """The size of the smaller last batch; 0 where there is none."""
         return self.places % self.batch if not self.drop_last else 0
 
     @property
     def batches(self) -> int:
-        """The batches of an epoch."""
+        """The number of batches of an epoch."""
         return self.places // self.batch + bool(self.rest)
 
     def size(self, position: Position) -> int:
-        """The records of a batch."""
+        """Returns the number of records of a batch."""
         return self.rest if self.rest and position.batch + 1 == self.batches else self.batch
 
     def after(self, position: Position) -> Position:
-        """The position of the next batch."""
+        """Returns the position of the next batch."""
         if position.batch + 1 < self.batches:
             return Position(position.epoch, position.batch + 1)
         return Position(position.epoch + 1)
 
     def check(self, position: Position) -> None:
-        """UsageError where there is no such position."""
+        """Raises UsageError where the position does not exist."""
         if position.epoch < 0 or not 0 <= position.batch < self.batches:
             raise UsageError(
                 f"there is no batch {position.batch} of epoch {position.epoch}: an epoch has {self.batches} batches\n"
@@ -84,7 +84,7 @@ class Order:
             )
 
     def epoch(self, epoch: int) -> Index:
-        """The indices of an epoch's records in their order, those dropped left out: batch b is [b*batch:(b + 1)*batch]."""
+        """Returns the indices of an epoch's records in their order, without dropped ones: batch b is [b*batch:(b + 1)*batch]."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         order = generator.permutation(self.records) if self.shuffle else np.arange(self.records)
         if self.interleave > 1:
@@ -95,12 +95,12 @@ class Order:
         return order.astype(np.int64, copy=False)
 
     def indices(self, position: Position) -> Index:
-        """The indices of one batch; who reads many keeps `epoch`."""
+        """Returns the indices of one batch; a caller that reads many batches should call `epoch` once instead."""
         self.check(position)
         return self.epoch(position.epoch)[self.batch * position.batch :][: self.batch]
 
     def _dealt(self, order: Index) -> Index:
-        """Batch after batch, in each rank after rank."""
+        """Returns the interleaved order: batch after batch and, within each, rank after rank."""
         each, own = self.places // self.interleave, self.batch // self.interleave
         hands = np.resize(order, self.places).reshape(each, self.interleave)
         whole = each // own * own

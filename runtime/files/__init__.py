@@ -1,1 +1,1 @@
-"""Opening, replacing and locking files: regular ones alone, whole or not at all."""
+"""Opens, replaces and locks files: only regular files are opened, and a replaced file is either the full old or the full new one."""

@@ -1,10 +1,10 @@
-"""Limits for text files of unknown origin: bytes are counted before they are read, values before memory is taken for them.
+"""Limits for text files of unknown origin: a file's bytes and values are counted before memory is allocated for them.
 
-    read_json(path, MANIFEST)      the data of a JSON file within the limits of a manifest; ValueError says which one it exceeds
+    read_json(path, MANIFEST)    # the data of a JSON file within the limits of a manifest; ValueError says which one it exceeds
 
-A list of JSON takes three bytes in a file and about sixty in memory, a list of ranks `"0-65535"` nine bytes and half a megabyte. So each
-reader has a row here, and a text that stands for more than its row allows is refused before memory is taken for it. `Budget` counts
-what short forms stand for.
+A JSON list takes three bytes in a file and about sixty in memory; a list of ranks `"0-65535"` takes nine bytes and half a megabyte. So each
+kind of file has its limits here, and a text that would expand to more is refused before memory is allocated. `Budget` counts the expanded
+sizes of short forms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .regular import read_regular
 
 @dataclass(frozen=True)
 class Limit:
-    """What a kind of file has at most: bytes; lists, mappings and their items; digits of a whole number."""
+    """The limits of a kind of file: bytes; lists, mappings and their items; digits of an integer."""
 
     bytes: int
     values: int
@@ -32,21 +32,21 @@ CHECKPOINT_INDEX = Limit(bytes=1 << 30, values=1 << 24, digits=4300)
 CHECKPOINT_LIST = Limit(bytes=1 << 26, values=1 << 20)
 PROFILE = Limit(bytes=1 << 28, values=1 << 24)
 TRACE = Limit(bytes=1 << 30, values=1 << 16)
-"""Values are those of one line."""
+"""The limit of values is for each line."""
 PROGRESS = Limit(bytes=1 << 16, values=1 << 10)
 SCHEDULE_BYTES = 1 << 26
-"""A text of a schedule's rows has at most so many bytes."""
+"""The largest size in bytes of a text with a schedule's rows."""
 MOST_NODES = 1 << 20
-"""A model has at most so many nodes, those of its bodies and, once for each call, of its functions included."""
+"""The largest number of nodes of a model, including those of bodies and, once for each call, those of functions."""
 MOST_PROGRAMS = 64
-"""An artifact has at most so many programs."""
+"""The largest number of programs in an artifact."""
 LISTED_RANKS = 1 << 22
-"""The lists of ranks of a manifest stand for at most so many ranks, equal lists counted once; so do the groups of a program."""
+"""The largest number of ranks in the expanded lists of ranks of a manifest, equal lists counted once; also for a program's groups."""
 
 
 @dataclass
 class Budget:
-    """Counts what short forms of one file stand for; ValueError where that is more than `most`. `known` has what is made already."""
+    """Counts the items to which short forms in one file expand; ValueError beyond `most`. `known` caches the expanded lists."""
 
     most: int
     what: str
@@ -54,19 +54,19 @@ class Budget:
     known: dict[str, list[int]] = field(default_factory=dict)
 
     def take(self, count: int) -> None:
-        """Counts so many more, which are not made yet."""
+        """Counts `count` more items before they are created."""
         if self.taken + count > self.most:
             raise ValueError(f"with this the file lists more than {self.most:,} {self.what}")
         self.taken += count
 
 
 def read_json(path: str | Path, limit: Limit) -> object:
-    """The data of a JSON file; OSError where it is not a regular file or too long, ValueError as `parse_json`."""
+    """Returns the data of a JSON file; OSError where it is not a regular file or too long, ValueError as for `parse_json`."""
     return parse_json(read_regular(path, limit.bytes), limit)
 
 
 def parse_json(text: bytes, limit: Limit) -> object:
-    """The data of a JSON text; ValueError where it is not JSON, or has more values or digits than allowed, or is nested too deeply."""
+    """Returns the data of a JSON text; ValueError where it is invalid, nested too deeply, or has more values or digits than allowed."""
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > limit.values:
         raise ValueError(f"it has {count:,} values; at most {limit.values:,} are read")
@@ -77,7 +77,7 @@ def parse_json(text: bytes, limit: Limit) -> object:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The text of a UTF-8 file of at most so many bytes; OSError where it is longer or not a regular file, ValueError if not UTF-8."""
+    """Returns the text of a UTF-8 file; OSError where it is longer than `most` bytes or not a regular file, ValueError if not UTF-8."""
     return read_regular(path, most).decode("utf-8")
 
 

@@ -1,10 +1,8 @@
-"""Opens the files that users and files name: regular files alone, so that no pipe is waited for and no endless file is read.
+"""Opens files whose paths come from users or from other files: only regular ones, so that no read waits for a pipe or never ends.
 
-Who opens a FIFO waits until someone writes; `/dev/zero` never ends; a file of /proc has no size and may wait, too. So a file is
-looked at before and after it is opened, without waiting, and is read up to the size that it has. A link to a regular file is one.
-
-`tests/artifact/test_opened_files.py` finds every file of the product that is opened in another way than by this module or by
-`writers.py`.
+Opening a FIFO waits for a writer; `/dev/zero` never ends; a file of /proc has no size and may wait, too. So the type of a file is checked
+before and after it is opened, without waiting, and the file is read up to its size. A link to a regular file is accepted.
+`tests/artifact/test_opened_files.py` finds every file of the product that is opened by other means than this module or `writers.py`.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ _KINDS = (
 
 
 class NotRegularError(OSError):
-    """A path names something that is not a regular file, or a file above a limit: `strerror` says what it is."""
+    """A path leads to something other than a regular file, or to a file above a size limit: `strerror` says which."""
 
 
 def kind_of(path: str | Path, mode: int) -> str:
-    """What a file of this mode is, with its article: `a pipe (FIFO)`, `a link to /data/y.npz`."""
+    """Returns the kind of a file with this mode, with its article: `a pipe (FIFO)`, `a link to /data/y.npz`."""
     if stat.S_ISLNK(mode):
         return f"a link to {os.readlink(path)}"
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
 
 
 def fault(path: str | Path) -> str:
-    """Why this is not a regular file that may be read; empty if it is."""
+    """Returns the reason why a path cannot be read as a regular file; empty if it can."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -53,7 +51,7 @@ def fault(path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """The file, open for reading; NotRegularError, at once, where it is a pipe, a device, a socket or a folder."""
+    """Opens a file for reading; NotRegularError, without waiting, where it is a pipe, a device, a socket or a folder."""
     _refuse_other(path, os.stat(path).st_mode)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN))  # noqa: SIM115, it is handed on
     try:
@@ -70,7 +68,7 @@ def _refuse_other(path: str | Path, mode: int) -> None:
 
 
 def is_outside(path: str | Path, folder: str | Path) -> bool:
-    """Whether a file, links followed, is not inside of a folder; a link that leads around to itself is nowhere."""
+    """Whether a file, after its links are resolved, is outside of a folder; True for a link that leads back to itself."""
     try:
         return not Path(path).resolve().is_relative_to(Path(folder).resolve())
     except (OSError, RuntimeError):  # pathlib raises either, by version
@@ -78,7 +76,7 @@ def is_outside(path: str | Path, folder: str | Path) -> bool:
 
 
 def unlisted(folder: Path, known: Collection[str]) -> Iterator[str]:
-    """The files of a folder and of those within, by their paths in it, that are not known; in order."""
+    """Yields in order the files of a folder and its subfolders, as paths relative to it, that are not in `known`."""
     for root, folders, files in os.walk(folder):
         folders.sort()
         names = ((Path(root) / file).relative_to(folder).as_posix() for file in sorted(files))
@@ -86,7 +84,7 @@ def unlisted(folder: Path, known: Collection[str]) -> Iterator[str]:
 
 
 def read_regular(path: str | Path, most: int | None = None) -> bytes:
-    """The bytes of a file; NotRegularError where it is not a regular one, or has more than `most`."""
+    """Reads a file; NotRegularError where it is not a regular one or has more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
@@ -95,9 +93,9 @@ def read_regular(path: str | Path, most: int | None = None) -> bytes:
 
 
 def text_of_system(path: str | Path) -> str:
-    """The text of a file that the kernel makes, as in /proc and /sys, which has no size: its first MiB; empty where there is no such file.
+    """Reads the first MiB of a file that the kernel generates, as in /proc and /sys, which has no size; empty where there is no such file.
 
-    For names that partc itself writes in its code, never for those that a user or a file gives.
+    Only for paths that are constants in partc's code, never for those from a user or a file.
     """
     try:
         with open(path, "rb") as file:

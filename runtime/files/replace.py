@@ -1,13 +1,13 @@
-"""Replaces, renames and removes files: the one module that does, so that nothing is lost that partc did not make.
+"""Replaces, renames and removes files. All code does so by this module, so that no file is lost that partc did not write.
 
     with replacing(Path("y.npz")) as out:
         out.write(...)
 
-A new file is written next to the old one under a hidden name, and takes its place by one rename. Until then the old one stays as it is,
-whatever happens: an error, a full disk, a kill. What is removed or renamed must itself be a file or a folder: a link stays, and so does
-what it leads to. The folders around are the user's own, and may be links.
+A new file is written next to the old one under a hidden name, and takes its place by one rename. Until then the old one is unchanged,
+whatever happens: an error, a full disk, a kill. Only files and folders themselves are removed or renamed: a link stays, and so does its
+target. The folders above are the user's own, and may be links.
 
-A writer locks what is hidden, and a lock ends with its process: so the next writer removes what dead ones have left.
+A writer locks its hidden file, and the lock ends with its process: so the next writer can remove the files of dead writers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError:  # a system without such locks: what dead writers leave stay
     fcntl = None  # type: ignore[assignment]
 
 OLD = ".old"
-"""Ends the hidden name of something complete that is being replaced."""
+"""The end of the hidden name of a complete file or folder that is being replaced."""
 _HIDDEN = re.compile(r"\.(.+)\.partc-[0-9a-f]{16}(\.old)?", re.DOTALL)
 _RANDOM_BYTES = 8
 _NAME_BYTES = 200
@@ -46,16 +46,16 @@ _HERE, _EXCHANGE = -100, 2
 
 
 class WriteError(PartcError):
-    """Something could not be written; what was in its place is as it was."""
+    """A file could not be written; an old file at its path is unchanged."""
 
 
 @contextmanager
 def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
-    """A stream into a new file that takes the place of `path` when the block has ended, and is removed where it raises.
+    """Yields a stream into a new file that replaces `path` when the block ends, and is removed if the block raises.
 
-    The folder is made where there is none. With `settle` the disk has the contents before the rename, so that a loss of power leaves
-    one of the two whole as well. UsageError where something else than a regular file is in the place, a link too; WriteError where
-    the disk is full or the folder cannot be written.
+    Missing folders are created. With `settle` the contents are flushed to disk before the rename, so that even a loss of power leaves
+    either the old or the new file complete. UsageError where `path` is something other than a regular file, such as a link; WriteError
+    where the disk is full or the folder cannot be written.
     """
     with _hidden(path) as hidden, new_file(hidden) as out:
         lock(out.fileno())
@@ -68,10 +68,10 @@ def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_together(path: Path) -> Iterator[Path]:
-    """A new folder next to `path`, whose files take their places next to `path` when the block has ended, that of its own name last.
+    """Yields a new folder next to `path`; when the block ends, its files are moved next to `path`, the file with `path`'s own name last.
 
-    For what writes by names, or several files that belong together: the old file of the name goes before any other is replaced, so
-    that at no time one of them is next to another's. Errors are those of `replacing`.
+    For writers that need file names, or for several files that belong together: the old `path` is removed before any other file is
+    replaced, so that it is never next to files of the other version. Errors are those of `replacing`.
     """
     with _hidden(path) as hidden, locked_folder(hidden):
         yield hidden
@@ -89,7 +89,7 @@ def replacing_together(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _hidden(path: Path) -> Iterator[Path]:
-    """A hidden name for a new file or folder, which is removed after the block where it has not got another name."""
+    """Yields a hidden name for a new file or folder, which is removed after the block unless it was renamed."""
     refuse_other(path)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def _hidden(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, settle: bool = True) -> None:
-    """Replaces a file by a text in UTF-8."""
+    """Replaces a file by one that contains `text` in UTF-8."""
     with replacing(path, settle) as out:
         out.write(text.encode())
 
 
 def refuse_other(path: Path) -> None:
-    """Raises UsageError where a link, a folder, a device or the like is in the place of a file."""
+    """Raises UsageError where a path that is to become a file is a link, a folder, a device or the like."""
     with contextlib.suppress(OSError):  # a folder that cannot be looked into is reported when the file is written
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise UsageError(f"{path}: {_refusal(path)}\n  help: give the name of a file, or remove it")
@@ -117,7 +117,7 @@ def refuse_other(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Reports what the operating system refuses of `path` within as one WriteError; errors of other files stay."""
+    """Converts an OSError in the block that concerns `path` to a WriteError; errors of other files pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -130,14 +130,14 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def _concerns(name: str, path: Path) -> bool:
-    """Whether a name is that of `path`, of a folder around it, or of something hidden next to it or therein."""
+    """Whether a name is that of `path`, of a folder above it, or of a hidden file next to it or inside of that."""
     place, whole = Path(os.path.abspath(name)), Path(os.path.abspath(path))
     hidden = (part for part in (place, *place.parents) if _HIDDEN.fullmatch(part.name))
     return place in (whole, *whole.parents) or any(part.parent == whole.parent for part in hidden)
 
 
 def hidden_name(path: Path, end: str = "") -> Path:
-    """A hidden name next to `path` that nothing has yet."""
+    """Returns a new hidden name next to `path`."""
     return path.with_name(f".{_short(path)}.partc-{secrets.token_hex(_RANDOM_BYTES)}{end}")
 
 
@@ -146,7 +146,7 @@ def _short(path: Path) -> str:
 
 
 def hidden_files(path: Path) -> list[Path]:
-    """What writers of `path` have hidden next to it, alive or dead."""
+    """Returns the hidden files of writers of `path`, whether these are alive or dead."""
     try:
         entries = sorted(os.listdir(path.parent))
     except OSError:
@@ -157,7 +157,7 @@ def hidden_files(path: Path) -> list[Path]:
 
 
 def lock(handle: int) -> None:
-    """Locks an open file or folder, where the system has locks."""
+    """Locks an open file or folder, on systems that have locks."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ def lock(handle: int) -> None:
 
 @contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """A block in which a new folder is locked."""
+    """Creates a folder and locks it during the block."""
     os.mkdir(path)
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -176,7 +176,7 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 
 def is_abandoned(hidden: Path) -> bool:
-    """Whether its writer is dead. Without locks it counts as alive."""
+    """Whether the writer of a hidden file is dead; False on systems without locks."""
     if fcntl is None:
         return False
     try:
@@ -193,7 +193,7 @@ def is_abandoned(hidden: Path) -> bool:
 
 
 def make_folder(path: Path, exist_ok: bool = False) -> None:
-    """Makes a folder and those around it. FileExistsError says what has the name; with `exist_ok` a folder may, and no link to one."""
+    """Creates a folder and those above it. FileExistsError says what has the name; with `exist_ok` a folder may, but not a link to one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.mkdir(path)
@@ -203,14 +203,14 @@ def make_folder(path: Path, exist_ok: bool = False) -> None:
 
 
 def take_place(hidden: Path, place: Path) -> None:
-    """Gives a file that partc made its name, in the place of a regular file or of nothing; FileExistsError where something else is."""
+    """Renames a hidden file of partc's to `place`, where a regular file or nothing may be; FileExistsError where something else is."""
     if os.path.lexists(place) and not _is_file(place):
         raise FileExistsError(errno.EEXIST, _refusal(place), str(place))
     os.replace(hidden, place)
 
 
 def move_folder(old: Path, new: Path) -> None:
-    """Gives a folder another name, which nothing or an empty folder has; NotADirectoryError where it is a link."""
+    """Renames a folder to `new`, which must not exist or be an empty folder; NotADirectoryError where `old` is a link or no folder."""
     if not _is_folder(old):
         raise NotADirectoryError(errno.ENOTDIR, f"{_refusal(old)}: it is not the folder that was made", str(old))
     os.replace(old, new)
@@ -224,7 +224,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def remove_file(path: Path) -> bool:
-    """Removes a regular file; whether it did. A link or a folder stays, and another process may have removed it."""
+    """Removes a regular file; returns whether it did. A link or a folder stays; a file that is already gone is not an error."""
     with contextlib.suppress(FileNotFoundError):
         if _is_file(path):
             os.unlink(path)
@@ -233,13 +233,13 @@ def remove_file(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that is in it, which partc made under a hidden name; links in it as links."""
+    """Removes a file, or a folder with its contents, that partc created under a hidden name; the targets of links stay."""
     if not remove_file(path) and _is_folder(path):
         shutil.rmtree(path)
 
 
 def remove_abandoned(path: Path, remove: Callable[[Path], None] = remove) -> None:
-    """Removes what dead writers of `path` left; what cannot be removed stays."""
+    """Removes the hidden files of dead writers of `path`; those that cannot be removed stay."""
     for hidden in hidden_files(path):
         if is_abandoned(hidden):
             with contextlib.suppress(OSError):
@@ -247,9 +247,10 @@ def remove_abandoned(path: Path, remove: Callable[[Path], None] = remove) -> Non
 
 
 def remove_inside(folder: Path, listed: Callable[[str], object], last: str = "") -> None:
-    """Removes the files of a folder that are listed, the file `last` after all others, and the folders that are empty then.
+    """Removes the files of a folder for which `listed` holds, the file `last` after all others, and then the empty folders.
 
-    `listed` gets a path within the folder. What else is there stays, and the folders around it. Nothing happens where the folder is a link.
+    `listed` gets a path relative to the folder. All other files stay, with the folders above them. If the folder is a link, nothing is
+    removed.
     """
     if not _is_folder(folder):
         return

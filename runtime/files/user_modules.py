@@ -1,4 +1,4 @@
-"""The modules next to a user's file, which it imports by their names; files of two folders may import different modules of one name."""
+"""Finds and unloads the modules next to a user's file, which it imports by name: other folders may have different ones of that name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from threading import RLock
 from types import ModuleType
 
 IMPORTING = RLock()
-"""Held by who runs a file of the user's: the module path, the known modules and what imports remember belong to the whole process."""
+"""The lock to hold while a user's file runs: the module path, the loaded modules and the import caches belong to the whole process."""
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("purelib", "platlib", "stdlib"))
 
 
 def module_names(folder: Path) -> set[str]:
-    """Names of the folder's top-level modules, except those that an installed library has."""
+    """Returns the names of the folder's top-level modules, except those of an installed library."""
     found = {entry.stem for entry in folder.glob("*.py")} | {
         entry.parent.name for entry in folder.glob("*/__init__.py")
     }
@@ -23,9 +23,9 @@ def module_names(folder: Path) -> set[str]:
 
 
 def is_imported_from(module: ModuleType | None, below: str) -> bool:
-    """Whether the module was imported from a folder, or below it; `below` is the folder's path with a separator at its end."""
+    """Whether the module was imported from a folder or one of its subfolders; `below` is the folder's path with a trailing separator."""
     if origin := getattr(module, "__file__", None):
-        if not origin.startswith(below):  # at once: every module of the process is asked, and few are there
+        if not origin.startswith(below):  # checked first: few of the process's modules are in the folder
             return False
     elif not any(os.path.join(place, "").startswith(below) for place in getattr(module, "__path__", ())):
         return False
@@ -36,7 +36,7 @@ def is_imported_from(module: ModuleType | None, below: str) -> bool:
 
 
 def forget_namesakes(folder: Path) -> None:
-    """Removes loaded modules of other folders that have the names of the folder's own, so that these can be imported."""
+    """Unloads modules of other folders that have the names of the folder's own modules, so that these can be imported."""
     own, below = module_names(folder), os.path.join(folder, "")
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in own and not is_imported_from(module, below):

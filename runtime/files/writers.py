@@ -1,9 +1,9 @@
-"""Opens files to be written: new ones exclusively, existing ones where they are regular, and no link is followed.
+"""Opens files for writing: a new file must not exist, an existing one must be regular, and no link is followed.
 
-    with new_file(folder / "rank_0000.onnx") as out:       FileExistsError where anything has the name, a dangling link, too
+    with new_file(folder / "rank_0000.onnx") as out:    # FileExistsError where the name exists, even as a dangling link
         out.write(data)
 
-What takes the place of an old file is written by `replace.py`, which begins with a new one.
+A file that replaces another one is written by `replace.py`, which begins with a new file.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _RIGHTS = 0o666
 
 
 def new_file(path: Path) -> BufferedRandom:
-    """A new file, open for writing and reading; FileExistsError where something has its name, a link, too."""
+    """Creates a file and opens it for writing and reading; FileExistsError where its name exists, even as a link."""
     return open(path, "w+b", opener=lambda name, _: os.open(name, CREATE, _RIGHTS))
 
 
 def new_raw_file(path: Path) -> FileIO:
-    """As `new_file`, without a buffer."""
+    """Creates a file like `new_file`, and opens it without a buffer."""
     return open(path, "w+b", buffering=0, opener=lambda name, _: os.open(name, CREATE, _RIGHTS))
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file; FileExistsError as `new_file`."""
+    """Creates a file with `data`; FileExistsError as for `new_file`."""
     with new_file(path) as out:
         out.write(data)
 
 
 def link_file(old: Path, new: Path) -> bool:
-    """Gives a file of the user's a second name; False where it is not one, or the file system has no links."""
+    """Gives a regular file of this process's user a hard link; False where it is another kind of file, or the file system has no links."""
     try:
         status = os.lstat(old)
         if not stat.S_ISREG(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
@@ -54,7 +54,7 @@ def link_file(old: Path, new: Path) -> bool:
 
 
 def open_to_change(path: str | Path) -> BufferedRandom:
-    """An existing regular file, open for reading and writing at any place; OSError where it is a link or no regular file."""
+    """Opens an existing regular file for reading and writing; OSError where it is a link or not a regular file."""
     file = open(path, "r+b", opener=lambda name, _: os.open(name, _CHANGE))  # noqa: SIM115, it is handed on
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
@@ -64,9 +64,9 @@ def open_to_change(path: str | Path) -> BufferedRandom:
 
 
 def open_to_append(path: str | Path) -> TextIO:
-    """A text file to which lines are appended, made where there is none; UsageError where the name is that of a link.
+    """Opens a text file for appending, and creates a missing one; UsageError where the path is a link.
 
-    A pipe that someone reads is taken, too; one that has no reader is an OSError, at once.
+    A pipe with a reader is accepted; one without a reader is an OSError, without waiting.
     """
     try:
         return open(path, "a", encoding="utf-8", opener=_without_waiting)

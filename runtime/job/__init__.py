@@ -1,1 +1,1 @@
-"""The facts about a process's job other than the transport: the status board, the machine, one outcome on all ranks."""
+"""Facts about a process's job other than its transport: the status board, the machine, and errors that all ranks raise together."""

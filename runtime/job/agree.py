@@ -1,4 +1,4 @@
-"""One outcome of what every rank does for itself: where it fails on any, the same error on all."""
+"""Runs an action on every rank with one outcome: if it fails on any rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _KINDS: tuple[type[PartcError], ...] = (DamagedError, CheckpointError, ArtifactE
 
 
 def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]) -> Result:
-    """The action's result where it succeeds on every rank; collective.
+    """Returns the action's result if it succeeds on every rank; collective.
 
-    What some ranks found is one error on all: of the first kind that came up, with every line once. Any other error is raised by the
-    rank that had it, and the others a RankError.
+    Errors of partc are merged into one that all ranks raise: it has the class of the first failing rank's error, and each line of that
+    class's errors once. Any other error is raised by the rank that had it, and the other ranks raise a RankError.
     """
     failure: Exception | None = None
     result: Result | None = None
@@ -42,7 +42,7 @@ def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]
 
 
 def _words(failure: Exception | None) -> list[str | None]:
-    """An error as what ranks tell one another: its kind, none for an error that is not partc's, and its text."""
+    """Converts an error to the texts that ranks exchange: the name of its class, None if it is not partc's, and its text."""
     match failure:
         case None:
             return []

@@ -1,7 +1,7 @@
-"""Linux futexes by ctypes: sleep in the kernel until a 32-bit word in shared memory has changed (futex(2)).
+"""Linux futexes (futex(2)), called by ctypes: a thread sleeps in the kernel until a 32-bit word in shared memory has changed.
 
-ctypes releases Python's lock during the call, so that other threads of the process run on. The kernel compares the word with
-what the caller expects before it sleeps: a wake between the caller's look and its sleep is not lost.
+ctypes releases Python's lock during the call, so that other threads of the process continue. The kernel compares the word with the caller's
+expected value before the thread sleeps, so a wake between the caller's check and its sleep is not lost.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import platform
 import sys
 
 _NUMBERS = {"x86_64": 202}
-"""Maps each machine to the number of the system call. What `Parking` needs of the order of stores holds on x86 alone."""
+"""Maps each machine to the number of the system call. Only x86: the order of stores on which `Parking` relies holds there alone."""
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 
 
 class Futex:
-    """The system call; OSError where this system has none, or forbids it."""
+    """The system call; OSError where the system lacks it or forbids it."""
 
     def __init__(self) -> None:
         number = _NUMBERS.get(platform.machine().lower()) if sys.platform == "linux" else None
@@ -34,14 +34,14 @@ class Futex:
             raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")
 
     def timeout(self, seconds: float) -> ctypes.Array[ctypes.c_long]:
-        """A time for `wait`, made once."""
+        """Converts seconds to a timeout for `wait`, which can be reused."""
         whole = int(seconds)
         return (ctypes.c_long * 2)(whole, int((seconds - whole) * 1e9))
 
     def wait(self, address: int, expected: int, timeout: ctypes.Array[ctypes.c_long]) -> None:
-        """Sleeps while the word is `expected`, until woken, for a signal, or for the time; the caller looks again in every case."""
+        """Sleeps while the word is `expected`, until a wake, a signal or the timeout; the caller must then check its condition again."""
         self._syscall(self._number, address, _WAIT, expected, ctypes.addressof(timeout), None, 0)
 
     def wake(self, address: int) -> None:
-        """Wakes all that sleep on the word."""
+        """Wakes all threads that sleep on the word."""
         self._syscall(self._number, address, _WAKE, _ALL, None, None, 0)

@@ -1,4 +1,4 @@
-"""The share of its machine that the system gives this process."""
+"""The resources of the machine that this process may use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _CGROUPS = PurePosixPath("/sys/fs/cgroup")
 
 
 def usable_cores() -> frozenset[int]:
-    """The cores that the system lets this process use."""
+    """Returns the numbers of the cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def core_limit() -> int:
-    """The whole cores whose time this process may use, at least one: those of `usable_cores`, or fewer where its cgroups limit the time.
+    """Returns the number of cores whose time this process may use: those of `usable_cores`, or fewer, at least one, if cgroups limit it.
 
-    It reads `cpu.max` of version 2, the microseconds of each period for all processes of a cgroup and of those inside of it.
+    It reads `cpu.max` of cgroups version 2: the microseconds in each period that all processes of a cgroup and of its descendants may use.
     """
     most = float(len(usable_cores()))
     line = next((one for one in text_of_system("/proc/self/cgroup").splitlines() if one.startswith("0::/")), "")

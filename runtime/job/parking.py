@@ -1,26 +1,29 @@
-"""Waiting between ranks of a host: a short spin, then a sleep in the kernel until another rank wakes this one.
+"""Waits for other ranks of a host: a short spin, then a sleep in the kernel until another rank wakes this one.
 
-Each rank has one word in shared memory: 1 while it sleeps, else 0. What it waits for is any condition over shared memory.
+Each rank has one word in shared memory: 1 while it sleeps, else 0. It may wait for any condition on shared memory.
 
-    who waits                               who changes something
-      word = 1                                change what the other waits for
-      fence                                   fence
-      ready? then word = 0, and go on         word of the other 1? then word = 0, futex wake
+    the waiting rank                          the rank that changes the memory
+      word = 1                                  change the memory of the condition
+      fence                                     fence
+      ready? then word = 0, and go on           word of the waiting rank is 1? then word = 0, futex wake
       futex wait while the word is 1
 
-Each of the two makes its own store seen before it looks at the other's, so one of them sees the other's: no wake is lost. A wake too many
-costs a look. Who changes something makes no system call where no rank sleeps. A sleep ends after `LOOK` seconds at the latest, and then the
-rank looks whether another has failed; so a rank that is killed between any two of these stores delays the others by that time at most.
+Each of the two makes its own store visible before it reads the other's, so at least one of them sees the other's store: no wake is lost. An
+unnecessary wake costs one check. The changing rank makes no system call if no rank sleeps. A sleep ends after at most `LOOK` seconds, and
+then the rank checks whether another has failed; so a rank that is killed between any two of these stores delays the others by at most that
+time.
 
-Ranks that wait for a number that they have in common, and for nothing else, sleep on that number (`Count`), and one system call wakes them
-all. A second word of the rank says so; it alone writes that, while its first word is also written by who wakes it.
+Ranks that wait only for the growth of a number that they share sleep on that number (`Count`), and one system call wakes them all. A second
+word of the rank says that it does so. Only the rank itself writes this second word, while the first one is also written by the rank that
+wakes it.
 
-The spin adapts. To wake a core that has nothing to do takes as long as hundreds of microseconds, so a rank with a core of its own spins for
-`LONGEST_SPIN`. Where others want these cores, too, a rank that spins keeps one from whom it waits for. Linux counts the time for which a
-thread could have run and had no core. A rank for which that is more than a tenth of the time tells the others of its host, and all spin
-for `SHORTEST_SPIN`: for `SHORTEST_CAUTION` at first, and twice as long each time that it happens again.
+The time of the spin adapts. Waking an idle core takes up to hundreds of microseconds, so a rank with a core of its own spins for
+`LONGEST_SPIN`. If other processes want these cores, too, a spinning rank may occupy the core that the rank for which it waits needs. Linux
+counts the time for which a thread could have run and had no core. If that is more than a tenth of the time for one rank, it tells the
+others of its host, and all spin for only `SHORTEST_SPIN`: during `SHORTEST_CAUTION` at first, and twice as long each time that it happens
+again.
 
-Where ranks outnumber cores none spins: one that waits for a number gives its core up once (`YieldTurns`), and then sleeps.
+If there are more ranks than cores, no rank spins: one that waits for a number gives its core up once (`YieldTurns`), and then sleeps.
 """
 
 from __future__ import annotations
@@ -34,28 +37,28 @@ from typing import Protocol
 from .futex import Futex
 
 LINE = 64
-"""Bytes of a cache line: words of different ranks share none."""
+"""Bytes of a cache line: words of different ranks are in different lines."""
 LOOK = 0.05
-"""Seconds of a sleep after which a rank looks for failures."""
+"""The longest sleep in seconds, after which a rank checks for failures of other ranks."""
 SHORTEST_SPIN, LONGEST_SPIN = 5e-6, 2e-3
 SHORTEST_CAUTION, LONGEST_CAUTION = 0.01, 0.32
-"""Seconds of short spins after a rank has had to wait for a core."""
+"""The shortest and longest time in seconds of short spins after a rank has had to wait for a core."""
 _WINDOW, _SHARE = 2e-3, 0.1
-"""Seconds from which the time without a core is looked at, and the share of them that is too much."""
+"""Seconds between two measurements of the time without a core, and the share of them above which spins become short."""
 _LONG_TURN = 1e-3
-"""Seconds of a turn in which others than ranks that only communicate have had the core."""
+"""Seconds of a turn above which a process other than waiting ranks has had the core."""
 _LOOKS, _NO_LOOKS = range(16), range(0)
-"""Looks at a number between two at the clock."""
+"""Checks of a number between two reads of the clock."""
 _ON_WORD, _ON_COUNT = 0, 1
-"""The places of a rank's two words in its line."""
+"""The indices of a rank's two words in its line."""
 _LOW = 0xFFFFFFFF
-"""The bits of a number that a futex compares: the low ones, which come first on x86."""
+"""The bits of a number that a futex compares: the low ones, which are first in memory on x86."""
 _COUNTS = "/proc/thread-self/schedstat"
-"""Nanoseconds with a core, nanoseconds for which the thread wanted one and had none, and more."""
+"""This file's numbers: the nanoseconds for which the thread has had a core, those for which it could run and had none, and more."""
 
 
 def new_fence() -> Callable[[], None]:
-    """Makes all stores of this rank visible to all before it loads anything more: on x86 an atomic exchange does."""
+    """Returns a function that makes all of this rank's stores visible before its next load: on x86 an atomic exchange does so."""
     held = Lock()
     held.acquire()
     release, acquire = held.release, held.acquire
@@ -68,24 +71,24 @@ def new_fence() -> Callable[[], None]:
 
 
 class Cell(Protocol):
-    """Numbers in shared memory, of which one rank writes."""
+    """Numbers in shared memory."""
 
     def __getitem__(self, at: int, /) -> int: ...
     def __setitem__(self, at: int, number: int, /) -> None: ...
 
 
 class Words(Protocol):
-    """A word of each rank, and the sleeps on them."""
+    """The words of all ranks, and sleeps on them."""
 
     @property
     def cells(self) -> Sequence[Cell]: ...
 
     def sleep(self, place: int) -> None:
-        """Sleep while the word of a place is 1, until woken, or for a time."""
+        """Sleep while the word at `place` is 1, until a wake or a timeout."""
         ...
 
     def wake(self, place: int) -> None:
-        """Wake who sleeps on the word of a place."""
+        """Wake the rank that sleeps on the word at `place`."""
         ...
 
 
@@ -96,16 +99,16 @@ class Count(Protocol):
     def cell(self) -> Cell: ...
 
     def sleep(self, seen: int) -> None:
-        """Sleep while the number is that, until woken, or for a time."""
+        """Sleep while the number is `seen`, until a wake or a timeout."""
         ...
 
     def wake(self) -> None:
-        """Wake all that sleep on it."""
+        """Wake all ranks that sleep on the number."""
         ...
 
 
 class FutexWords:
-    """Words in shared memory, one a line; `address` is that of the memory, `seconds` the longest sleep."""
+    """Words in shared memory, one line for each rank; `address` is that of the memory, `seconds` the longest sleep."""
 
     def __init__(self, futex: Futex, memory: memoryview, address: int, ranks: int, seconds: float) -> None:
         self.cells = [memory[at : at + LINE].cast("i") for at in range(0, LINE * ranks, LINE)]
@@ -119,7 +122,7 @@ class FutexWords:
 
 
 class FutexCount:
-    """A number in shared memory, in a line that begins at `address`; `seconds` is the longest sleep."""
+    """A number in shared memory, whose line begins at `address`; `seconds` is the longest sleep."""
 
     def __init__(self, futex: Futex, line: memoryview, address: int, seconds: float) -> None:
         self.cell = line.cast("q")
@@ -133,9 +136,9 @@ class FutexCount:
 
 
 class ShortSpin:
-    """A time for which the ranks of a host leave the cores to others, doubled each time that one of them begins it again soon.
+    """A time during which the ranks of a host spin briefly to leave cores to others; it doubles if it begins again soon after its end.
 
-    `until`: its end, in memory that they share.
+    `until`: the end of that time, in memory that the ranks share.
     """
 
     def __init__(self, until: memoryview[float]) -> None:
@@ -143,19 +146,20 @@ class ShortSpin:
         self._seconds, self._quiet = SHORTEST_CAUTION, 0.0
 
     def begin(self, now: float) -> None:
-        """Begins it for all."""
+        """Begins the time for all ranks of the host."""
         self._seconds = min(2 * self._seconds, LONGEST_CAUTION) if now < self._quiet else SHORTEST_CAUTION
         self._quiet = now + 2 * self._seconds
         self._until[0] = max(self._until[0], now + self._seconds)
 
     def lasts(self, now: float) -> bool:
-        """Whether any of them has begun it."""
+        """Whether the time, begun by any rank, still lasts."""
         return now < self._until[0]
 
 
 class SpinTime:
-    """Measures how long the thread that made it spins, for a rank with a core of its own; OSError where Linux does not count times
-    without a core.
+    """Chooses the time of spins for a rank with a core of its own, from the creating thread's time without a core.
+
+    OSError where Linux does not count that time.
     """
 
     def __init__(self, caution: ShortSpin) -> None:
@@ -164,7 +168,7 @@ class SpinTime:
         self._looked, self._waited = perf_counter(), self._without_core()
 
     def at(self, now: float) -> float:
-        """Seconds of a spin that begins now."""
+        """Returns the seconds that a spin beginning at `now` may last."""
         if now - self._looked >= _WINDOW:
             waited = self._without_core()
             if waited - self._waited > _SHARE * (now - self._looked):
@@ -173,25 +177,26 @@ class SpinTime:
         return SHORTEST_SPIN if self._short.lasts(now) else LONGEST_SPIN
 
     def close(self) -> None:
-        """Gives the file back."""
+        """Closes the file of the thread's times."""
         os.close(self._file)
 
     def _without_core(self) -> float:
-        """Seconds for which this thread has wanted a core and had none."""
+        """Returns the seconds for which this thread could have run and had no core."""
         return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
 
 
 class YieldTurns:
-    """How a rank that shares its core lets others run before it sleeps: of these it waits for most, and they need not wake it then.
+    """Lets other ranks run before a rank that shares its core sleeps: mostly it waits for one of these, which then need not wake it.
 
-    A process of another job that wants the core gets it, too, and keeps it for long. After such a turn the ranks sleep at once for a time.
+    A process of another job that wants the core gets it, too, and keeps it for long. After such a turn the ranks sleep without one for a
+    time.
     """
 
     def __init__(self, caution: ShortSpin, give_up_core: Callable[[], object] = os.sched_yield) -> None:
         self._none, self._give_up_core = caution, give_up_core
 
     def is_ready_after(self, ready: Callable[[], bool]) -> bool:
-        """Whether it is ready after a turn of the others, if there was one."""
+        """Gives the core up once, unless a long turn was recent; returns whether `ready` holds after that."""
         begun = perf_counter()
         if self._none.lasts(begun):
             return False
@@ -203,9 +208,9 @@ class YieldTurns:
 
 
 class RankWait:
-    """The place of one rank among those of its host. `spin`: how long it spins; `turns`: those of a rank that shares its core.
+    """The waits of one rank of a host, whose word is at `place`.
 
-    A rank that has neither sleeps at once.
+    `spin` chooses the time of spins, `turns` is for a rank that shares its core; a rank with neither sleeps at once.
     """
 
     def __init__(
@@ -220,12 +225,12 @@ class RankWait:
         self._own = words.cells[place]
         self._spin, self._turns = spin, turns
         self._count: Count | None = None
-        """On what this rank sleeps if that is not its word."""
+        """The number on which this rank sleeps, if it does not sleep on its word."""
 
     def wake(self, places: Sequence[int], count: Count | None = None) -> None:
-        """Wakes the ranks of these places that sleep, of those on a number all that sleep on `count`.
+        """Wakes the sleeping ranks at these places; if any of them sleeps on a number, all ranks that sleep on `count`.
 
-        After a `fence`, behind the change that they may wait for.
+        The caller must first make the change for which the ranks may wait, and then call `fence`.
         """
         cells = self._words.cells
         on_count = False
@@ -240,18 +245,18 @@ class RankWait:
             count.wake()
 
     def wake_own(self) -> None:
-        """From another thread: this rank looks again at what it waits for, and for failures."""
-        new_fence()()  # one of its own, since two threads cannot use one
+        """Makes this rank check its condition and failures again; called from another thread."""
+        new_fence()()  # a new fence, since two threads cannot share one
         self.wake([self._place], self._count)
 
     def word(self, place: int) -> Cell:
-        """The two words of a rank, which `wake` looks at: both are 0 while it does not sleep."""
+        """Returns the two words of a rank, which `wake` checks: both are 0 while it does not sleep."""
         return self._words.cells[place]
 
     def spins(self, ready: Callable[[], bool], count: Count | None = None) -> bool:
-        """Whether it was ready within the spin, or after a turn of others; without these, `wait` looks itself.
+        """Whether `ready` held during the spin, or after a turn of other ranks; without `spin` and `turns` it is not called.
 
-        `count` as there: what is asked of it takes no call, and without it no turn is given.
+        `count` is as for `wait`: between two calls of `ready` only the number is checked. Turns are given only with a `count`.
         """
         if self._spin is None:
             return count is not None and self._turns is not None and self._turns.is_ready_after(ready)
@@ -272,9 +277,9 @@ class RankWait:
                     return False
 
     def wait(self, ready: Callable[[], bool], look: Callable[[], object], count: Count | None = None) -> None:
-        """Returns when `ready`, which was not so within the spin; `look` raises where a rank has failed, and ends the wait.
+        """Sleeps until `ready` holds, after a spin in which it did not; `look` raises where a rank has failed, which ends the wait.
 
-        `count`: the number whose growth alone can make it ready.
+        `count`: the number whose growth alone can make the condition true.
         """
         own, place = self._own, self._place
         word = _ON_WORD if count is None else _ON_COUNT

@@ -1,15 +1,15 @@
-"""Waiting by polling: a rank always yields its core between two polls.
+"""Waits by polling: a rank always yields its core between two polls.
 
-    for _ in spins(2e-3):                  # first at once, and then whenever no other process wants the core
+    for _ in spins(2e-3):                   # the first poll at once, the next ones whenever no other process wants the core
         if request.Test():
             return
-    for waited in sleeps(2e-5, 1e-4):      # 20 microseconds, and twice as long each time, up to a tenth of a millisecond
+    for waited in sleeps(2e-5, 1e-4):       # 20 microseconds, and twice as long each time, up to a tenth of a millisecond
         if request.Test():
             break
 
-A rank that looks without giving its core up keeps it from whom it waits for: the system may have put both on one core, although there
-are as many cores as ranks, since any other process is on the other one. It then takes a time slice of the system, some milliseconds,
-until the other one runs, in every wait. Giving the core up costs less than a microsecond where no other process wants it.
+A rank that polls without giving its core up may block the rank for which it waits: the system may have put both on one core, even with as
+many cores as ranks, since another process may run on the other core. Each wait then takes a time slice of the system, some milliseconds,
+until the other rank runs. Giving the core up costs less than a microsecond if no other process wants it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LONG_WAIT = 0.1
 _SLEEP_OF_A_LONG_WAIT = 1e-3
 
 give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
-"""Lets another process or thread have the core, where one wants it."""
+"""Gives the core to another process or thread that wants it, if there is one."""
 
 
 def spins(seconds: float) -> Iterator[None]:
-    """A look at once, and one after another for so long, between which whoever wants the core gets it."""
+    """Yields at once, and then repeatedly for `seconds`; in between any other process that wants the core gets it."""
     yield
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -35,10 +35,10 @@ def spins(seconds: float) -> Iterator[None]:
 
 
 def sleeps(shortest: float, longest: float | None = None, within: float | None = None) -> Iterator[float]:
-    """A look at once, and one after each sleep, `shortest` first and twice as long each time up to `longest`: the seconds waited so far.
+    """Yields the seconds waited so far, at once and after each sleep.
 
-    Once it has lasted a tenth of a second it sleeps for a millisecond at a time. It ends `within` seconds, where they are given, with a
-    last look.
+    The first sleep takes `shortest` seconds, each further one twice as long, up to `longest`; after a tenth of a second up to at least a
+    millisecond. With `within` the last value comes after that many seconds.
     """
     begun, sleep, most = time.monotonic(), shortest, longest or shortest
     waited = 0.0

@@ -1,12 +1,12 @@
-"""Messages under way go on while a rank computes: MPI moves a message of more than a few KB only while it is called.
+"""Keeps messages in transit moving while a rank computes: MPI transfers a message of more than a few KB only during calls of MPI.
 
-    run = progress.during(session_run)      # made once
+    run = progress.during(session_run)      # created once
     run()                                   # in each step
 
-A call that took a millisecond or more last time is accompanied by a thread that calls MPI every millisecond, which it can since onnxruntime
-gives up Python's lock. Shorter calls are followed by one test, unless the last one was a moment ago. One thread at a time is inside MPI:
-the accompanying one holds a lock during each test, and the end of the call takes it. Where MPI was not begun for several threads, there
-are only the tests in between.
+During a call that took a millisecond or more last time, a thread calls MPI every millisecond, which is possible since onnxruntime releases
+Python's lock. After a shorter call there is one test, unless the last one was a moment ago. Only one thread is inside MPI at a time: the
+accompanying thread holds a lock during each test, and the end of the call waits for that lock. If MPI was not initialized for several
+threads, there are only the tests between calls.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TypeAlias
 Action: TypeAlias = Callable[[], object]
 
 LONG = 1e-3
-"""Seconds from which a call is accompanied, and between two tests."""
+"""Seconds of a call from which the thread accompanies it, and between two tests of the thread."""
 _SHORT, _UNSEEN = 1e-4, 15
-"""Seconds below which a call is left alone, but for each 16th."""
+"""Seconds of a call below which the next 15 calls are neither timed nor followed by a test."""
 _OFTEN = 5e-4
-"""Seconds between the tests after short calls."""
+"""The least seconds between two tests after short calls."""
 
 
 class Progress:
-    """Lets messages under way go on. `test` is a call of MPI that does not wait; `threads`: whether another thread may make it."""
+    """Keeps messages in transit moving. `test` is a call of MPI that does not wait; `threads`: whether another thread may make it."""
 
     def __init__(self, test: Action, threads: bool) -> None:
         self.tests = 0
-        """The number of tests that the thread has made."""
+        """The number of tests that the accompanying thread has made."""
         self._test = test
         self._threads = threads
         self._tested = 0.0
@@ -41,7 +41,7 @@ class Progress:
         self._closed = False
 
     def during(self, action: Action) -> Action:
-        """The action, while and after which messages go on."""
+        """Returns a function that runs `action`, with tests of MPI during or after it."""
         clock, took, unseen = time.perf_counter, LONG, 0
 
         def run() -> None:
@@ -65,7 +65,7 @@ class Progress:
         return run
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the accompanying thread."""
         self._closed = True
         self._computing.set()
         if self._thread is not None:

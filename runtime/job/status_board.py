@@ -1,9 +1,9 @@
-"""The status board: what each rank is doing, readable by the launcher even after the rank was killed.
+"""The status board: the current step and action of each rank, which the launcher can read even after the rank was killed.
 
-A file of 16 bytes a rank: the number of the step and the index of the action, as two little-endian 64-bit integers. Each rank
-maps the file into its memory and writes its own slot before each action. A launcher creates the file and names it in
-`PARTC_BOARD`. Beside it lie the file `pids`, 8 bytes a rank, where each rank of the machine writes its process id when it begins, and the
-file `tasks`, 256 bytes a rank, where it writes what code of the user's it runs, for as long as it does.
+The board is a file with 16 bytes for each rank: the number of the step and the index of the action, as two little-endian 64-bit integers.
+Each rank maps the file into memory and writes its own slot before each action. A launcher creates the file and names it in `PARTC_BOARD`.
+The same folder has the file `pids`, 8 bytes for each rank, where each rank of the machine writes its process id when it begins; and the
+file `tasks`, 256 bytes for each rank, where a rank writes which of the user's code it runs, while it runs it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Buffer: TypeAlias = "bytearray | mmap.mmap"
 
 @dataclass(frozen=True)
 class Board:
-    """The place where one rank writes: `SLOT.pack_into(board.buffer, board.offset, step, action)`."""
+    """The slot of one rank: `SLOT.pack_into(board.buffer, board.offset, step, action)`."""
 
     buffer: Buffer
     offset: int
 
 
 def create_board(file: Path, ranks: int) -> None:
-    """A board on which every rank is idle."""
+    """Creates a board on which every rank is idle."""
     write_new(file, SLOT.pack(0, IDLE) * ranks)
 
 
 def open_board(rank: int) -> Board:
-    """The slot of a rank on the board that the environment names; where there is none, a slot that is never read."""
+    """Returns the slot of a rank on the board that the environment names; without a board, a slot that is never read."""
     name = os.environ.get(VARIABLE)
     if name:
         try:
@@ -61,47 +61,47 @@ def open_board(rank: int) -> Board:
 
 
 def read_board(file: Path) -> list[tuple[int, int]]:
-    """Step and action of every rank."""
+    """Returns the step and the action of every rank, in order of ranks."""
     return [(step, action) for step, action in SLOT.iter_unpack(read_regular(file))]
 
 
 def create_pids(folder: Path, ranks: int) -> None:
-    """The file of process ids, none of them known."""
+    """Creates the file of process ids, all of them still unknown (0)."""
     write_new(folder / PIDS, _PID.pack(0) * ranks)
 
 
 def read_pids(folder: Path) -> list[int]:
-    """The process ids in a run's folder, in order of ranks; 0 where it is not known."""
+    """Returns the process ids in a run's folder, in order of ranks; 0 where one is not known."""
     return [pid for (pid,) in _PID.iter_unpack(read_regular(folder / PIDS))]
 
 
 def write_pid(folder: Path, rank: int) -> None:
-    """Notes that this process is the rank."""
+    """Writes this process's id as that of the rank."""
     with open_to_change(folder / PIDS) as file:
         file.seek(_PID.size * rank)
         file.write(_PID.pack(os.getpid()))
 
 
 def create_tasks(folder: Path, ranks: int) -> None:
-    """The file of what users' code the ranks run: none."""
+    """Creates the file of the user's code that each rank runs, all entries empty."""
     write_new(folder / TASKS, bytes(_TASK * ranks))
 
 
 def open_task(folder: Path, rank: int) -> None:
-    """From here on `note_task` notes what this process runs, which is the rank."""
+    """Opens the rank's entry in the tasks file, into which `note_task` of this process writes from then on."""
     with open_to_change(folder / TASKS) as file:
         whole = memoryview(mmap.mmap(file.fileno(), 0))
     _own_task[:] = [whole[_TASK * rank : _TASK * (rank + 1)]]
 
 
 def note_task(text: str) -> None:
-    """Notes that code of the user's runs; an empty text, that it has returned."""
+    """Writes the description of the user's code that begins to run; an empty text after it has returned."""
     if _own_task:
         _own_task[0][:] = text.encode()[:_TASK].ljust(_TASK, b"\0")
 
 
 def read_task(folder: Path, rank: int) -> str:
-    """The user's code that a rank runs, or ran when it ended; empty where none."""
+    """Returns the user's code that a rank runs, or ran when the rank ended; empty where there is none."""
     try:
         content = read_regular(folder / TASKS)[_TASK * rank : _TASK * (rank + 1)]
     except OSError:
@@ -110,7 +110,7 @@ def read_task(folder: Path, rank: int) -> str:
 
 
 def processes() -> Mapping[int, int]:
-    """The process ids of the ranks that a launcher's folder knows of; none where there is no such folder."""
+    """Maps each rank to its process id as far as known from the launcher's folder; empty without such a folder."""
     try:
         found = read_pids(Path(os.environ[VARIABLE]).parent)
     except (KeyError, OSError):
@@ -119,7 +119,7 @@ def processes() -> Mapping[int, int]:
 
 
 def states(pids: Sequence[int]) -> list[str]:
-    """The letter of each process's state in /proc; empty where it has ended, `?` where the system has no /proc."""
+    """Returns the letter of each process's state in /proc; empty where it has ended, `?` where the system has no /proc."""
     return [_state(Path(f"/proc/{pid}/stat")) for pid in pids]
 
 

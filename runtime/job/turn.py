@@ -1,18 +1,18 @@
-"""One call of a program or trainer at a time: a lock with an owner, for all that shares a state.
+"""Allows one call of a program or trainer at a time: a lock with an owner, shared by all programs and trainers over the same state.
 
-Calls of other threads wait where one process has all ranks (`load_local`, a job of one rank). Among ranks that are processes they are
-refused, because waiting would order calls by chance, and ranks must make the same calls in the same order. Also refused are calls
+If one process has all ranks (`load_local`, a job of one rank), calls of other threads wait. If ranks are processes, such calls are refused:
+waiting would order them by chance, and ranks must make the same calls in the same order. Also refused are calls
 
-- inside a call: by a schedule that computes a rate, by the batches of an evaluation or their transform;
-- after the end: `close` waits for the call under way, and calls that wait at that time are refused;
+- inside of another call: by a schedule that computes a rate, by the batches of an evaluation or their transform;
+- after the end: `close` waits for the current call, and calls that wait at that time are refused;
 - in a fork of the process, whose copy has neither threads nor connections; `close` does nothing there.
 
     class Trainer:
         @one_call(TRAINER)
         def train(self, batch): ...
 
-Ctrl-C does not leave the lock taken: up to CPython 3.13 no signal is handled between taking a lock and entering its `with`. In later ones
-the thread that was interrupted can go on, because the lock is reentrant.
+Ctrl-C does not leave the lock taken: up to CPython 3.13 no signal is handled between acquiring a lock and entering its `with` block. In
+later versions the interrupted thread can continue, because the lock is reentrant.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 TRAINER, PROGRAM = 1, 2
-"""Levels: a call of a trainer makes calls of programs, and no call makes one of its own level."""
+"""The levels of calls: a call of a trainer makes calls of programs, and no call makes another one of its own level."""
 _user_code = threading.local()
 
 
 def count_user_code(by: int) -> None:
-    """Counts the blocks of the user's code that this thread is in and that partc calls."""
+    """Adds `by` to the number of blocks of the user's code, called by partc, in which this thread is."""
     _user_code.depth = getattr(_user_code, "depth", 0) + by
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way: its thread, level and name, and the user's code that it runs at the moment."""
+    """A current call: its thread, level and name, and the user's code that it runs at the moment."""
 
     thread: int
     level: int
@@ -60,9 +60,9 @@ class _Shared:
 
 
 class CallGuard:
-    """The calls of one program or trainer. `waits`: whether calls of other threads wait for the one under way.
+    """Guards the calls of one program or trainer. `waits`: whether calls of other threads wait for the current one.
 
-    `admits`: whether a thread, by its identifier, may make calls at all.
+    `admits`: whether the thread with a given identifier may make calls at all.
     """
 
     def __init__(self, waits: bool, admits: Callable[[int], bool] | None = None, state: _Shared | None = None) -> None:
@@ -70,37 +70,37 @@ class CallGuard:
         self.ended: str | None = None
         """The reason why calls are refused for good."""
         self.working: Collection[int] = ()
-        """Threads that work for a call, and so cannot wait for it to end."""
+        """Identifiers of threads that work for a call, and so cannot wait for it to end."""
         self._process = os.getpid()
         self.state = state or _Shared()
 
     def shared(self) -> CallGuard:
-        """The calls of another program over the same state, which ends by itself."""
+        """Returns the guard of another program over the same state; it can end separately."""
         return CallGuard(self.waits, self._admits, self.state)
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the process that has loaded."""
+        """Whether this process is a fork of the process that has loaded the program."""
         return os.getpid() != self._process
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing to close: it was closed, or belongs to another process."""
+        """Whether there is nothing to close: the program was closed, or belongs to another process."""
         return self.forked or self.ended is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """Whether there is a current call."""
         return self.state.call is not None
 
     def has(self, thread: int) -> bool:
-        """Whether a thread makes the call under way."""
+        """Whether the current call was made by this thread."""
         call = self.state.call
         return call is not None and call.thread == thread
 
     @contextmanager
     def running(self, user_code: str) -> Iterator[None]:
-        """A block in which a call runs the user's code."""
+        """A block in which the current call runs the user's code; `user_code` describes that code."""
         call = self.state.call
         assert call is not None, "only a call runs the user's code"
         call.user_code = user_code
@@ -110,7 +110,7 @@ class CallGuard:
             call.user_code = ""
 
     def refuse(self, call: _Call, local: bool, ending: bool) -> None:
-        """Refuses a call that cannot wait for its turn. UsageError."""
+        """Raises UsageError for a call that may not be made or cannot wait for its turn."""
         other = self.state.call
         if self.forked:
             fact = (
@@ -131,7 +131,10 @@ class CallGuard:
             raise _overlapping(call, other.name)
 
     def refuse_waited(self, call: _Call, calls: int, ending: bool) -> None:
-        """Refuses a call that has its turn too late. RankError after the end, UsageError after a call that it may not wait for."""
+        """Refuses a call that has waited for the lock.
+
+        RankError after the end; UsageError if the call may not wait and another one was made meanwhile.
+        """
         if self.ended is not None and not ending:
             raise RankError(f"the program has stopped: {self.ended}")
         if calls != self.state.calls and not (self.waits or ending):
@@ -151,7 +154,7 @@ def _overlapping(call: _Call, other: str) -> UsageError:
 
 
 class HasTurn(Protocol):
-    """Makes one call at a time."""
+    """An object whose calls are guarded by its `turn`."""
 
     @property
     def turn(self) -> CallGuard: ...
@@ -164,7 +167,7 @@ Method = Callable[Concatenate[Owner, Arguments], Result]
 def one_call(
     level: int, name: str = "", local: bool = False, ending: bool = False
 ) -> Callable[[Method[Owner, Arguments, Result]], Method[Owner, Arguments, Result]]:
-    """Decorates a method that is one call. `local`: it concerns one rank alone; `ending`: it is the last call, and waits in any case."""
+    """Decorates a method as one guarded call. `local`: it concerns one rank alone; `ending`: it is the last call, and may always wait."""
 
     def decorated(method: Method[Owner, Arguments, Result]) -> Method[Owner, Arguments, Result]:
         @wraps(method)

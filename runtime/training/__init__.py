@@ -1,1 +1,1 @@
-"""Training: the state that lives from step to step, checkpoints, schedules, and the loop around the steps."""
+"""Training: the state that a rank keeps from step to step, checkpoints, schedules, and the loop around the steps."""

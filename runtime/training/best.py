@@ -1,10 +1,10 @@
-"""The best evaluation of a training, and how many evaluations ago it was.
+"""Finds the best evaluation of a training, and how many evaluations ago it was.
 
     checkpoint: {folder: runs, keep: {last: 3, best: {metric: accuracy}}}
     early_stop: {metric: loss, patience: 5}
 
-Rank 0 has the metrics, so it alone judges. What it found is in each checkpoint's `meta` beside the position in the data: a resumed training
-judges as one that was never interrupted.
+Only rank 0 has the metrics, so it alone judges. Its results are in each checkpoint's `meta`, with the position in the data: so a resumed
+training judges like one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pydantic import JsonValue
 from .trainer import Trainer
 
 EARLY_STOP = 1 << 11
-"""The reason why a training ended whose metric did not improve any more."""
+"""The reason to stop when the metric of `early_stop` has not improved for too long."""
 
 
 class BestEvaluation:
-    """The best value of a metric so far, the step that it was found after, and the evaluations since that were not better.
+    """The best value of a metric so far, the step after which it was measured, and the number of evaluations since then.
 
-    `loss` is the name that the loss has among the metrics. A value that is not finite is never the best.
+    `loss` is the loss's name among the metrics. A value that is not finite is never the best.
     """
 
     def __init__(self, choice: MetricChoice, loss: str) -> None:
@@ -37,7 +37,7 @@ class BestEvaluation:
         self._patience = choice.patience if isinstance(choice, EarlyStop) else math.inf
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is the best so far."""
+        """Records an evaluation; returns whether it is the best so far."""
         value = float(metrics.get(self.metric, math.nan))
         better = math.isfinite(value) and (self.value is None or self._sign * (self.value - value) > self._least)
         if better:
@@ -47,15 +47,15 @@ class BestEvaluation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last `patience` evaluations were all no better."""
+        """Whether none of the last `patience` evaluations was better than the best before."""
         return self.waited >= self._patience
 
     def meta(self) -> dict[str, JsonValue]:
-        """The part of it that a checkpoint keeps."""
+        """Returns the state that a checkpoint stores."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "waited": self.waited}
 
     def resume(self, meta: JsonValue) -> None:
-        """Goes on from a checkpoint's; from nothing where that judged another metric, or none."""
+        """Restores the state from a checkpoint; it begins anew if the checkpoint has none or that of another metric."""
         match meta:
             case {"metric": self.metric, "value": None, "step": None, "waited": int(waited)}:
                 self.waited = waited
@@ -66,9 +66,9 @@ class BestEvaluation:
 
 
 class Judged:
-    """The decisions from the evaluations of a training: the checkpoint that stays as the best, and the end of training.
+    """Decides from the evaluations of a training which checkpoint stays as the best, and whether training ends.
 
-    `resumed` is the `meta` of the checkpoint that training goes on from.
+    `resumed` is the `meta` of the checkpoint from which training continues.
     """
 
     def __init__(self, settings: LoopSettings, loss: str, resumed: Mapping[str, JsonValue]) -> None:
@@ -79,21 +79,21 @@ class Judged:
             one.resume(resumed.get(key))
 
     def judge(self, trainer: Trainer, metrics: Mapping[str, float]) -> tuple[bool, bool]:
-        """Whether the evaluation is to be saved as the best, and whether training ends; collective, the same on all ranks."""
+        """Returns whether the evaluation is to be saved as the best, and whether training ends; collective, the same on all ranks."""
         better = {key: one.judge(trainer.step, metrics) for key, one in self._judges.items() if trainer.rank == 0}
         to_save = "best" in self._judges and trainer.program.any_rank(better.get("best", False))
         return to_save, "early_stop" in self._judges and trainer.program.any_rank(trainer.rank == 0 and self.is_over)
 
     @property
     def is_over(self) -> bool:
-        """Whether the metric of `early_stop` has not improved for as long as it may."""
+        """Whether the metric of `early_stop` has not improved during its patience."""
         return "early_stop" in self._judges and self._judges["early_stop"].is_over
 
     @property
     def best_step(self) -> int | None:
-        """The step whose checkpoint stays as the best."""
+        """The step whose checkpoint stays as the best; None where there is none."""
         return self._judges["best"].step if "best" in self._judges else None
 
     def meta(self) -> dict[str, JsonValue]:
-        """The part of it that a checkpoint keeps."""
+        """Returns the state that a checkpoint stores."""
         return {key: one.meta() for key, one in self._judges.items()}

@@ -1,11 +1,11 @@
-"""Functions of a file of the user's that a training calls on rank 0: `callbacks: watch.py`.
+"""Functions in a file of the user's that training calls on rank 0: `callbacks: watch.py`.
 
-    def on_step(progress): ...                       with each line of the log: progress.step, .epoch, .metrics, .rate, .speed, .remaining
-    def on_evaluate(step, epoch, metrics): ...       metrics by name
-    def on_save(step, path): ...                     the folder of a checkpoint, which is complete
+    def on_step(progress): ...                      # with each line of the log: progress.step, .epoch, .metrics, .rate, .speed, .remaining
+    def on_evaluate(step, epoch, metrics): ...      # metrics by name
+    def on_save(step, path): ...                    # the folder of a complete checkpoint
 
-What one raises ends the job with its file and line. One that has not returned after `stall` seconds is named on stderr, for the other ranks
-wait meanwhile.
+An exception in one of them ends the job with the file and line. One that has not returned after `stall` seconds is reported on stderr,
+since the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENTS = ("on_step", "on_evaluate", "on_save")
 
 
 class Callbacks:
-    """The functions of a module by event. UsageError where it has none, or one for an event that is unknown."""
+    """The callbacks of a module by event. UsageError where it has none, or one for an unknown event."""
 
     def __init__(self, module: ModuleType, where: str, stall: float = 30.0) -> None:
         self._where, self._stall = where, min(stall, threading.TIMEOUT_MAX)
@@ -46,7 +46,7 @@ class Callbacks:
         self._call("on_step", progress.step, progress)
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
-        """Calls nothing."""
+        """Does nothing: there is no callback for this event."""
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """Calls `on_evaluate`."""
@@ -72,27 +72,27 @@ class Callbacks:
 
 
 class Listeners:
-    """Several listeners, told in order."""
+    """Passes each event to several listeners in order."""
 
     def __init__(self, each: Sequence[Listener]) -> None:
         self._each = each
 
     def stepped(self, progress: Progress) -> None:
-        """As `Listener` says."""
+        """Passes the event on, as described in `Listener`."""
         for one in self._each:
             one.stepped(progress)
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
-        """As `Listener` says."""
+        """Passes the event on, as described in `Listener`."""
         for one in self._each:
             one.not_finite(step, outputs, skipped)
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
-        """As `Listener` says."""
+        """Passes the event on, as described in `Listener`."""
         for one in self._each:
             one.evaluated(step, epoch, metrics)
 
     def saved(self, step: int, path: Path) -> None:
-        """As `Listener` says."""
+        """Passes the event on, as described in `Listener`."""
         for one in self._each:
             one.saved(step, path)

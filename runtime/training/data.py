@@ -1,4 +1,4 @@
-"""The data of a loop of one's own: what `data:` of a plan may say, or the object that a data file would define.
+"""The data of a training loop that the user writes: a value that `data:` of a plan may have, or the object that a data file would define.
 
 with load_trainer("build") as trainer, trainer.loader(DataLoader(digits, batch_size=32), epochs=2) as batches:
     for batch in batches:
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 def of_batch(manifest: Manifest) -> Manifest:
-    """The manifest without the inputs that a step of training gets in addition to a batch."""
+    """Returns the manifest without the inputs that a training step gets in addition to a batch, such as the learning rate."""
     if manifest.training is None:
         return manifest
     own = {*manifest.training.scalars}
@@ -31,7 +31,7 @@ def of_batch(manifest: Manifest) -> Manifest:
 
 
 def with_next(batches: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
-    """Each batch with the one that follows it, which is read before the first is handled."""
+    """Yields each batch with the next one (None after the last), which is read before the first is processed."""
     source = iter(batches)
     batch = next(source, None)
     while batch is not None:
@@ -41,7 +41,7 @@ def with_next(batches: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
 
 
 class Choices(TypedDict, total=False):
-    """The settings that a call may give in place of the plan: keys of `train:`, and `fields` of `data`."""
+    """The settings that a call may pass in place of the plan's: keys of `train:`, and `fields` of `data`."""
 
     batch: int
     seed: int
@@ -60,7 +60,7 @@ def loader_of(
     epochs: int | None,
     choices: Choices,
 ) -> Loader:
-    """A rank's batches of the data, by the settings of the artifact where a call says nothing else."""
+    """Opens a rank's loader of the data, with the artifact's settings except those in `choices`."""
     if unknown := choices.keys() - Choices.__annotations__.keys():
         known = ", ".join(Choices.__annotations__)
         raise UsageError(f"loader() takes no {', '.join(sorted(unknown))}\n  help: it takes data, epochs, {known}")
@@ -86,7 +86,7 @@ def loader_of(
 
 
 def _is_spec(data: object) -> bool:
-    """Whether data is a path, or a mapping such as a plan has; else it is the source itself."""
+    """Whether `data` is a path or a mapping as in a plan; else it is the source itself."""
     if isinstance(data, Mapping):
         return all(isinstance(value, str | int | float | list | tuple | dict) for value in data.values())
     return isinstance(data, str | os.PathLike)

@@ -1,7 +1,7 @@
-"""The exponential moving average of the trained parameters: e' = e + (1 - decay) (p - e) after each step, of each parameter p.
+"""Computes the exponential moving average e of each trained parameter p: e' = e + (1 - decay) (p - e) after each step.
 
-An average is a tensor of the state, `fc1.weight.ema`: a rank has that of the shard that it has of the parameter, under any plan. Elements
-are averaged each by itself, so it is the shard of the unsharded model's. It begins as the parameter's first value.
+An average is a tensor of the state, `fc1.weight.ema`: under any plan a rank has the same shard of it as of the parameter. Elements are
+averaged independently, so this is the shard of the unsharded model's average. It begins as the parameter's first value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..checkpoint.index import EMA
 from ..execution.state import State
 
 _AT_ONCE = 1 << 16
-"""Elements that are averaged together, so that what that takes stays in the cache."""
+"""Elements that are averaged at a time, so that temporary arrays stay in the cache."""
 
 
 class Averages:
     """The averages of a rank's parameters.
 
-    `kept`: the records of the whole job, of which the trained parameters have an average; `records` are those of the averages.
+    `kept`: the state records of the whole job, whose trained parameters have averages; `records` are the records of these averages.
     """
 
     def __init__(self, state: State, kept: list[StateRecord], decay: float) -> None:
@@ -39,16 +39,16 @@ class Averages:
         self.begin()
 
     def begin(self) -> None:
-        """Begins anew, with the parameters as they are."""
+        """Sets the averages to the current parameters."""
         self._averages = [np.array(array) for _, array in self._parameters.arrays()]
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
-        """The averages that this rank has, as checkpoints take and give them."""
+        """Returns the averages of this rank with their records, as checkpoints store them."""
         records = [_record(one) for one in self._parameters.records]
         return list(zip(records, self._averages, strict=True))
 
     def update(self) -> None:
-        """Takes a step's parameters into the averages."""
+        """Updates the averages with the parameters after a step."""
         share = 1 - self.decay
         for average, (_, array) in zip(self._averages, self._parameters.arrays(), strict=True):
             into, new = average.reshape(-1), array.reshape(-1)
@@ -60,7 +60,7 @@ class Averages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block in which the parameters are the averages."""
+        """A block in which the averages are in the place of the parameters."""
         self._exchange()
         try:
             yield
@@ -79,6 +79,6 @@ class Averages:
 
 
 def _record(parameter: StateRecord) -> StateRecord:
-    """The record of a parameter's average."""
+    """Returns the record of a parameter's average."""
     names = {"value": f"{parameter.value}.{EMA}", "tensor": f"{parameter.tensor}.{EMA}", "parameter": parameter.tensor}
     return parameter.model_copy(update={**names, "kind": EMA, "next": ""})

@@ -1,6 +1,6 @@
-"""Finds non-finite numbers: in a step's outputs, its inputs, and the state.
+"""Finds non-finite numbers in a step's outputs, in its inputs, and in the state.
 
-A loss that is not finite is reported on all ranks alike before anything else is done, with the inputs of each rank that are not finite.
+A non-finite loss is reported on all ranks before anything else is done, with the non-finite inputs of each rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ..execution.program import Program
 
 STOP, WARN = "stop", "warn"
-"""The reaction to a loss that is not finite: training ends, or a warning is printed; else the step changes nothing."""
+"""The reactions to a non-finite loss: training ends, or a warning is printed; with any other setting the step changes nothing."""
 _AT_ONCE = 1 << 16
-"""Numbers that are looked at together: what that takes stays in the cache, however large the tensor."""
+"""Numbers that are checked at a time, so that temporary arrays stay in the cache, however large the tensor is."""
 
 
 @dataclass(frozen=True)
 class PendingLoss:
-    """A step, counted from 1, whose loss is not yet known to be finite on all ranks, with the batch of this rank."""
+    """A step, counted from 1, whose loss is not yet known to be finite on all ranks, with this rank's batch."""
 
     step: int
     bad: bool
@@ -39,9 +39,10 @@ class PendingLoss:
 def stopped(
     program: Program, name: str, untold: Sequence[PendingLoss], inputs: Iterable[Port], following: Mapping[str, object]
 ) -> NonFiniteError:
-    """The error of the first step whose loss is not finite on some rank, with what each rank was given that is not; collective.
+    """Returns the error for the first step whose loss is not finite on some rank, with the non-finite inputs of each rank; collective.
 
-    `untold`: this rank's last steps. A batch that shares memory with a later one, at last the `following`, is not looked into.
+    `untold`: this rank's last steps. A batch that shares memory with a later one, or with `following`, is not inspected, since it was
+    overwritten.
     """
     bad = next((one for one in untold if one.bad), None)
     told = program.all_gather_text(json.dumps([bad.step, bad.loss]) if bad else "")
@@ -57,16 +58,16 @@ def stopped(
 
 
 def is_same(value: object, other: object) -> bool:
-    """Whether two inputs are one array, so that what was in it may have been replaced."""
+    """Whether two inputs are the same array or may share memory, so that the first one's contents may have been overwritten."""
     arrays = isinstance(value, np.ndarray) and isinstance(other, np.ndarray)
     return value is other or (arrays and bool(np.may_share_memory(value, other)))
 
 
 def is_finite(value: object) -> bool:
-    """Whether all numbers of a value are finite; integers, bools and texts are."""
+    """Whether all numbers of a value are finite; integers, bools and texts always are."""
     array = np.asarray(value)
     if array.ndim == 0 and array.dtype.kind == "f":
-        return math.isfinite(array)  # of a loss in every step: a tenth of the time of numpy's
+        return math.isfinite(array)  # for the loss of every step: a tenth of the time of numpy's isfinite
     if array.dtype.kind not in "fcV":
         return True
     flat = array.reshape(-1)
@@ -75,7 +76,7 @@ def is_finite(value: object) -> bool:
 
 
 def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int) -> str:
-    """The first input of a rank that is not finite, with its record; empty where all are."""
+    """Describes a rank's first input that is not finite, with its record; empty where all inputs are finite."""
     for port in ports:
         if port.name not in batch or is_finite(batch[port.name]):
             continue
@@ -90,7 +91,10 @@ def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int
 
 
 def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | None:
-    """The name of the labels of which a rank has none that its loss counts; '' where one is counted, None where it reads none."""
+    """Describes an input all of whose labels are ignored by the loss on this rank.
+
+    '' where any label counts, None where the rank reads no labels.
+    """
     found: str | None = None
     for port in ports:
         ignored = port.labels.ignored if port.labels is not None else []
@@ -105,12 +109,12 @@ def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | 
 
 
 def not_finite(arrays: Iterable[tuple[StateRecord, Array]]) -> list[str]:
-    """The tensors that hold a number which is not finite."""
+    """Returns the names of the tensors that have a non-finite number."""
     return [record.tensor for record, array in arrays if not is_finite(array)]
 
 
 def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str], counted: Sequence[str | None] = ()) -> str:
-    """The message about a loss that is not finite; `counted`: by rank what `without_labels` says."""
+    """Returns the message about a non-finite loss; `counted`: the result of `without_labels` of each rank."""
     why = [f"  {cause}" for cause in causes if cause]
     help = (
         "resume from the last checkpoint with other data, a smaller learning rate or `clip: {norm: 1}`; "
@@ -141,7 +145,7 @@ def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str], count
 
 
 def nonfinite_state(step: int, names: list[str]) -> str:
-    """The message about tensors that are not finite, and so are not saved."""
+    """Returns the message about non-finite tensors, for which no checkpoint is written."""
     more = f" and {len(names) - 1} more hold" if len(names) > 1 else " holds"
     return (
         f"step {step}: '{names[0]}'{more} numbers that are not finite, so no checkpoint is written\n"

@@ -1,4 +1,4 @@
-"""Loads the training of an artifact: its program, its evaluation, and the learning rates of its schedule."""
+"""Loads the training of an artifact: its training program, its evaluation, and the learning rates of its schedule."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def load_trainer(
     devices: RequestedDevices | None = None,
     op_times: Path | None = None,
 ) -> Trainer:
-    """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
+    """Loads this rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder,
-    that is about to be loaded: hashing it begins now. `trust_code`: a schedule that is Python, a file that the artifact names, may run.
-    `devices` and `op_times` as for `load`. UsageError for an artifact that does not train, or has such a schedule without either.
+    `rate` returns the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder of
+    checkpoints, that will be loaded next: hashing it begins at once. `trust_code`: a schedule in a Python file that the artifact names may
+    run. `devices` and `op_times` are as for `load`. UsageError for an artifact without training, or with such a schedule where neither
+    `rate` nor `trust_code` is given.
     """
     place = Path(folder)
     try:
@@ -78,7 +79,7 @@ def load_trainer(
 
 
 def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, Rate]:
-    """The facts about an artifact that a trainer needs before its program is loaded."""
+    """Opens the artifact and chooses its learning rate, which a trainer needs before its program is loaded."""
     artifact = open_artifact(place, trust=True)
     manifest = artifact.manifest
     record = manifest.training
@@ -98,5 +99,5 @@ def _raise(error: Exception) -> None:
 
 
 def planned_rate(record: TrainingRecord, base: Path, run: Run = run_file) -> Rate:
-    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now, by `run`."""
+    """Returns a plan's schedule as a function of the step; a Python file of it, relative to `base`, is run at once, by `run`."""
     return rate_of(record.settings.schedule, record.optimizer.lr, "schedule", base, run)

@@ -1,7 +1,7 @@
-"""The loop around the steps: batches in, losses out, evaluation and checkpoints in between, all decided by the number of the step.
+"""Runs the training loop: it reads batches, takes steps, evaluates and saves checkpoints; the number of the step decides when.
 
-Every rank runs the same loop; its events go to a `Listener`, on rank 0 only. Training ends with its last step or epoch, after a step in
-which some rank had a reason to stop, and with an evaluation that `early_stop` waits for no longer.
+Every rank runs the same loop; only rank 0 passes events to a `Listener`. Training ends with its last step or epoch, after a step in which
+any rank had a reason to stop, or with an evaluation after which the patience of `early_stop` is over.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from .stopping import MAX_TIME
 from .trainer import Trainer
 
 Tested: TypeAlias = Callable[[], Iterable[tuple[Mapping[str, Any], int]]]
-"""Gives the batches of an evaluation, each with how many records it has."""
+"""Returns the batches of an evaluation, each with its number of records."""
 
 
 @dataclass(frozen=True)
 class TrainingEnd:
     """The end of a training, on every rank.
 
-    `metrics`: of the last evaluation, else means over the last steps; on rank 0. `reason`: why before the last step, 0 where it took all.
+    `metrics`: those of the last evaluation, else means over the last steps; on rank 0. `reason`: the reason to stop before the last step, 0
+    where all steps were taken.
     """
 
     metrics: Metrics
@@ -54,10 +55,10 @@ def run(
     resumed: Mapping[str, JsonValue] | None = None,
     recording: Recording | None = None,
 ) -> TrainingEnd:
-    """Trains as the settings say, or until some rank has `received` a reason to stop, or the time is over that `began` then.
+    """Trains as the settings say, or until any rank has `received` a reason to stop, or the settings' time since `began` is over.
 
-    All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
-    `recording`: of steps, as the training counts them.
+    All ranks stop after the same step, evaluate if that is due, and save. `resumed` is the mapping that `resume` has returned. `recording`
+    records steps, by the training's own count.
     """
     recording = recording or Recording.off(trainer.program)
     start = time.perf_counter() if began is None else began
@@ -93,25 +94,25 @@ def run(
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that is to be taken: its batch of so many records of all ranks, where in the data that is, and what it ends."""
+    """A step to be taken: its batch of `records` records on all ranks, its place in the data, and whether it ends an epoch or training."""
 
     number: int
     batch: Mapping[str, Any]
     records: int
     place: Position
     epoch: float
-    """The epochs that are over with it, the last one in part."""
+    """The epochs that are finished after the step, the last one as a fraction."""
     records_of_epoch: int | None
-    """The records of the epoch so far, where it is not known how many it has."""
+    """The records of the epoch so far, if the total number of records is not known."""
     ends_epoch: bool
     is_last: bool
 
     def is_due(self, every: int | Literal["epoch"]) -> bool:
-        """Whether what has the interval `every` is due after the step; after the last one all is."""
+        """Whether an action with the interval `every` is due after the step; after the last step every action is."""
         return self.is_last or (self.ends_epoch if every == "epoch" else self.number % every == 0)
 
     def take(self, trainer: Trainer, following: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """The outputs of the step; the error of a refused batch names its place in the data."""
+        """Takes the step and returns its outputs; the error of a refused batch names its place in the data."""
         try:
             return trainer.advance(self.batch, following)
         except InputError as error:
@@ -120,7 +121,7 @@ class _Step:
 
 
 class _Steps:
-    """The steps of a training from where it is, to the last of `total`, or of the last epoch where these have no known length."""
+    """The steps of a training from its current one to the last of `total`, or to the end of the last epoch if its length is not known."""
 
     def __init__(self, trainer: Trainer, loader: Loader, settings: LoopSettings, recording: Recording) -> None:
         if loader.batches == 0:
@@ -145,14 +146,14 @@ class _Steps:
             yield _Step(number, batch, loader.size, place, now.epoch + part, counted, ends_epoch, is_last)
 
     def _is_over(self, step: int, place: Position) -> bool:
-        """Whether all steps are taken after this one, at this place in the data."""
+        """Whether training is finished after `step` steps, at `place` in the data."""
         return place.epoch >= self._epochs if self.total is None else step >= self.total
 
 
 class _AfterStep:
-    """The work that is due after a step, in this order: counting it, a line of progress, an evaluation, a checkpoint.
+    """The work after a step, in this order: count it, log a line of progress, evaluate, save a checkpoint.
 
-    `metrics`: of the last evaluation or line of progress; `is_over`: whether the last evaluation ends the training.
+    `metrics`: those of the last evaluation or line of progress; `is_over`: whether the last evaluation ends the training.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class _AfterStep:
         return self._test is not None and step.is_due(self._settings.evaluate)
 
     def count(self, step: _Step, outputs: Mapping[str, Any], is_skipped: bool) -> None:
-        """Counts the step, and tells the listener of a loss that is not finite, unless that one ends the training."""
+        """Counts the step, and reports a non-finite loss to the listener unless that loss ends the training."""
         trainer = self._trainer
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and not is_skipped
         self._is_refused = not finite and trainer.on_nonfinite == STOP  # `check_last_loss` raises it
@@ -188,7 +189,7 @@ class _AfterStep:
         self.saves.report()
 
     def log(self, step: _Step, total: int | None) -> None:
-        """A line of progress, if one is due."""
+        """Logs a line of progress, if one is due."""
         if step.is_due(self._settings.log):
             progress = self._meter.take(total, step.epoch, step.records_of_epoch)
             self.metrics = dict(progress.metrics)
@@ -196,7 +197,7 @@ class _AfterStep:
                 self._listener.stepped(progress)
 
     def evaluate(self, step: _Step) -> None:
-        """An evaluation, if one is due."""
+        """Evaluates, if an evaluation is due."""
         self._is_best = False
         if self._test is not None and self.evaluates(step):
             in_place = self._averages.in_place() if self._averages is not None else nullcontext()
@@ -208,7 +209,7 @@ class _AfterStep:
             self._meter.restart()
 
     def save(self, step: _Step) -> None:
-        """A checkpoint, if one is due: by its interval, of the best evaluation, or since the training ends."""
+        """Saves a checkpoint, if one is due: by its interval, because the evaluation was the best, or because training ends."""
         kept = self._settings.checkpoint
         ends = self._trainer.stopping or self.is_over
         if kept is not None and (ends or self._is_best or step.is_due(kept.every)):
@@ -218,14 +219,14 @@ class _AfterStep:
 
 
 class _Saves:
-    """The checkpoints that a training writes; the listener is told of each once it is whole."""
+    """The checkpoints that a training writes; the listener learns of each when it is complete."""
 
     def __init__(self, trainer: Trainer, loader: Loader, judged: Judged, listener: Listener | None) -> None:
         self._trainer, self._loader, self._judged, self._listener = trainer, loader, judged, listener
         self._unreported: tuple[int, Path] | None = None
 
     def save(self, kept: CheckpointSettings) -> None:
-        """Writes a checkpoint, or begins to, where the plan has it done in the background; collective."""
+        """Writes a checkpoint, or begins to do so if the plan saves in the background; collective."""
         meta = {**self._loader.saved(self._trainer.program.all_gather_text), **self._judged.meta()}
         self.finish()
         best = self._judged.best_step
@@ -234,22 +235,22 @@ class _Saves:
         self.report()
 
     def report(self) -> None:
-        """Tells the listener of the last checkpoint, if it is whole by now."""
+        """Reports the last checkpoint to the listener, if it is complete by now and not yet reported."""
         if self._unreported is not None and not self._trainer.is_saving:
             if self._listener:
                 self._listener.saved(*self._unreported)
             self._unreported = None
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is whole; collective."""
+        """Waits until the last checkpoint is complete, and reports it; collective."""
         self._trainer.finish_saving()
         self.report()
 
 
 def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> tuple[Mapping[str, JsonValue], str]:
-    """Resumes from a checkpoint: tensors, the step's number, and the position in the data.
+    """Resumes from a checkpoint: restores tensors, the step's number, and the position in the data.
 
-    What was saved beside them, and how the position is found, where that takes time.
+    Returns the values that were saved in addition to the tensors, and a text that describes how the position is found, if that takes time.
     """
     meta = trainer.load(path, option)
     return meta, loader.restore(meta, trainer.step)

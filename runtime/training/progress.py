@@ -1,4 +1,4 @@
-"""The progress of a training: the numbers of a progress line, and their receivers."""
+"""The progress of a training: the numbers of a progress line, and the listeners that receive them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Metrics: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a training: steps taken and to take, the epoch, means since the last time, and records a second.
+    """The progress of a training: the steps taken and in total, the epoch, means since the previous progress line, and records per second.
 
-    `total` and `remaining` are None where epochs of unknown length are counted.
+    `total` and `remaining` (in seconds) are None if epochs have no known length.
     """
 
     step: int
@@ -31,16 +31,16 @@ class Progress:
     speed: float
     remaining: float | None
     records: int | None = None
-    """The records of the epoch so far, where it is not known how many it has; then `epoch` counts whole ones."""
+    """The records of the epoch so far, if the total number of records is not known; then `epoch` counts only full epochs."""
     more: Metrics = field(default_factory=dict)
-    """The further numbers that the plan's `report` asks for, but for the gradient's norm, which is among the metrics."""
+    """The numbers that the plan's `report` requests, except the gradient's norm, which is among the metrics."""
 
 
 class Listener(Protocol):
     """Receives the progress of a training, on rank 0."""
 
     def stepped(self, progress: Progress) -> None:
-        """Some steps are done."""
+        """A progress line is due: steps were taken."""
         ...
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
@@ -57,7 +57,7 @@ class Listener(Protocol):
 
 
 class Meter:
-    """Counts the steps since the last progress line: their loss and metrics, and their time, in which no evaluation nor checkpoint is."""
+    """Sums the loss and the metrics of the steps since the last progress line, and measures their time without evaluations and saves."""
 
     def __init__(self, trainer: Trainer, batch: int, report: Report | None) -> None:
         self._trainer, self._batch, self._report = trainer, batch, report
@@ -65,18 +65,18 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins to measure time anew."""
+        """Restarts the measurement of time."""
         self._begun, self._records = time.perf_counter(), 0
 
     def count(self, outputs: Mapping[str, Any], records: int) -> None:
-        """Counts a step that had a batch of so many records."""
+        """Counts a step whose batch had `records` records."""
         self._totals.add(outputs, records)
         self._records += self._batch
         if self._report is not None:
             self._report.step()
 
     def take(self, total: int | None, epoch: float, records: int | None) -> Progress:
-        """The progress after the last step, of `total`; all is counted anew. Collective where the plan reports numbers of all ranks."""
+        """Returns the progress after the last step and resets the sums. Collective where the plan reports numbers of all ranks."""
         passed, step, read = time.perf_counter() - self._begun, self._trainer.step, self._records
         metrics, more = self._totals.take(), {} if self._report is None else self._report.numbers(passed)
         remaining = None if total is None else (total - step) * self._batch * passed / read

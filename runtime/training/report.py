@@ -1,8 +1,10 @@
-"""Further numbers of progress lines, over all ranks: `report: [parameter_norm, tokens, memory]`; a step itself gives `gradient_norm`.
+"""Computes further numbers of progress lines, over all ranks: `report: [parameter_norm, tokens, memory]`.
 
-parameter_norm       the norm of all trained parameters together, in which each element counts once
-tokens_per_second    elements of the first input of integers with two dims or more, such as the ids of (batch, seq)
-memory_bytes         the largest resident memory of a rank's process
+The step itself computes `gradient_norm`.
+
+    parameter_norm      the norm of all trained parameters together, in which each element counts once
+    tokens_per_second   elements of the first integer input with two dims or more, such as the ids of (batch, seq)
+    memory_bytes        the largest resident memory of a rank's process
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _INTEGERS = ("tensor(int64)", "tensor(int32)")
 
 
 class Report:
-    """The numbers of `wanted`; UsageError where tokens are, and no input has any."""
+    """Computes the numbers in `wanted`; UsageError where tokens are requested and no input has any."""
 
     def __init__(self, trainer: Trainer, wanted: Sequence[str]) -> None:
         self._trainer, self._wanted = trainer, frozenset(wanted)
@@ -44,13 +46,13 @@ class Report:
         self._ids = [parse(dim, symbols) for dim in ports[0].shape or () if dim is not None] if ports else []
 
     def step(self) -> None:
-        """Counts the tokens of the step that was taken last."""
+        """Counts the tokens of the last step."""
         if "tokens" in self._wanted:
             sizes = self._trainer.program.agreement.sizes
             self._tokens += math.prod(dim(sizes) for dim in self._ids)
 
     def numbers(self, seconds: float) -> dict[str, float]:
-        """The numbers of the steps since the last time, in so many seconds; collective."""
+        """Returns the numbers for the steps since the last call, which took `seconds`; collective."""
         found: dict[str, float] = {}
         if "parameter_norm" in self._wanted:
             squares = self._trainer.program.all_gather_text(repr(self._squares()))
@@ -62,7 +64,7 @@ class Report:
         return found
 
     def _squares(self) -> float:
-        """The sum of squares of what this rank owns of the parameters."""
+        """Returns the sum of squares over the elements of parameters that this rank owns."""
         terms = []
         for record, array in self._trainer.program.state.arrays():
             if (one := self._owned.get(record.value)) is not None:
@@ -74,7 +76,7 @@ class Report:
 
 
 def _resident() -> int:
-    """The resident memory of this process in bytes; its peak where the system tells no more."""
+    """Returns the resident memory of this process in bytes; its peak on systems without /proc."""
     fields = text_of_system("/proc/self/statm").split()
     if len(fields) > 1:
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

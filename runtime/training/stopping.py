@@ -1,14 +1,14 @@
-"""Why a training stops before its last step: a signal, or the end of its time.
+"""The reasons why a training stops before its last step: a signal, or the end of its time.
 
     with StopSignals() as signals, load_trainer("build", comm) as trainer:
         for batch in batches:
             trainer.ask_to_stop(signals.received)
             trainer.train(batch)
-            if trainer.stopping:                       # after the same step on all ranks
+            if trainer.stopping:                # after the same step on all ranks
                 break
         trainer.save("runs")
 
-A reason is a number: that of a signal, or `MAX_TIME`. Another signal asks for a trace of the last steps, and training goes on.
+A reason is a number: that of a signal, or `MAX_TIME`. Another signal requests a trace of the last steps, and training continues.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, Self
 NAMES = ("SIGTERM", "SIGUSR1")
 """The signals by which schedulers ask a job to end: SIGTERM when it is preempted or cancelled, SIGUSR1 as `--signal=USR1@90` of Slurm."""
 TRACE = "SIGUSR2"
-"""The signal that asks for a trace."""
+"""The signal that requests a trace."""
 MAX_TIME = 1 << 10
-"""The reason to stop when the time of a training is over."""
+"""The reason to stop when the time for training is over."""
 
 
 class StopSignals:
-    """A context that notes these signals in place of what they do otherwise; nothing outside of the main thread, which alone gets them.
+    """A context that records these signals and suppresses their usual effect; it has no effect outside of the main thread.
 
-    One that is ignored at the start, as by nohup, stays ignored. With `traces` it notes `TRACE`, too.
+    A signal that is ignored at the start, as by nohup, stays ignored. With `traces` it records `TRACE`, too.
     """
 
     def __init__(self, names: Sequence[str] = NAMES, traces: bool = False) -> None:
         self._names = (*names, TRACE) if traces else tuple(names)
         self.received = 0
-        """The number of the first signal that asked to stop; 0: none did."""
+        """The number of the first signal that requested a stop; 0 where none has come."""
         self._trace = False
         self._before: dict[int, Any] = {}
 
@@ -57,7 +57,10 @@ class StopSignals:
         self._before.clear()
 
     def pass_on(self, other: StopSignals | None) -> None:
-        """Notes nothing from here on: a signal that has come is the other's, or, if that does not note it, does what it does otherwise."""
+        """Ends the recording.
+
+        A signal that was received is passed to `other` or, if `other` does not record it, raised with its usual effect.
+        """
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
@@ -69,7 +72,7 @@ class StopSignals:
                 signal.raise_signal(number)
 
     def takes_trace(self) -> bool:
-        """Whether a trace was asked for since the last call."""
+        """Whether a trace was requested since the last call."""
         found, self._trace = self._trace, False
         return found
 
@@ -81,5 +84,5 @@ class StopSignals:
 
 
 def reason_text(reason: int) -> str:
-    """A reason in words: `SIGTERM`, `max_time`."""
+    """Returns the name of a reason: `SIGTERM`, `max_time`."""
     return "max_time" if reason == MAX_TIME else signal.Signals(reason).name

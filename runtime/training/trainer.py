@@ -1,8 +1,8 @@
 """The training of one rank: steps, evaluation and checkpoints. Every call is collective over the ranks.
 
-with load_trainer("build") as trainer:                    # on every rank
-    for batch in batches:                                 # this rank's pieces
-        outputs = trainer.train(batch)                    # {"loss": ...} on rank 0
+with load_trainer("build") as trainer:              # on every rank
+    for batch in batches:                           # this rank's shards
+        outputs = trainer.train(batch)              # {"loss": ...} on rank 0
     trainer.save("checkpoints")
 """
 
@@ -49,17 +49,18 @@ Item = TypeVar("Item")
 STEP = "step"
 """The scalar that counts the steps of a training."""
 _REASON = 2
-"""A request is so many times a reason to stop, and 1 more where a trace is to be written."""
+"""The factor of the reason to stop in a request; 1 is added where a trace is to be written."""
 SAVE_FAILED = 1 << 20
 """The request of a rank whose checkpoint could not be written in the background: larger than any reason to stop."""
 
 
 class Trainer:
-    """A training program with the evaluation of the same model, over one state.
+    """A training program and the evaluation of the same model, over one state.
 
-    One call is under way at a time (`job/turn.py`). In a job of one rank calls of other threads wait for it; among several ranks they
-    are refused with a UsageError, since threads have no order that all ranks know. Refused are calls from a schedule or from the batches
-    of an evaluation, too, and those in a fork of the process; after `close`, which waits for the call under way, each is a RankError.
+    Only one call runs at a time (`job/turn.py`). In a job of one rank, calls of other threads wait for it; with several ranks they are
+    refused with a UsageError, since threads have no order that all ranks know. Calls from inside of a schedule or of the batches of an
+    evaluation are refused, too, and so are those in a fork of the process. After `close`, which waits for the current call, each call is a
+    RankError.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Trainer:
         self.step = 0
         """The number of steps taken so far."""
         self.skipped = 0
-        """The number of steps that changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
+        """The number of steps that changed nothing because a gradient was not finite; neither the rate nor the optimizer counts these."""
         self.last_rate = 0.0
         """The learning rate of the last step."""
         ema = record.settings.ema
@@ -88,14 +89,14 @@ class Trainer:
         self._evaluation = evaluation
         self._untold: deque[PendingLoss] = deque(maxlen=2)
         self.stopping = 0
-        """Why training is to stop after this step, on all ranks alike: the largest reason given to `ask_to_stop`; 0: it goes on."""
+        """The reason to stop after this step, the same on all ranks: the largest passed to `ask_to_stop`; 0 where training continues."""
         self.tracing = False
-        """Whether all ranks are to write a trace after this step, since one of them was asked to: `ask_to_trace`."""
+        """Whether all ranks are to write a trace after this step, because any rank has called `ask_to_trace`."""
         self._reason = 0
         self._traces = False
         self._stop: NonFiniteError
         self.ports: list[Port] = of_batch(program.manifest).inputs
-        """The inputs of the model, of all ranks."""
+        """The inputs of the model on all ranks."""
         self._numbers = [name for name in record.scalars if name != STEP]
         self._hyper = record.optimizer.numbers
         known = {port.name for port in program.inputs}
@@ -110,43 +111,44 @@ class Trainer:
 
     @property
     def source(self) -> Path | None:
-        """The checkpoint from which tensors were taken last."""
+        """The checkpoint from which tensors were last loaded; None where there was none."""
         return self._checkpoints.source
 
     @property
     def manifest(self) -> Manifest:
-        """The index of the artifact."""
+        """The manifest of the artifact."""
         return self.program.manifest
 
     @property
     def inputs(self) -> list[Port]:
-        """The part of a batch that this rank reads."""
+        """The inputs of a batch of which this rank reads a shard."""
         return [port for port in self.ports if self.rank in port.ranks]
 
     def loader(self, data: object, epochs: int | None = None, **choices: Unpack[Choices]) -> Loader:
-        """This rank's batches of a path, of what `data:` of a plan may say, or of the object that a data file would define.
+        """Opens this rank's loader of a path, of a value that `data:` of a plan may have, or of the object that a data file would define.
 
-        `batch`, `seed`, `shuffle`, `drop_last`, `interleave` are those of the plan unless they are given, as are the `fields` of `data`.
-        Without `epochs` it has no end. It is a context; `saved` is for `save`, `restore` takes what `load` returns.
+        `batch`, `seed`, `shuffle`, `drop_last`, `interleave` and the `fields` of `data` are those of the plan unless they are passed.
+        Without `epochs` it never ends. It is a context manager; `save` takes the result of its `saved`, and its `restore` takes the result
+        of `load`.
         """
         return loader_of(data, self.record, self.ports, self.rank, self.program.largest, epochs, choices)
 
     @property
     def turn(self) -> CallGuard:
-        """Whose turn it is to call."""
+        """The guard of the trainer's calls."""
         return self.program.turn
 
     @one_call(TRAINER)
     def train(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
-        """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0.
+        """Takes one step on this rank's shards of a batch; returns the loss and the metrics before the update, on rank 0.
 
-        `following`: the batch of the next step, the same arrays, where it is known; other ranks may not know it. The ranks then agree on it
-        during this step, and a loss that is not finite is told one step later, to `train`; other calls ask.
+        `following`: the next step's batch, the same arrays, if it is known; other ranks may not know theirs. The ranks then agree on it
+        during this step, and a non-finite loss is reported one step later by `train`; other calls check for it at once.
         """
         return self.numbers(self._advance(batch, following))
 
     def numbers(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs of a step, with the numbers of metrics that are made of sums in place of these, and without denominators."""
+        """Returns the outputs of a step, with metrics computed from their sums, and without denominators."""
         if not self.record.denominators and not self.record.formulas:
             return dict(outputs)
         beside = {*self.record.denominators.values()}
@@ -157,7 +159,7 @@ class Trainer:
 
     @one_call(TRAINER)
     def advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
-        """One step as `train` takes it, with what puts several steps together: denominators, and the sums that a metric is made of."""
+        """Takes one step like `train`, and also returns the values that combine several steps: denominators, and the sums of metrics."""
         return self._advance(batch, following)
 
     def _advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None) -> Outputs:
@@ -189,17 +191,17 @@ class Trainer:
         return outputs
 
     def ask_to_stop(self, reason: int) -> None:
-        """Asks all ranks to stop for a reason of 1 or more; they find it in `stopping` after one of the next two steps, the same on all.
+        """Asks all ranks to stop for a reason of 1 or more; `stopping` has it after one of the next two steps, the same on all ranks.
 
-        Any rank may call it, at any time: the request travels with the agreement that begins a step.
+        Any rank may call it, at any time: the request travels with the agreement at the beginning of a step.
         """
         self._reason = reason
         self._request()
 
     def ask_to_trace(self) -> None:
-        """Asks all ranks to write a trace of the last steps; they find that in `tracing` as a reason to stop in `stopping`.
+        """Asks all ranks to write a trace of the last steps; `tracing` says so at the same time as `stopping` would for a reason to stop.
 
-        One rank alone may ask. Where another one asks to stop at the same time, training does that, and ends with a trace.
+        One rank alone may ask. If another one asks to stop at the same time, training stops, and ends with a trace.
         """
         self._traces = True
         self._request()
@@ -209,7 +211,10 @@ class Trainer:
         self.program.agreement.request(SAVE_FAILED if self._checkpoints.has_failed else number)
 
     def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
-        """The outputs of a step; where training is to stop, whether the loss is finite is reported with the next step."""
+        """Checks the outputs of a step and returns them.
+
+        If a non-finite loss ends training, it is reported to other ranks with the next step.
+        """
         if self.record.guard and not is_finite(outputs.pop(self.record.guard)):
             self.skipped += 1
         elif self.averages is not None:
@@ -224,10 +229,10 @@ class Trainer:
 
     @one_call(TRAINER)
     def check_last_loss(self) -> None:
-        """NonFiniteError on all ranks where the loss of the last step is not finite and training is to stop; collective.
+        """Raises NonFiniteError on all ranks where the last step's loss is not finite and the plan stops training then; collective.
 
-        A rank that gets the loss tells the others by the next agreement on a step that it begins, so that no step waits for one more.
-        Every other call of the trainer asks first; so does `close`.
+        A rank that gets the loss tells the others in the agreement at the beginning of its next step, so that no step waits for another
+        message. Every other call of the trainer checks first; so does `close`.
         """
         self._check_last_loss()
 
@@ -239,7 +244,10 @@ class Trainer:
             self._untold.clear()
 
     def _stopped(self, following: Mapping[str, object] | None = None) -> NonFiniteError:
-        """The error of a step, whose batch may by now be overwritten by a later one, at last the `following`; collective."""
+        """Returns the error of a step with a non-finite loss; collective.
+
+        The step's batch may be overwritten by a later one, at last by `following`.
+        """
         untold = [*self._untold]
         self._untold.clear()
         self._stop = stopped(self.program, self.record.loss, untold, self.inputs, following or {})
@@ -247,10 +255,11 @@ class Trainer:
 
     @one_call(TRAINER)
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
-        """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
+        """Returns the loss and the metrics over batches, on rank 0; the parameters are unchanged.
 
-        Each batch is this rank's pieces, with the number of records that it has on all ranks. The numbers are those of one batch of all
-        records: a mean is over all labels that count, of a batch without any too, and NaN, `Undefined`, where there are none at all.
+        Each item is this rank's shards of a batch, and the batch's number of records on all ranks together. The results are those of one
+        batch with all records: a mean is over all labels that count, even if a batch has none; where there are none at all it is NaN,
+        `Undefined`.
         """
         evaluation = self._evaluated()
         self._check_last_loss()
@@ -269,17 +278,17 @@ class Trainer:
 
     @one_call(TRAINER)
     def record_evaluation(self) -> Profiler:
-        """Measure every task of every batch of an evaluation, from the next one on. UsageError where the artifact has none."""
+        """Measure every task of each later batch of an evaluation. UsageError where the artifact has none."""
         return self._evaluated().record_times()
 
     def _evaluated(self) -> Evaluation:
-        """The evaluation; UsageError where the artifact has none."""
+        """Returns the evaluation; UsageError where the artifact has none."""
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
         return self._evaluation
 
     def _lent(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """The batches, which the user's code may make."""
+        """Yields the batches; while one is read, the call is marked as running the user's code."""
         while True:
             with self.turn.running("the batches of an evaluation"):
                 batch = next(batches, None)
@@ -296,10 +305,10 @@ class Trainer:
         best: int | None = None,
         background: bool = False,
     ) -> Path:
-        """Writes a checkpoint of this step into `folder`, which all ranks share; its path.
+        """Writes a checkpoint of this step into `folder`, which all ranks share; returns its path.
 
-        The oldest beyond `keep` are removed, but for the one of the step `best`. In the `background` files are written while training
-        goes on, from a copy in memory; the checkpoint is whole once `finish_saving`, the next `save` or `close` has returned.
+        The oldest checkpoints beyond `keep` are removed, except that of the step `best`. With `background` the files are written while
+        training continues, from a copy in memory; the checkpoint is complete once `finish_saving`, the next `save` or `close` has returned.
         """
         self._check_last_loss()
         known: dict[str, JsonValue] = {**(meta or {})}
@@ -317,30 +326,30 @@ class Trainer:
 
     @property
     def is_saving(self) -> bool:
-        """On rank 0, whether a checkpoint is being written in the background, or could not be."""
+        """Whether a checkpoint is being written in the background, or could not be; on ranks other than 0 only their own file counts."""
         saving = self._checkpoints.saving
         return saving is not None and not saving.is_complete
 
     @one_call(TRAINER)
     def finish_saving(self) -> None:
-        """Waits for a checkpoint that is written in the background. CheckpointError on all ranks where it could not be."""
+        """Waits for a checkpoint that is written in the background. CheckpointError on all ranks where it could not be written."""
         self._checkpoints.finish()
 
     @one_call(TRAINER)
     def claim(self, folder: str | Path) -> None:
-        """Takes the lock of a folder for the checkpoints of this run, until the trainer is closed.
+        """Locks a folder for the checkpoints of this run, until the trainer is closed.
 
-        CheckpointError where another job has it. `save` does so where it was not done before.
+        CheckpointError where another job has the lock. `save` takes it if it was not taken before.
         """
         self._checkpoints.claim(Path(folder))
 
     @one_call(TRAINER)
     def load(self, path: str | Path, option: str = "", averaged: bool = False) -> Mapping[str, JsonValue]:
-        """Continues from a checkpoint, whatever plan wrote it; returns what was saved in addition to the tensors.
+        """Continues from a checkpoint, whichever plan wrote it; returns the values that were saved in addition to the tensors.
 
-        Of a folder of checkpoints the newest intact one is taken; `source` says which. Nothing is taken from one before all of it was found
-        to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
-        the user gives another path, for the message. With `averaged` the parameters are the checkpoint's moving averages.
+        In a folder of checkpoints the newest intact one is loaded; `source` is its path. Nothing is loaded before the full checkpoint is
+        verified: DamagedError, on all ranks, lists the damage and leaves everything as it was. `option` is the command-line option for
+        another path, for the message. With `averaged` the parameters are the checkpoint's moving averages.
         """
         self._check_last_loss()
         index = self._checkpoints.load(Path(path), option, averaged)
@@ -353,16 +362,16 @@ class Trainer:
     def load_weights(
         self, path: str | Path, strict: bool = True, option: str = "", only: Callable[[str], bool] | None = None
     ) -> frozenset[str]:
-        """Loads weights from a checkpoint, or from any safetensors file with the same names; the names of the loaded tensors.
+        """Loads weights from a checkpoint, or from any safetensors file with the same names; returns the names of the loaded tensors.
 
-        `only`: which weights, by name, on both sides; the others keep their values, such as the base beneath adapters. Checkpoints are
-        chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
+        `only` selects weights by name, in the program and in the file; the others keep their values, such as the base weights under
+        adapters. Checkpoints are chosen and verified as by `load`; so is a file that `partc checkpoint export` wrote.
         """
         self._check_last_loss()
         return self._checkpoints.load_weights(Path(path), strict, option, only)
 
     def close(self) -> None:
-        """Releases sessions and buffers, after the call under way; collective. NonFiniteError as `check_last_loss` raises it."""
+        """Releases sessions and buffers after the current call; collective. NonFiniteError as for `check_last_loss`."""
         if not self.turn.over:
             self._end(finish=True)
 

@@ -1,1 +1,1 @@
-"""Parameters' updates over flat memory."""
+"""Runs the updates of parameters by the optimizer, over flat memory."""

@@ -1,9 +1,9 @@
-"""The updates of a rank as its run list groups them: nodes of one function that run as one over memory in which their operands follow.
+"""Groups the updates of a rank as its run list says: nodes of one function run as one over memory with contiguous operands.
 
-    Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)     ->     Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
+    Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)  ->  Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
 
-The functions are element-wise, so it makes no difference whether they run on one tensor or on many that follow each other in memory. The
-compiler decides which do, and what memory they need (`compiler/emit/run_list.py`).
+The functions are element-wise, so the result is the same whether they run on one tensor or on several contiguous ones. The compiler decides
+which nodes are grouped and which memory they need (`compiler/emit/run_list.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _AGAIN = "  help: the file was changed; compile again"
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """Nodes that run as one. `operands` and `outputs`: for each of the function's, the names of all members, in order; of a number
-    that all share, the one name.
+    """Nodes that run as one node.
+
+    `operands` and `outputs` list, for each operand and output of the function, the names of all members in order; a scalar that all members
+    share has only one name.
     """
 
     node: NodeProto
@@ -40,14 +42,14 @@ class FusedUpdate:
     operands: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
     shared: tuple[bool, ...]
-    """Whether each operand is one number."""
+    """Whether each operand is a scalar that all members share."""
     elements: int
     target: str = ""
 
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """A node that updates the looked-up rows of a table and its slots; it runs by itself, on memory of their own."""
+    """A node that updates the looked-up rows of a table and its slots; it runs alone, in the own memory of the table and the slots."""
 
     node: NodeProto
     function: FunctionProto
@@ -56,23 +58,23 @@ class RowUpdate:
 
 @dataclass
 class UpdatePlan:
-    """All groups by the place of their step, and what is next to each other in memory: in a step, and of the tensors that are kept."""
+    """All groups of updates by the index of their step, and the contiguous buffers: those of a step, and those of the state (`state`)."""
 
     groups: dict[int, list[FusedUpdate | RowUpdate]] = field(default_factory=dict)
     buffers: list[FlatBuffer] = field(default_factory=list)
     state: list[FlatBuffer] = field(default_factory=list)
     renewed: dict[str, str] = field(default_factory=dict)
-    """Maps each shard that is cut out of a parameter in each step to its new value."""
+    """Maps each shard that each step slices from a parameter to its new value."""
     in_place: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """Maps each step to the places of such shards, each with the place of the new values, which may be the same."""
+    """Maps each step to pairs of buffers: that of such a shard, and that of its new value, which may be the same."""
 
 
 def planned_updates(
     file: RankFile, shapes: Mapping[str, Shape], types: Mapping[str, str], coalesced: Sequence[FlatBuffer]
 ) -> UpdatePlan:
-    """The updates of a rank with their memory; values of collectives of several are `coalesced` already.
+    """Plans the updates of a rank and their memory; `coalesced` are the existing buffers for collectives of several values.
 
-    ArtifactError where a group would run over memory in which its operands do not follow each other.
+    ArtifactError where a group would run over memory in which its operands are not contiguous.
     """
     plan = UpdatePlan()
     sizes = {name: prod(fixed) for name, shape in shapes.items() if (fixed := fixed_shape(shape)) is not None}
@@ -125,7 +127,7 @@ def _group(
 
 
 def _follow(names: Sequence[str], places: Mapping[str, tuple[str, int]], sizes: Mapping[str, int]) -> bool:
-    """Whether values follow each other in one buffer."""
+    """Whether values are contiguous, in this order, in one buffer."""
     if not places.keys() >= {*names}:
         return False
     buffer, at = places[names[0]]

@@ -1,7 +1,7 @@
-"""Runs an update by rows: the optimizer's function on a table in place, at the rows that the gradient names.
+"""Updates a table by rows: runs the optimizer's function in place on the rows that the gradient names.
 
-onnxruntime writes rows into the memory of an output, after a copy of the table where that is another one than the input's. Both are bound
-to the table's own, so a call takes time for its rows alone.
+onnxruntime writes rows into the memory of an output, after it has copied the table if input and output differ in memory. Here both are
+bound to the table's own memory, so the time of a call depends only on its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .updater import BindShared, Call, IsLoose, PlaceOf, shared_session
 
 
 class RowUpdater:
-    """A node that updates rows of a table, with its session."""
+    """A node that updates rows of a table, and its session."""
 
     def __init__(self, update: RowUpdate, settings: Settings, type: str, ranks: dict[str, int]) -> None:
         self.node, self.function = update.node, update.function
@@ -43,7 +43,7 @@ class RowUpdater:
         self.session = shared_session(model, threads, settings, update)
 
     def calls(self, place: PlaceOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
-        """The call that updates the table and its slots."""
+        """Returns the call that updates the table and its slots; arguments are as for `Updater.calls`."""
         binding = self.session.io_binding()
         loose: list[tuple[str, str]] = []
         for formal, name in zip(self.function.input, self.node.input, strict=True):

@@ -1,7 +1,7 @@
-"""An optimizer's function as a model of its own over flat buffers.
+"""Builds a model from an optimizer's function, to run over flat buffers.
 
-onnxruntime runs a chain of element-wise nodes one pass over memory each, so a large buffer is updated slice by slice, each small enough
-that all passes but the first find it in the cache.
+onnxruntime makes one pass over memory for each node in a chain of element-wise nodes, so a large buffer is updated in slices, each small
+enough that all passes but the first find it in the cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _LENGTH = "n"
 
 
 def flat_model(function: FunctionProto, attributes: Mapping[str, float], element: int = TensorProto.FLOAT) -> bytes:
-    """A model with the function's body, its attributes filled in; tensors have the length `n`, scalars rank 0 and float32.
+    """Returns a model with the function's body and its attributes filled in; tensors have the length `n`, scalars rank 0 and float32.
 
-    Inputs and outputs have the function's own names and order. `element` is the type of the tensors: float32, or float64 for a
-    function that is `Double`. Raises KeyError for an attribute that is not given.
+    Inputs and outputs have the function's own names and order. `element` is the type of the tensors: float32, or float64 for a function
+    that is `Double`. KeyError for a missing attribute.
     """
     inputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [])
@@ -35,7 +35,7 @@ def flat_model(function: FunctionProto, attributes: Mapping[str, float], element
 def row_model(
     function: FunctionProto, attributes: Mapping[str, float], element: int, ranks: Mapping[str, int]
 ) -> bytes:
-    """The same of a function over ids and rows: its tensors have the `ranks` that are given, and any dims."""
+    """Returns the model of a function over ids and rows: each tensor has its rank from `ranks`, and any dims."""
     kinds = {IDS: TensorProto.INT64, **dict.fromkeys(SCALARS, TensorProto.FLOAT)}
     inputs, outputs = (
         [helper.make_tensor_value_info(name, kinds.get(name, element), [None] * ranks.get(name, 0)) for name in names]

@@ -1,7 +1,7 @@
-"""Runs one group of updates: the optimizer's function over flat memory, in shards that stay in the cache, in place.
+"""Runs one group of updates: the optimizer's function over flat memory, in place, in slices that fit into the cache.
 
-onnxruntime makes a pass over memory for every node of an element-wise chain. In shards of half a megabyte all passes but the first
-find their operands in the cache; each shard is one bound call of one session.
+onnxruntime makes a pass over memory for each node of an element-wise chain. In slices of half a megabyte all passes but the first find
+their operands in the cache; each slice is one bound call of one session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .fusion import FusedUpdate, RowUpdate
 from .update_model import flat_model
 
 SHARD = 1 << 17
-"""Elements that are updated at once."""
+"""Elements of a slice, which one call updates."""
 
 PlaceOf: TypeAlias = Callable[[str], Placed]
 IsLoose: TypeAlias = Callable[[str], bool]
@@ -32,11 +32,11 @@ BindShared: TypeAlias = Callable[[str, Binding, str], None]
 Call: TypeAlias = Callable[[], object]
 
 _sessions: weakref.WeakValueDictionary[tuple[bytes, int, Device], Session] = weakref.WeakValueDictionary()
-"""The sessions in use, which end with the last program that has them."""
+"""The sessions in use; each is removed when the last program that uses it is gone."""
 
 
 def shared_session(model: bytes, threads: int, settings: Settings, update: FusedUpdate | RowUpdate) -> Session:
-    """The session of an update's model; the same model has one for all updates of the process on a device."""
+    """Returns the session of an update's model; all updates of the process with the same model, threads and device share it."""
     device = settings.devices.of(update.target)
     key = (model, threads, device)
     session = _sessions.get(key)
@@ -54,7 +54,7 @@ def shared_session(model: bytes, threads: int, settings: Settings, update: Fused
 
 
 class Updater:
-    """A group with its session on a device."""
+    """A group of updates with its session on a device."""
 
     def __init__(self, group: FusedUpdate, settings: Settings, type: str) -> None:
         self.group = group
@@ -67,10 +67,11 @@ class Updater:
         self.session = shared_session(model, settings.threads, settings, group)
 
     def calls(self, place: PlaceOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
-        """The calls that update all members, in order.
+        """Returns the calls that update all members, in order.
 
-        `place` gives a value's memory, and `is_loose` says of which it is another one in each step; `shared` binds a number to an input.
-        A GPU has no cache that shards would have to fit into; operands of the host are copied there when they are bound.
+        `place` returns a value's memory, `is_loose` whether that memory changes from step to step; `shared` binds a scalar to an input. On
+        a GPU there is one slice, since there is no cache into which it must fit; operands on the host are copied to the GPU when they are
+        bound.
         """
         group, found = self.group, list[Call]()
         shard = SHARD if self.device.is_host else max(group.elements, 1)
@@ -92,6 +93,6 @@ class Updater:
 
 
 def _bind(bind: Callable[..., None], formal: str, first: Placed, begin: int, count: int) -> None:
-    """Binds the elements from `begin` on, counted from the first member's."""
+    """Binds `count` elements from `begin` on, counted from the beginning of the first member."""
     dtype = first.dtype
     bind(formal, *first.where, dtype.code, (count,), first.pointer + dtype.bytes_of((begin,)))

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read and written: files of PyTorch with the state of its optimizers, safetensors, folders of models."""
+"""Reads and writes checkpoints of other libraries: PyTorch files with optimizer state, safetensors files and folders of models."""

@@ -1,7 +1,8 @@
-"""A folder of `torch.distributed.checkpoint` (DCP): `.metadata`, which says where the parts of each tensor are, and files of parts.
+"""Reads and writes folders of `torch.distributed.checkpoint` (DCP): `.metadata` locates the parts of each tensor in other files.
 
-torch reads `.metadata` by pickle, which runs what it names. Here it may name only what DCP itself writes, and each part is read as weights
-alone. The nested data that was saved is what comes back, so that a folder is read as a file of `torch.save` is.
+torch reads `.metadata` with pickle, which runs any function that the file names. Here the file may name only classes that DCP itself
+writes, and each part is read with `weights_only`. The result is the nested data that was saved, so a folder is used in the same way as a
+file of `torch.save`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _NAMED = {
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "collections": {"OrderedDict"},
 }
-"""Maps each module to the names that the metadata of a checkpoint may use, besides the types of elements."""
+"""Maps each module to the names of it that a checkpoint's metadata may use, in addition to torch's dtypes."""
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads the metadata; UnpicklingError where it names anything else."""
+    """Reads the metadata; UnpicklingError where it names any other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         torch = torch_module()
@@ -55,12 +56,12 @@ class _Metadata(pickle.Unpickler):
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether it is a folder that DCP wrote."""
+    """Whether `path` is a folder that DCP wrote."""
     return (path / METADATA).is_file()
 
 
 def read_dcp(folder: Path) -> TorchFile:
-    """What a folder holds, as a file of torch's; CheckpointError where a part is missing or needs code to be read."""
+    """Reads the content of a folder as a `TorchFile`; CheckpointError where a part is missing or needs code to be read."""
     distributed_checkpoint()
     try:
         metadata = _Metadata(io.BytesIO(read_regular(folder / METADATA, _METADATA_BYTES))).load()
@@ -87,7 +88,7 @@ def read_dcp(folder: Path) -> TorchFile:
 
 
 def _read(folder: Path, places: Mapping[Any, Any], name: str, stored: Any) -> Any:
-    """A tensor, put together of its parts, or plain data."""
+    """Reads a tensor, assembled from its parts, or plain data."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
     if not isinstance(stored, TensorStorageMetadata):
@@ -112,7 +113,7 @@ def _load(folder: Path, place: Any) -> Any:
 
 
 def _put(content: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Puts a value into nested mappings and lists, which are made on the way."""
+    """Sets a value at a path in nested mappings and lists, creating those that are missing."""
     at: Any = content
     for key, following in zip(path, [*path[1:], None], strict=True):
         new = value if following is None else [] if isinstance(following, int) else {}
@@ -128,12 +129,12 @@ def write_dcp(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes a folder that `torch.distributed.checkpoint.load` reads."""
     dcp = distributed_checkpoint()
     with replacing_together(folder / METADATA) as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that one process saves
+        warnings.simplefilter("ignore")  # the warning that only one process saves
         dcp.save(dict(content), storage_writer=dcp.FileSystemWriter(scratch), no_dist=True)
 
 
 def distributed_checkpoint() -> Any:
-    """torch.distributed.checkpoint; UsageError where PyTorch lacks it."""
+    """Returns the module torch.distributed.checkpoint; UsageError where PyTorch lacks it."""
     torch_module()
     try:
         import torch.distributed.checkpoint as dcp

@@ -1,4 +1,4 @@
-"""A checkpoint as PyTorch has it: a `state_dict`, or a file of a training script with all that partc has trained in its place."""
+"""Exports a checkpoint to PyTorch: as a `state_dict`, or as a copy of a training script's file with the tensors that partc has trained."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def export_torch(checkpoint: Checkpoint, path: Path, like: Path | None = None, distributed: bool = False) -> list[str]:
-    """Writes the weights as a `state_dict` of torch, or as a folder of torch.distributed.checkpoint, under the key `model`; their names.
+    """Writes the weights as a `state_dict`, or as a folder of torch.distributed.checkpoint, under the key `model`; returns their names.
 
-    With `like`, a file that a training script saved, the new file has its form: weights, the optimizer's state and the number of steps are
-    the checkpoint's, all else (frozen weights, buffers, rates) is that file's. CheckpointError has all that does not fit; DamagedError, and
-    no file, where the checkpoint turns out not to be as it was written.
+    `like` is a file that a training script saved; the new file then has its structure: weights, the optimizer's state and the number of
+    steps come from the checkpoint, all else (frozen weights, buffers, rates) from that file. CheckpointError lists all tensors that do not
+    fit; DamagedError, and no file, where the checkpoint is damaged.
     """
     held = checkpoint.index.tensors
     names = sorted(name for name, one in held.items() if one.kind in WEIGHTS)
@@ -44,7 +44,7 @@ def export_torch(checkpoint: Checkpoint, path: Path, like: Path | None = None, d
 
 
 def _content(checkpoint: Checkpoint, weights: dict[str, torch.Tensor], file: TorchFile) -> dict[str, Any]:
-    """The content of a file with what the checkpoint has; tied weights stay one tensor, and types are the file's."""
+    """Returns the file's content with the checkpoint's tensors; tied weights stay one tensor, and dtypes are those of the file."""
     index = checkpoint.index
     names = StateNames.of((name, one.kind, one.parameter) for name, one in index.tensors.items())
     optimizer = None

@@ -1,9 +1,9 @@
-"""A file of `torch.save` as training scripts write it: the weights, the optimizer's state and the number of steps.
+"""Reads and writes a file of `torch.save` as training scripts use it: the weights, the optimizer's state and the number of steps.
 
     torch.save(model.state_dict(), "weights.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 300}, "half.pt")
 
-Only tensors and plain data are read (`weights_only`), so that nothing in a file runs. Tensors are mapped.
+Only tensors and plain data are read (`weights_only`), so that no code in a file runs. Tensors are mapped.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 _STEP = ("step", "global_step")
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""The prefixes that DistributedDataParallel and torch.compile add to every name."""
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file holds: all of it, the weights by their names in the model and in its order, the optimizer's state if it has one.
+    """The content of a file, the weights by name in the model's order, and the optimizer's state if there is one.
 
-    The keys say where in `content` the weights, the optimizer's state and the number of steps are; empty: all of it are the weights, it has
-    none. `prefix`: what a wrapper of the model put before the names.
+    The keys locate the weights, the optimizer's state and the number of steps in `content`. Without `model_key` all of `content` is the
+    weights; without one of the others the file lacks that item. `prefix` is the one that a wrapper of the model added to the names.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class TorchFile:
     prefix: str = ""
 
     def tied(self) -> dict[str, str]:
-        """Maps each weight to the first weight that shares its storage: of tied weights, the one that an optimizer lists."""
+        """Maps each weight to the first weight that shares its storage; among tied weights an optimizer lists that first one."""
         seen: dict[tuple[object, ...], str] = {}
         found = {}
         for name, one in self.weights.items():
@@ -59,7 +59,7 @@ class TorchFile:
         return found
 
     def replaced(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
-        """The content with these weights in place of those of the same names, another state of the optimizer, and another step."""
+        """Returns the content with these weights in place of those with the same names, and with another optimizer state and step."""
         named = {f"{self.prefix}{name}": one for name, one in weights.items()}
         if not self.model_key:
             return {**self.content, **named}
@@ -72,7 +72,7 @@ class TorchFile:
 
 
 def read_torch(path: Path) -> TorchFile:
-    """The file of that name; CheckpointError where torch did not write it, it needs code to be read, or holds no weights."""
+    """Reads a file; CheckpointError where torch did not write it, where it needs code to be read, or where it has no weights."""
     torch = torch_module()
     if why := fault(path):
         raise UsageError(f"{path}: {why}\n  help: give a file that torch.save wrote")
@@ -95,7 +95,7 @@ def read_torch(path: Path) -> TorchFile:
 
 
 def parsed(path: Path, content: object) -> TorchFile:
-    """The weights, optimizer state and step in nested data; CheckpointError if it has no weights."""
+    """Finds the weights, the optimizer's state and the step in nested data; CheckpointError where it has no weights."""
     held: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
 
     def weights_in(found: object) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def parsed(path: Path, content: object) -> TorchFile:
     optimizer_key = next((key for key in _OPTIMIZER if isinstance(beside.get(key), Mapping)), "")
     step_key = next((key for key in _STEP if isinstance(beside.get(key), int)), "")
     optimizer = beside.get(optimizer_key)
-    if optimizer is not None:  # torch numbers the parameters; other formats have made texts of the numbers
+    if optimizer is not None:  # torch numbers the parameters; other formats have converted the numbers to texts
         state = {int(key) if str(key).isdecimal() else key: one for key, one in optimizer.get("state", {}).items()}
         optimizer = {**optimizer, "state": state}
     prefix = next((one for one in _WRAPPERS if all(name.startswith(one) for name in weights)), "")
@@ -135,14 +135,14 @@ def parsed(path: Path, content: object) -> TorchFile:
 
 
 def write_torch(path: Path, content: object) -> None:
-    """Writes a file of torch's, which is there when it is whole."""
+    """Writes a file with `torch.save`; it appears only when it is complete."""
     torch = torch_module()
     with replacing(path) as out:
         torch.save(content, out)
 
 
 def numpy_of(tensor: Tensor) -> Array:
-    """A tensor as numpy has it, in its own memory where possible; bfloat16 and the like by ml_dtypes."""
+    """Returns a tensor as a numpy array, without a copy where possible; bfloat16 and float8 types become those of ml_dtypes."""
     import ml_dtypes
 
     torch = torch_module()
@@ -161,7 +161,7 @@ def numpy_of(tensor: Tensor) -> Array:
 
 
 def torch_of(array: Array) -> Tensor:
-    """An array as torch has it."""
+    """Returns an array as a tensor of torch."""
     torch, made = torch_module(), None
     narrow = {"bfloat16": (torch.bfloat16, "int16"), "float8_e4m3fn": (torch.float8_e4m3fn, "int8")}
     narrow["float8_e5m2"] = (torch.float8_e5m2, "int8")
@@ -176,7 +176,7 @@ def torch_of(array: Array) -> Tensor:
 
 
 def torch_module() -> Any:
-    """PyTorch; UsageError where it is not installed."""
+    """Returns the module torch; UsageError where it is not installed."""
     try:
         import torch
     except ImportError:

@@ -1,11 +1,12 @@
-"""The states of an optimizer of `torch.optim` and of a program, which keep the same tensors of a parameter under similar names.
+"""Converts between the states of a `torch.optim` optimizer and of a program, which name the same tensors of a parameter differently.
 
-    torch     state_dict()["state"][3]["momentum_buffer"]     tensors by the number of a parameter, in the order of the groups
-    partc     "fc1.weight.momentum"                           tensors by the name of the parameter
+    torch    state_dict()["state"][3]["momentum_buffer"]    tensors by the number of a parameter, in the order of the groups
+    partc    "fc1.weight.momentum"                          tensors by the name of the parameter
 
-The number of a parameter is its place in the lists that the optimizer was made of. Which parameter that is, the file says by `param_names`
-(an optimizer of `named_parameters()`), by names in place of numbers (torch.distributed), or by its weights: `model.parameters()` lists them
-in the order of the model, tied ones once, and two groups are those that a decay is for, of two dims and more, and the others.
+A parameter's number is its index in the parameter lists from which the optimizer was constructed. The file determines the parameter of a
+number in one of three ways: by `param_names` (an optimizer of `named_parameters()`), by names in place of numbers (torch.distributed), or
+by the order of its weights: `model.parameters()` lists them in the model's order, tied ones once. Two groups are assumed to be the
+parameters with weight decay, which have two dims or more, and the others.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = {"momentum": "momentum_buffer"}
-"""Maps the name of a slot to torch's, where they differ."""
+"""Maps the name of a slot to torch's name where they differ."""
 STEP = "step"
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps: by slot (`fc1.weight.exp_avg`) a tensor, and how many steps it has counted, None where it counts none."""
+    """The state of an optimizer: the tensor of each slot (`fc1.weight.exp_avg`), and its count of steps, None where it has no count."""
 
     slots: Mapping[str, torch.Tensor]
     step: int | None
@@ -35,14 +36,14 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class StateNames:
-    """What a training keeps, by its names: `slots` has by the name of each parameter, by torch's name of a slot, that slot's tensor."""
+    """The names of a training's state: `slots` maps each parameter's name to a mapping from torch's slot names to the slots' tensors."""
 
     slots: Mapping[str, Mapping[str, str]]
     statistics: frozenset[str]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, str, str]]) -> StateNames:
-        """What these tensors are, each given by its name, its kind and the name of its parameter."""
+        """Builds the names from tensors, each as a tuple of its name, its kind and the name of its parameter."""
         rows = [*dict.fromkeys(tensors)]
         slots: dict[str, dict[str, str]] = {name: {} for name, kind, _ in rows if kind == "parameter"}
         for name, kind, parameter in rows:
@@ -86,7 +87,7 @@ def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
 
 
 def _orders(file: TorchFile, ours: StateNames) -> Iterator[list[str]]:
-    """The lists of parameters that an optimizer may have been made of: all, and those that are trained."""
+    """Yields the parameter lists from which the optimizer may have been constructed: all parameters, and only the trained ones."""
     tied = file.tied()
     first = [name for name, own in tied.items() if own == name]
     parameters = [name for name in first if file.weights[name].is_floating_point() and name not in ours.statistics]
@@ -95,7 +96,7 @@ def _orders(file: TorchFile, ours: StateNames) -> Iterator[list[str]]:
 
 
 def _splits(file: TorchFile, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[list[str]]]:
-    """The ways to give the parameters to groups of these sizes that scripts are known to use."""
+    """Yields the known ways in which scripts split the parameters into groups of these sizes."""
     if sizes == [len(names)]:
         yield [[*names]]
     matrices = [name for name in names if file.weights[name].dim() > 1]
@@ -106,7 +107,7 @@ def _splits(file: TorchFile, names: Sequence[str], sizes: Sequence[int]) -> Iter
 
 
 def _fits(file: TorchFile, keyed: Mapping[str, Any]) -> bool:
-    """Whether what the optimizer keeps of each parameter element by element has the parameter's shape."""
+    """Whether each element-wise slot of the optimizer has the shape of its parameter."""
     assert file.optimizer is not None
     state = file.optimizer["state"]
     return all(
@@ -118,7 +119,10 @@ def _fits(file: TorchFile, keyed: Mapping[str, Any]) -> bool:
 
 
 def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
-    """The state in the file for the parameters of a program. CheckpointError has all that its optimizer does not keep, or lacks."""
+    """Reads the optimizer's state for the parameters of a program.
+
+    CheckpointError lists all slots that the file lacks or that the program does not have, and counts of steps that differ.
+    """
     torch = torch_module()
     assert file.optimizer is not None
     state, keys, tied = file.optimizer["state"], parameter_keys(file, ours), file.tied()
@@ -147,7 +151,7 @@ def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
 def optimizer_content(
     file: TorchFile, ours: StateNames, slots: Mapping[str, torch.Tensor], step: int
 ) -> dict[str, Any]:
-    """The optimizer's `state_dict` of a file with other slots: its groups, and of each parameter that is trained what is kept of it."""
+    """Returns the file's optimizer `state_dict` with other slots: groups stay, the state of each trained parameter is replaced."""
     torch = torch_module()
     assert file.optimizer is not None
     keys, tied = parameter_keys(file, ours), file.tied()

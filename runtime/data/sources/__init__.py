@@ -1,1 +1,1 @@
-"""Records that are read by indices, where they are not fields in files: objects of the user's, arrow tables, shards of samples."""
+"""Records that are read by indices and are not fields in files: objects of the user's, arrow tables, shards of samples."""

@@ -2,13 +2,13 @@
 
 | column | field |
 |---|---|
-| numbers, bool | as they are |
+| numbers, bool | unchanged |
 | a list of fixed size of numbers | records of that shape |
-| a list of numbers | ragged where `pad` or `length` names it or records differ, else records of the lists' one length |
+| a list of numbers | ragged if `pad` or `length` names it or lengths differ, else records of the lists' common length |
 | text | text |
-| anything else (images, nested lists, structs) | what `datasets` makes of it in the format numpy |
+| any other (images, nested lists, structs) | the value to which `datasets` decodes it in the format numpy |
 
-With a transform of its own (`set_transform`) a dataset is read through it.
+A dataset with a transform of its own (`set_transform`) is read through that transform.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .values import field_values
 
 
 class ArrowSource(IndexedSource):
-    """The columns of a dataset as fields. `ragged` names those that are ragged even where a few records have one length."""
+    """The columns of a dataset as fields. `ragged` names fields that are ragged even if a few records have the same length."""
 
     def __init__(self, dataset: Any, where: str, naming: Naming, ragged: Collection[str] = ()) -> None:
         self._naming, self._ragged = naming, ragged
@@ -69,7 +69,7 @@ class ArrowSource(IndexedSource):
         return {name: field_values(fields[name]) for name in names or fields}
 
     def _column(self, column: Any, name: str) -> Array | Ragged | None:
-        """A column of arrow as a field, in memory of its own; None where `datasets` has to decode it."""
+        """Converts an arrow column to a field, in new memory; None where `datasets` must decode it."""
         import pyarrow
 
         column = column.chunk(0) if isinstance(column, pyarrow.ChunkedArray) else column
@@ -92,6 +92,6 @@ class ArrowSource(IndexedSource):
 
 
 def _own(column: Any) -> Array:
-    """Numbers of arrow in memory that may be written to."""
+    """Returns an arrow column of numbers as an array that may be written to."""
     array: Array = column.to_numpy(zero_copy_only=False)
     return array if array.flags.writeable else array.copy()

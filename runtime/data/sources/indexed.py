@@ -1,7 +1,7 @@
-"""Records that are read by indices, whatever has them: each source says how, `_read`, and has the rest from here.
+"""The common part of all sources whose records are read by indices: each source implements `_read`, and inherits the rest.
 
-Fields are as the first records have declared them. A field is ragged where `pad` or `length` names it, or where the first records differ;
-then it stays ragged, and no other becomes it.
+The first records declare the fields. A field is ragged if `pad` or `length` names it, or if the lengths of the first records differ; it
+then stays ragged, and no other field becomes ragged later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = 4
 
 
 class IndexedSource:
-    """Some fields of `records` records. `ragged` names fields that are ragged even where a few records have one length."""
+    """A source of `records` records. `ragged` names fields that are ragged even if a few records have the same length."""
 
     def __init__(self, where: str, records: int, ragged: Collection[str] = ()) -> None:
         self._where, self._records = where, records
@@ -40,18 +40,18 @@ class IndexedSource:
         return self._records
 
     def _read(self, indices: Index, names: Collection[str] | None) -> Values:
-        """The named fields of these records, None: all; `Unfit` where they are not what was asked for."""
+        """Reads the named fields of these records, or all fields if `names` is None; `Unfit` where the result is not as requested."""
         raise NotImplementedError
 
     def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these records."""
+        """Returns the named fields of these records."""
         try:
             return _as_declared(self._read(indices, names), self.fields, self._where)
         except Unfit as error:
             raise UsageError(f"{self._where}: {error}, {numbered(indices)}") from None
 
     def lengths(self, names: Sequence[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field: each record is read once."""
+        """Maps each of these ragged fields to the lengths of all its records; reads each record once."""
         blocks: dict[str, list[Index]] = {name: [] for name in names}
         for begin in range(0, self._records if names else 0, _BLOCK):
             block = self.take(np.arange(begin, min(begin + _BLOCK, self._records)), names)
@@ -61,7 +61,7 @@ class IndexedSource:
 
 
 def _declared(first: Values, ragged: Collection[str], where: str) -> dict[str, Field]:
-    """The fields of which these are some records."""
+    """Returns the fields that these first records declare."""
     flat = [name for name, value in first.items() if name in ragged and isinstance(value, np.ndarray)]
     if single := [name for name in flat if cast(Array, first[name]).ndim < 2]:
         raise UsageError(f"{where}: records of '{single[0]}' are single values and have no length")
@@ -74,7 +74,7 @@ def _declared(first: Values, ragged: Collection[str], where: str) -> dict[str, F
 
 
 def _as_declared(found: Values, fields: Mapping[str, Field], where: str) -> dict[str, Array | Ragged]:
-    """The values of some records; UsageError where they have unequal lengths and nothing says what fills them up."""
+    """Returns the values of some records, ragged where declared so; UsageError where lengths differ in a field that is not ragged."""
     values = dict(found)
     for name, value in found.items():
         wanted = fields[name].ragged
@@ -89,5 +89,5 @@ def _as_declared(found: Values, fields: Mapping[str, Field], where: str) -> dict
 
 
 def numbered(indices: Index) -> str:
-    """Records by their numbers, of many the first ones."""
+    """Returns a list of record numbers for messages; of a long list only the first ones."""
     return f"record{'s' if len(indices) != 1 else ''} {first_of([*map(str, indices)], _NAMED)}"

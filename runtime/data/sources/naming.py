@@ -1,10 +1,10 @@
-"""The names of a record's or a batch's fields, whatever form it has.
+"""Determines the names of the fields of a record or a batch in any of its forms.
 
-    {"x": ..., "label": ...}      a mapping names its fields itself; `fields: {label: target}` takes the input 'label' from its 'target'
-    (image, digit)                a tuple or a list: in the order of `fields: [x, label]`, else of the model's inputs
-    image                         anything else is one field
+    {"x": ..., "label": ...}    a mapping names its fields itself; `fields: {label: target}` reads the input 'label' from its 'target'
+    (image, digit)              a tuple or a list: in the order of `fields: [x, label]`, else of the model's inputs
+    image                       any other value is one field
 
-`Unfit` says what does not fit, without the place, which the caller knows.
+`Unfit` describes a value that does not fit, without its location, which the caller knows.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ FieldNames: TypeAlias = tuple[str, ...] | Mapping[str, str]
 
 
 class Unfit(PartcError):
-    """What the user's code gave is not what was asked for."""
+    """A value from the user's code does not match the request."""
 
 
 def quoted(names: Collection[str]) -> str:
-    """Names as messages list them."""
+    """Returns names as messages list them."""
     return ", ".join(f"'{name}'" for name in names) or "none"
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that is most like this one, where one is."""
+    """Returns the known name that is most similar to this one; None where none is similar."""
     folded = {one.lower(): one for one in known}
     found = get_close_matches(name.lower(), list(folded), 1)
     return folded[found[0]] if found else None
@@ -37,13 +37,13 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Naming:
-    """What a spec's `fields` say, and the names of the model's inputs; no inputs: a transform comes between."""
+    """The `fields` of a spec, and the names of the model's inputs; `inputs` is empty if there is a transform."""
 
     fields: FieldNames = field(default=())
     inputs: tuple[str, ...] = ()
 
     def of(self, item: object, what: str = "a record") -> Mapping[str, object]:
-        """The fields of a record or a batch by name, nothing copied; `Unfit` where they cannot be told."""
+        """Maps names to the fields of a record or a batch, without copies; `Unfit` where the names cannot be determined."""
         if isinstance(item, tuple) and hasattr(item, "_asdict"):
             item = item._asdict()
         if isinstance(item, Mapping):

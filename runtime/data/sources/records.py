@@ -1,14 +1,14 @@
-"""Records of an object of the user's, read by an array of indices, or one by one.
+"""Records of a user's object, read by an array of indices or one by one.
 
     class Digits:
         def __len__(self): return 60_000
-        def __getitem__(self, indices):                  an array of indices: a dict of arrays, one row each, or a tuple of such
+        def __getitem__(self, indices):             # an array of indices: returns a dict of arrays, one row each, or a tuple of such
             return {"x": images[indices], "label": labels[indices]}
 
-A ragged field is a list or an object array of arrays. A `__getitem__` that takes a single index and returns one record is taken
-too; its records are then read one by one and put together, which costs what Python's calls cost. A `Dataset` of torch is never given
-an array of indices, which it does not promise to take: its `__getitems__` gets a list of them, where it has one. Lengths of ragged fields
-are `source.lengths`, a dict of arrays, where it has one; else every record is read once at the start.
+A ragged field is a list or an object array of arrays. A `__getitem__` that takes a single index and returns one record is accepted, too;
+its records are then read one by one and stacked, at the cost of that many calls in Python. A `Dataset` of torch never gets an array of
+indices, since its interface does not include that: its `__getitems__` gets a list of them, if it has one. Lengths of ragged fields are read
+from `source.lengths`, a dict of arrays, if it exists; else every record is read once at the start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .values import field_values, stacked
 
 
 class _Records(Protocol):
-    """What a user's file defines."""
+    """The object that a user's file defines."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +36,7 @@ class _Records(Protocol):
 
 
 class CodeSource(IndexedSource):
-    """Records of a user's object. `ragged` names fields that are ragged even where a few records have one length."""
+    """Records of a user's object. `ragged` names fields that are ragged even if a few records have the same length."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class CodeSource(IndexedSource):
     ) -> None:
         self._where, self._naming, self._object = where, naming or Naming(), cast(_Records, found)
         self._single: bool | None = one_by_one or None
-        """Whether records are read one by one; None before the first."""
+        """Whether records are read one by one; None before the first read."""
         self._of_list = getattr(found, "__getitems__", None) if one_by_one else None
         with user_code(where, "asking for the number of records"):
             records = len(self._object)
         super().__init__(where, records, ragged)
 
     def lengths(self, names: Sequence[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field: what the object says of them, the others by reading."""
+        """Maps each of these ragged fields to the lengths of all its records: from the object if it has them, else by reading them."""
         with user_code(self._where, "asking for the lengths of its fields"):
             told = getattr(self._object, "lengths", {})
             found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
@@ -63,10 +63,10 @@ class CodeSource(IndexedSource):
         return found | super().lengths(left)
 
     def _read(self, indices: Index, names: Collection[str] | None) -> Values:
-        """The first records are read by an array of indices or else one by one, and later ones alike."""
+        """Reads records by an array of indices or, if that fails at the first read, one by one; later reads do the same as the first."""
         if self._single is not None:
             return self._by_index(indices, names) if self._single else self._by_array(indices, names)
-        # several, because int() and many more take an array of one element for a number
+        # the first read has several indices, because int() and other functions accept an array of one element as a number
         try:
             values, self._single = self._by_array(indices, names), False
             return values

@@ -4,11 +4,11 @@
 |---|---|
 | an object with `__len__` and `__getitem__`, a `Dataset` of torch | by indices, in the order of the plan |
 | a dict of arrays, a `TensorDataset`; a `datasets.Dataset` | by indices, by columns |
-| a `DataLoader` | its batches, which are the global ones |
+| a `DataLoader` | its batches, which are the global batches |
 | an `IterableDataset` of torch or datasets, any other iterable of records | in its own order, `batch` at a time |
 
-A function, or a class, is called first, with those of `batch`, `seed` and `epoch` that it has parameters for: a generator function is
-called anew for each epoch.
+A function or a class is called first, with those of `batch`, `seed` and `epoch` for which it has parameters: a generator function is called
+again for each epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALLED_WITH = ("batch", "seed", "epoch")
 
 
 class Kind(Enum):
-    """How a source is read."""
+    """The way in which a source is read."""
 
     RECORDS = "records"
     ONE_BY_ONE = "one by one"
@@ -43,7 +43,7 @@ STREAMS = (Kind.LOADER, Kind.STREAM)
 
 @dataclass(frozen=True)
 class UserSource:
-    """A source, and the function that makes another one for an epoch, where it was made by one."""
+    """A source, and the function that returns a new one for an epoch, if the source came from a function."""
 
     kind: Kind
     value: Any
@@ -52,7 +52,7 @@ class UserSource:
 
 
 def user_source(value: object, where: str, batch: int | None, seed: int) -> UserSource:
-    """The source that a file's `source` is, or returns; UsageError where it is of a kind that is not read."""
+    """Returns the source that `value` is or, if called, returns; UsageError where its kind is not supported."""
     with user_code(where, "making its `source`"):
         again = _maker(value, where, batch, seed)
         value = value if again is None else again(0)
@@ -60,14 +60,14 @@ def user_source(value: object, where: str, batch: int | None, seed: int) -> User
 
 
 def _maker(value: object, where: str, batch: int | None, seed: int) -> Callable[[int], object] | None:
-    """The function of an epoch that makes the source; None where the value is the source itself."""
+    """Returns a function that creates the source of an epoch; None where `value` is the source itself."""
     is_source = hasattr(value, "__iter__") or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
     if not (inspect.isclass(value) or (callable(value) and not is_source)):
         return None
     known = {"batch": batch, "seed": seed}
     try:
         parameters = inspect.signature(value).parameters.values()
-    except (ValueError, TypeError):  # what is written in C may have none
+    except (ValueError, TypeError):  # a function written in C may have no signature
         parameters = {}.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in variadic]

@@ -17,12 +17,12 @@ _SAME_BYTES = {1: "uint8", 2: "int16"}
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor of torch's kind."""
+    """Whether a value has the methods of a torch tensor."""
     return hasattr(value, "detach") and hasattr(value, "numpy")
 
 
 def as_array(value: Any) -> Array:
-    """The array that a value is: a tensor's own memory, where it lies on the CPU."""
+    """Converts a value to an array; a tensor on the CPU is not copied."""
     if isinstance(value, np.ndarray):
         return value
     if not is_tensor(value):
@@ -38,7 +38,7 @@ def as_array(value: Any) -> Array:
 
 
 def stacked(values: Sequence[Any]) -> Array | Ragged:
-    """One field of several records: one array, or ragged where the records are arrays of unequal lengths."""
+    """Stacks one field of several records to one array, or to a ragged field if the records are arrays of unequal lengths."""
     if any(isinstance(value, str | bytes) for value in values[:1]):
         return np.array(values, object)
     records = [as_array(value) for value in values]
@@ -48,7 +48,7 @@ def stacked(values: Sequence[Any]) -> Array | Ragged:
 
 
 def field_values(given: Any) -> Array | Ragged:
-    """A field of a batch as the user's code gives it: an array, a tensor, or a list of records' values."""
+    """Converts a field of a batch from the user's code: an array, a tensor, or a list with the value of each record."""
     if isinstance(given, list) or (isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1):
         return stacked([*given])
     return as_array(given)

@@ -1,1 +1,1 @@
-"""Records and batches that come in an order of their own: a `DataLoader`, an iterable. There is no index to read them by."""
+"""Records and batches that come in an order of their own, from a `DataLoader` or an iterable. They cannot be read by an index."""

@@ -1,7 +1,7 @@
-"""The batches that one rank reads of a stream: the same batches as on any other rank, of each its own records.
+"""The batches that one rank reads from a stream: all ranks read the same batches, and each takes its own records.
 
-Whether a batch is the last of an epoch is known when the next one has been asked for: a stream is always one batch ahead. The last,
-smaller batch is dropped or read, as the plan's `drop_last` says.
+Whether a batch is the last of an epoch is known only when the next one has been requested: so the stream is always one batch ahead. A
+smaller last batch is dropped or read, according to the plan's `drop_last`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .stream import Stream, StreamBatch
 
 
 class StreamBatches:
-    """The batches of a rank. `lenient`: a last, smaller batch that ranks cannot share is left out, and no error."""
+    """The batches of a rank. `lenient`: a smaller last batch that ranks cannot share is dropped instead of raising an error."""
 
     def __init__(self, stream: Stream, reader: StreamReader, drop_last: bool, lenient: bool = False) -> None:
         self.batch, self.batches, self.records = stream.batch, stream.batches, stream.records
@@ -30,7 +30,7 @@ class StreamBatches:
         self._stream, self._reader, self._drop_last, self._lenient = stream, reader, drop_last, lenient
 
     def check(self, position: Position) -> None:
-        """UsageError where there is no such position."""
+        """Raises UsageError where the position does not exist."""
         known = self.batches is None or position.batch < self.batches
         if position.epoch < 0 or position.batch < 0 or not known:
             raise UsageError(
@@ -39,13 +39,13 @@ class StreamBatches:
             )
 
     def at(self, records: int, epoch: int) -> Position | None:
-        """The position behind so many records of an epoch, where a batch begins there and the stream's batches have any size."""
+        """Returns the position after `records` records of an epoch; None where no batch begins there or the epoch is shorter."""
         whole, rest = divmod(records, self.batch)
         known = self.batches is None or whole < self.batches
         return None if rest or not known else Position(epoch, whole)
 
     def read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
-        """The batches from a position on."""
+        """Yields the batches from a position on."""
         try:
             yield from self._read(position, state, epochs)
         except UserCodeError as error:
@@ -64,13 +64,16 @@ class StreamBatches:
             position, state = Position(position.epoch + 1), None
 
     def _size(self, at: Position) -> int:
-        """The records of a batch that this rank does not read, of an epoch whose length is known."""
+        """Returns the number of records of a batch that this rank does not read; the full size if the epoch's length is not known."""
         if self.records is None or self.batches is None or at.batch + 1 < self.batches:
             return self.batch
         return min(self.batch, self.records - at.batch * self.batch)
 
     def _epoch(self, position: Position, state: JsonValue) -> Iterator[tuple[StreamBatch | None, bool | None]]:
-        """The batches of an epoch from a position on, each with whether it is the last; None: this rank does not know."""
+        """Yields the batches of an epoch from a position on, each with whether it is the last.
+
+        Values that this rank does not know are None.
+        """
         if not self.reads:
             number = position.batch
             while self.batches is None or number < self.batches:
@@ -83,14 +86,14 @@ class StreamBatches:
             if held is not None:
                 yield held, False
             held, number = given, number + 1
-            if number == self.batches:  # known: the next one is not waited for
+            if number == self.batches:  # the last batch of a known number: do not wait for another one
                 break
         if held is None or (self.batches is not None and number < self.batches):
             raise self._ended_early(position, number)
         yield held, True
 
     def _whole(self, position: Position, state: JsonValue) -> Iterator[StreamBatch]:
-        """The batches of a stream, a smaller one only at the end, and only where it is read."""
+        """Yields the batches of an epoch; a smaller batch is an error unless it is the last, which is read or dropped as configured."""
         small: tuple[int, StreamBatch] | None = None
         stream = self._stream.epoch(position.epoch, position.batch, state)
         try:
@@ -122,7 +125,7 @@ class StreamBatches:
             yield small[1]
 
     def _ended_early(self, position: Position, number: int) -> UsageError:
-        """The error of an epoch that has ended before it should."""
+        """Returns the error for an epoch that has ended too early."""
         where = self._reader.where
         if self.batches is not None:
             return UsageError(

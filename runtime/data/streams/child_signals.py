@@ -1,7 +1,7 @@
-"""The signal SIGCHLD, for which torch sets a handler where a `DataLoader` is iterated in the main thread, as a user's file may do.
+"""Removes torch's handler of SIGCHLD, which it installs when a `DataLoader` is iterated in the main thread, as a user's file may do.
 
-torch's handler raises in the main thread, wherever that is, when a worker has died; the thread that reads finds a dead worker, too. So it
-is taken out while a loader is read.
+When a worker has died, torch's handler raises in the main thread, wherever that is; the thread that reads notices a dead worker anyway. So
+the handler is removed while a loader is read.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from types import FrameType
 from typing import TypeAlias
 
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
-"""A handler as `signal.getsignal` returns it; None: one that Python does not know."""
+"""A handler as `signal.getsignal` returns it; None for a handler that was not installed from Python."""
 
 
 class WithoutTorch:
-    """A block, or the time from `begin` to `end`: afterwards the handler is the one before, or one that the user has set."""
+    """A block, or the time from `begin` to `end`, without torch's handler.
+
+    Afterwards the previous handler is installed again, unless the user has set another.
+    """
 
     def __init__(self) -> None:
         self._before: Handler = None
 
     def begin(self) -> None:
-        """Notes the handler; torch's gives way to the default."""
+        """Stores the current handler; if it is torch's, the default takes its place."""
         self._before = _handler()
         if _is_torchs(self._before):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def end(self) -> None:
-        """Sets the handler again that was there."""
+        """Restores the stored handler, unless the user has set another."""
         before, now, self._before = self._before, _handler(), None
         if before is not None and (_is_torchs(now) or (_is_torchs(before) and now == signal.SIG_DFL)):
             signal.signal(signal.SIGCHLD, before)
@@ -42,7 +45,7 @@ class WithoutTorch:
 
 
 def _handler() -> Handler:
-    """The handler of the signal; None also outside of the main thread, and where there is no such signal."""
+    """Returns the handler of SIGCHLD; None also outside of the main thread, and on systems without this signal."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         return None
     return signal.getsignal(signal.SIGCHLD)

@@ -1,26 +1,24 @@
-"""A `DataLoader` of torch, or one that is used alike, as a stream of its own batches; torch is imported by whoever made it.
+"""Streams of global batches, from a `DataLoader` of torch or an object with the same interface, or from an iterable of records.
 
-Epoch e is drawn from s + e, where s is the first seed of the loader's own generator, else the plan's `seed`: what a loop over the loader
-gives behind `torch.manual_seed(seed + e)`. So ranks draw the same order, and no epoch depends on the one before.
+`LoaderStream` yields the batches of a `DataLoader`; torch is imported by the code that created it, not here. Epoch e is drawn from the seed
+s + e, where s is the initial seed of the loader's own generator, else the plan's `seed`: the same records as from a loop over the loader
+after `torch.manual_seed(seed + e)`. So all ranks draw the same order, and no epoch depends on the one before.
 
-Where torch itself puts batches together from the indices of its batch sampler, a rank lets it load the records of its own shard alone, and
-goes to a place inside an epoch without loading what is in front of it; of a `TensorDataset` it takes the rows of whole tensors, without
-torch's workers. Otherwise each rank loads whole batches.
+If torch itself collates batches from the indices of its batch sampler, a rank makes it load only the records of the rank's own shard, and
+seeks to a position inside of an epoch without loading the records before it. From a `TensorDataset` the rank reads rows of full tensors,
+without torch's workers. Otherwise each rank loads full batches.
 
-What happens in the worker processes of a `DataLoader`, told as if it had happened here.
-
-torch sends an exception of a worker as text; a worker that is gone has sent nothing.
+`of_process` reports an error in a worker process of a `DataLoader` as if it had happened in this process. torch sends an exception of a
+worker as text; a worker that has died has sent nothing.
 
     records.py:6: KeyError: 'images'
       while reading batch 3 of epoch 0 of its DataLoader, in worker process 1
       File "/home/me/records.py", line 6, in __getitem__
         return self.arrays["images"][at]
 
-Records that an iterable gives, one after the other, as a stream of batches: `batch` consecutive records are a global batch.
-
-Each epoch begins the iterable anew: a generator function is called again, an object is iterated again; `set_epoch` is called where there is
-one. A place inside an epoch is found by the state that the source said of it (`state_dict`, `load_state_dict`), else by reading the epoch
-again up to there.
+`RecordStream` yields the records of an iterable as batches: `batch` consecutive records are a global batch. Each epoch starts the iterable
+again: a generator function is called again, an object is iterated again; its `set_epoch` is called if it has one. A position inside of an
+epoch is reached by the source's state (`state_dict`, `load_state_dict`), else by reading the epoch again up to there.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ _CAUGHT = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.$")
 
 
 def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> UserCodeError:
-    """The error of a worker that an error of a loader with `workers` stands for; the same where it stands for none."""
+    """Returns the error in a worker process for which `error`, raised by a loader with `workers`, stands; else `error` itself."""
     cause, text = error.__cause__, str(error.__cause__)
     if cause is not None and workers:
-        # torch's frames and its failure refer to each other, and by these the failure to the workers: they would end when the garbage
-        # collector finds them, in whatever runs then, and torch waits 5 seconds for each there.
+        # torch's frames and its exception refer to each other, and the frames to the workers: these would end when the garbage
+        # collector runs, inside of any other code, where torch waits 5 seconds for each worker.
         clear_frames(cause.__traceback__)
     first, _, trace = text.partition("\n")
     is_gone = isinstance(cause, RuntimeError) and "DataLoader worker" in text and "exited unexpectedly" in text
@@ -85,7 +83,7 @@ def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> Us
 
 
 def _frames(lines: list[str]) -> Iterator[tuple[str, str, str, str]]:
-    """The frames of the user's code: file, line, function and what stands there."""
+    """Yields the frames of the user's code in a traceback: file, line number, function and source line."""
     for number, line in enumerate(lines):
         found = _FRAME.match(line)
         if found is not None and is_of_user(found[1]):
@@ -97,7 +95,7 @@ Span: TypeAlias = Callable[[int], tuple[int, int]]
 
 AGAIN = "reads epoch {epoch} again from its beginning, and skips its first {records} records: the data cannot go on elsewhere"
 _DRAWING = Lock()
-"""Ranks that are threads share torch's generator: one draws its epoch's order at a time."""
+"""Ranks that are threads share torch's generator, so only one at a time draws the order of its epoch."""
 _COPIED = (
     *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers", "in_order"),
@@ -105,7 +103,10 @@ _COPIED = (
 
 
 class LoaderStream:
-    """The batches of a loader. `span`: which records of a batch this rank needs; None where it reads none, or a batch is read as one."""
+    """The batches of a loader.
+
+    `span` maps a batch size to the range of records that this rank needs; None where it reads none, or needs full batches.
+    """
 
     def __init__(self, source: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
         self._where, self._seed_of_plan = source.where, seed
@@ -149,12 +150,12 @@ class LoaderStream:
         self.again = "" if self._rows is not None else AGAIN
         self._has_own = getattr(loader, "generator", None) is not None
         drawn = not self._has_own and type(getattr(sampler, "sampler", None)).__module__.startswith("torchdata.")
-        # the samplers of torchdata draw the seed of a generator themselves, each rank another one
+        # the samplers of torchdata seed a generator randomly themselves, differently on each rank
         self._seeds = [(one, seed if drawn else one.initial_seed()) for one in _generators(loader)]
         self._told_epochs = (loader.sampler, sampler, getattr(sampler, "sampler", None), loader.dataset)
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
-        """The batches of an epoch but for the first `skip`."""
+        """Yields the batches of an epoch after the first `skip`."""
         if self._rows is None:
             yield from self._epoch(epoch, skip, skip, state)
             return
@@ -162,12 +163,12 @@ class LoaderStream:
         try:
             yield from self._epoch(epoch, skip, 0, state)
         finally:
-            # The sampler no longer refers to this stream, so that the loader goes with its last reader: of a cycle that the garbage
-            # collector finds, torch's end of workers that stay waits 5 seconds for each.
+            # The sampler no longer refers to this stream, so that the loader is freed with its last reader: if the garbage collector
+            # has to free it as a part of a cycle, torch waits 5 seconds for each persistent worker.
             self._rows.begin(0, _nothing)
 
     def _epoch(self, epoch: int, skip: int, left: int, state: JsonValue) -> Iterator[StreamBatch]:
-        """The batches of an epoch behind `skip`, of which the loader still gives `left`."""
+        """Yields the batches of an epoch after the first `skip`; the loader still yields `left` of the skipped ones."""
         batches: Iterator[object] = iter(())
         try:
             with _DRAWING:
@@ -188,15 +189,15 @@ class LoaderStream:
                 number += 1
                 value = self._next(batches, number, epoch)
         finally:
-            del batches  # a failure refers to this frame, and keeps no workers by it
+            del batches  # an exception refers to this frame, and must not keep workers alive by it
 
     def _by_columns(self, rows: _RankRows) -> Iterator[object]:
-        """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
+        """Yields the batches of a dataset of tensors, each by one indexing of full tensors; the values are those that torch stacks."""
         for indices in rows:
             yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
 
     def _next(self, batches: Iterator[object], number: int, epoch: int) -> object:
-        """The next batch of the loader, `_END` behind the last."""
+        """Returns the next batch of the loader, or `_END` after the last."""
         doing = f"reading batch {number} of epoch {epoch} of its DataLoader"
         try:
             with user_code(self._where, doing):
@@ -216,9 +217,9 @@ class LoaderStream:
         return StreamBatch(value, size, size, state=state)
 
     def _seed(self, epoch: int, drawn: int = 0) -> None:
-        """Makes what is random in an epoch depend on nothing but its number; `drawn` numbers of it have been drawn already.
+        """Seeds all generators of an epoch by its number alone, and then draws the `drawn` numbers that torch has drawn before.
 
-        torch draws one for its workers before the order, but not again where they stay from epoch to epoch.
+        torch draws one for its workers before the order, but not again if workers persist from epoch to epoch.
         """
         torch = sys.modules.get("torch")
         if torch is not None and not self._has_own:
@@ -240,21 +241,21 @@ _END = object()
 
 
 def _nothing() -> None:
-    """Nothing is random before an epoch has begun."""
+    """Does nothing: before an epoch has begun there is nothing to seed."""
 
 
 class _RankRows:
-    """A batch sampler without the batches that are skipped, and of the others with the indices of the records that a rank needs."""
+    """A batch sampler that omits the skipped batches, and yields of the others only the indices of the records that a rank needs."""
 
     def __init__(self, sampler: Any, batch: int, batches: int | None, span: Span | None) -> None:
         self.sampler, self._span = sampler, span
         self._batch, self._batches = batch, batches
         self._skip, self._seed = 0, _nothing
         self.sizes: deque[tuple[int, int, int]] = deque()
-        """The records of the batches that are under way, how many of them are loaded, and from which one on."""
+        """For each batch being loaded: its number of records, the number of those that are loaded, and the first of these."""
 
     def begin(self, skip: int, seed: Callable[[], None]) -> None:
-        """How many batches the next iteration skips, and what it calls before the order is drawn."""
+        """Sets the number of batches that the next iteration skips, and the function that it calls before the order is drawn."""
         self._skip, self._seed = skip, seed
         self.sizes.clear()
 
@@ -273,7 +274,7 @@ class _RankRows:
 
 
 def refuse_own_shards(loader: Any, where: str) -> None:
-    """UsageError where a loader leaves records to other ranks itself."""
+    """Raises UsageError where a loader's own sampler divides the records among ranks."""
     for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         if sampler is not None and hasattr(sampler, "num_replicas") and sampler.num_replicas > 1:
             raise UsageError(
@@ -283,20 +284,20 @@ def refuse_own_shards(loader: Any, where: str) -> None:
 
 
 def _is_of(value: object, name: str, exact: bool = False) -> bool:
-    """Whether a value is of a class of torch's, or with `exact` of none that is derived from it."""
+    """Whether a value is an instance of a torch class with this name; with `exact`, not of a derived class."""
     classes = type(value).__mro__[: 1 if exact else None]
     return any(one.__name__ == name and one.__module__.partition(".")[0] == "torch" for one in classes)
 
 
 def _puts_together(loader: Any) -> bool:
-    """Whether torch itself stacks the records of a batch, which then has the same shape whichever records it has."""
+    """Whether torch's default function collates the records of a batch, whose shape then does not depend on which records it has."""
     module = getattr(loader.collate_fn, "__module__", "")
     stacks = loader.collate_fn.__name__ == "default_collate" if hasattr(loader.collate_fn, "__name__") else False
     return stacks and module.startswith("torch.") and getattr(loader, "in_order", True)
 
 
 def _with_sampler(loader: Any, sampler: _RankRows, where: str) -> Any:
-    """The same loader with another batch sampler."""
+    """Returns the same loader with another batch sampler."""
     options: Mapping[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     if not loader.num_workers:
         options = {name: one for name, one in options.items() if name != "prefetch_factor"}
@@ -305,14 +306,14 @@ def _with_sampler(loader: Any, sampler: _RankRows, where: str) -> Any:
 
 
 def _generators(loader: Any) -> list[Any]:
-    """The generators of its own that a loader draws from."""
+    """Returns the loader's own generators, from which it draws."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     found = [getattr(one, "generator", None) for one in (loader, loader.sampler, sampler)]
     return [*{id(one): one for one in found if hasattr(one, "initial_seed")}.values()]
 
 
 def _length(value: object) -> int:
-    """The records of a batch, by its first field."""
+    """Returns the number of records of a batch, which is the length of its first field."""
     if isinstance(value, Mapping) and value:
         value = next(iter(value.values()))
     elif isinstance(value, tuple | list) and value:
@@ -321,7 +322,7 @@ def _length(value: object) -> int:
 
 
 class RecordStream:
-    """The records of an iterable, `batch` at a time; how many there are is not known."""
+    """The records of an iterable, in batches of `batch`; their total number is not known."""
 
     batches: int | None = None
     records: int | None = None
@@ -335,7 +336,7 @@ class RecordStream:
         self.stateful = says_its_place(found.value)
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
-        """The batches of an epoch but for the first `skip`."""
+        """Yields the batches of an epoch after the first `skip`."""
         with user_code(self._where, f"beginning epoch {epoch}"):
             source = self._fresh(epoch)
             if hasattr(source, "set_epoch"):
@@ -367,7 +368,7 @@ class RecordStream:
             )
 
     def _fresh(self, epoch: int) -> Any:
-        """The iterable of an epoch: another one where a function makes it."""
+        """Returns the iterable of an epoch: a new one if a function creates it."""
         again, used = self._found.again, self._used
         self._used = True
         if again is None or (not used and not epoch):

@@ -1,7 +1,7 @@
 """Reads one rank's part of a stream's batch: its records, transformed, in the types and the shards of the model's inputs.
 
-Batches are held against the model whenever they have other types or shapes than the one before. A type never changes; a shape may where
-the model has a symbol for it. A transform sees what it sees of records in files (`data/reader.py`).
+A batch is checked against the model if its types or shapes differ from those of the batch before. A type must not change; a shape may
+change if the model has a symbol for it. A transform gets the same arguments as for records in files (`data/reader.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .stream import StreamBatch
 
 
 class StreamReader:
-    """Makes a rank's inputs of given batches; UsageError, with the place, where they do not fit the model or one another."""
+    """Converts batches to a rank's inputs; UsageError, with the location, where they do not fit the model or the batches before."""
 
     def __init__(
         self, spec: Spec, where: str, inputs: RankInputs, naming: Naming, transform: Transform | None, seed: int
@@ -41,14 +41,14 @@ class StreamReader:
         self._conversions: dict[str, Conversion] = {}
 
     def span(self, size: int) -> tuple[int, int]:
-        """Which records of a batch of this size are needed here."""
+        """Returns the range of records that this rank needs from a batch of this size."""
         if self._transform is not None and self._transform.random:
             return 0, size
         spans = self.inputs.spans(size).values()
         return min(begin for begin, _ in spans), max(end for _, end in spans)
 
     def read(self, batch: StreamBatch, position: Position) -> Batch:
-        """Maps each input to what this rank reads of a batch."""
+        """Returns this rank's shard of each input for a batch."""
         place = f"{self.where}: batch {position.batch} of epoch {position.epoch}"
         first, last = self.span(batch.size)
         try:
@@ -66,7 +66,7 @@ class StreamReader:
         return found
 
     def _of_batch(self, given: StreamBatch, first: int, last: int) -> Batch:
-        """The fields of a batch, of those records that this rank needs."""
+        """Returns the fields of a batch with only the records that this rank needs."""
         wanted = self._wanted()
         found: Batch = {}
         for name, value in self._naming.of(given.value, "a batch").items():
@@ -84,7 +84,7 @@ class StreamReader:
         return found
 
     def _of_records(self, given: StreamBatch, first: int, last: int) -> Batch:
-        """The fields of the records that this rank needs, put together."""
+        """Returns the fields of the records that this rank needs, stacked."""
         assert isinstance(given.value, list)
         pads = self._spec.pad
         records = [self._naming.of(one) for one in (given.value if pads else given.value[first:last])]
@@ -111,7 +111,7 @@ class StreamReader:
         return found | self._padded(ragged, first, last)
 
     def _padded(self, ragged: Mapping[str, Ragged], first: int, last: int) -> Batch:
-        """Ragged fields, padded to what the global batch needs, and their lengths."""
+        """Returns ragged fields, padded to the length that the global batch needs, and their true lengths."""
         view = _RaggedBatch(self._spec, self._transform, ragged)
         lengths, problems = padded_lengths(view, self.inputs.needed, [*ragged])
         if problems:
@@ -126,11 +126,11 @@ class StreamReader:
         return found
 
     def _wanted(self) -> Collection[str] | None:
-        """The fields that the model reads; None behind a transform, which may read any."""
+        """Returns the fields that the model reads; None if there is a transform, which may read any field."""
         return None if self._transform is not None else {port.name for port in self.inputs.needed}
 
     def _check(self, fields: Batch, size: int, place: str) -> None:
-        """UsageError where the fields are not what the model takes, or have another type than before."""
+        """Raises UsageError where the fields do not fit the model, or have other types than in the batches before."""
         signature = {name: Field(one.dtype, one.shape[1:]) for name, one in fields.items()}
         if signature == self._signature:
             return
@@ -155,7 +155,7 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class _RaggedBatch:
-    """The ragged fields of one batch, as padding asks for those of a dataset."""
+    """The ragged fields of one batch, in the form that `padded_lengths` takes."""
 
     spec: Spec
     transform: Transform | None

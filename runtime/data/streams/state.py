@@ -1,7 +1,7 @@
-"""The state of a source as JSON for a checkpoint, and back: an artifact of data alone, so that nothing of it can run.
+"""Converts the state of a source to JSON for a checkpoint, and back. A checkpoint has only data, so that nothing in it can run.
 
-Beside what JSON has there are tuples, bytes, arrays, tensors, and mappings whose keys are numbers. Each is a mapping of one key that
-begins with a colon: `{":tuple": [1, 2]}`.
+In addition to JSON's own types there are tuples, bytes, arrays, tensors, and mappings whose keys are numbers. Each is stored as a mapping
+with one key that begins with a colon: `{":tuple": [1, 2]}`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..sources.values import as_array, is_tensor
 
 
 class _NoState(UsageError):
-    """Something that a checkpoint cannot store."""
+    """A state contains a value that a checkpoint cannot store."""
 
 
 def says_its_place(source: Any) -> bool:
-    """Whether a source can say where it is, and go on from there with the very next record.
+    """Whether a source can give its state, and resume from it at exactly the next record.
 
-    A stream of `datasets` with a shuffle buffer cannot: it says where its reading is, and loses what is in the buffer.
+    A stream of `datasets` with a shuffle buffer cannot: its state has the position of its reading, but not the records in the buffer.
     """
     if not all(hasattr(source, name) for name in ("state_dict", "load_state_dict")):
         return False
@@ -39,7 +39,7 @@ def _has_buffer(examples: Any) -> bool:
 
 
 def stored(state: object) -> JsonValue:
-    """The state as JSON; None where something of it cannot be stored: then the place is found as without a state."""
+    """Converts a state to JSON; None where a value in it cannot be stored: the position is then found as for a source without a state."""
     try:
         return _stored(state)
     except _NoState:
@@ -76,7 +76,7 @@ def _array(array: np.ndarray[Any, Any]) -> JsonValue:
 
 
 def restored(state: JsonValue) -> Any:
-    """What `stored` has stored."""
+    """Converts JSON from `stored` back to the state."""
     if isinstance(state, list):
         return [restored(one) for one in state]
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""The global batches of a stream, each as the user's code made it, or as the records that make it."""
+"""The global batches of a stream, each as the user's code created it, or as a list of its records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import JsonValue
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A batch of `size` records on all ranks together; what has come are `rows` of them, beginning with record `first`.
+    """A batch of `size` records on all ranks together; `value` has `rows` of them, beginning with record `first`.
 
-    `records`: whether the value is a list of records, and not fields of a batch. `state`: where the source is behind it.
+    `records`: whether `value` is a list of records instead of the fields of a batch. `state`: the source's state after this batch.
     """
 
     value: object
@@ -25,7 +25,7 @@ class StreamBatch:
 
 
 class Stream(Protocol):
-    """A source of global batches, which is begun anew for each epoch."""
+    """A source of global batches, which starts again for each epoch."""
 
     batch: int
     batches: int | None
@@ -34,5 +34,5 @@ class Stream(Protocol):
     stateful: bool
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
-        """The batches of an epoch but for the first `skip`, which `state`, where there is one, has behind it already."""
+        """Yields the batches of an epoch after the first `skip`; `state`, if not None, is the source's state at that position."""
         ...
