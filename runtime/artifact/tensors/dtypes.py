@@ -1,4 +1,4 @@
-"""Types of values: the text of a type, its ONNX number, its width in bits and the numpy dtype that shows it to people.
+"""Types of values: the text of a type, its ONNX number, its width in bits and the numpy dtype in which users see it.
 
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(string))`, `optional(tensor(int64))`,
 `map(int64,tensor(float))`. A dtype narrower than a byte is stored packed, first element in the low bits, as ONNX stores it.
@@ -89,7 +89,7 @@ def _numpy(shown: str, extension: bool) -> np.dtype[np.generic]:
 
 
 def by_numpy(dtype: np.dtype[np.generic]) -> Dtype | None:
-    """The element type that a numpy dtype shows; None for strings, objects and other byte orders."""
+    """The element type of a numpy dtype; None for strings, objects and other byte orders."""
     return next((row for row in _ROWS if row.shown == dtype.name and dtype.isnative), None)
 
 
