@@ -189,7 +189,7 @@ def wrong_end(call: CollectiveCall, is_root: bool) -> str:
 
 
 def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
-    """Yields the reasons why `rank` cannot run a call that the manifest lists as `record`; `ranks`: the list of the group that has `rank`."""
+    """Yields the reasons why `rank` cannot run a call that the manifest lists as `record`; `ranks`: the group's list that has `rank`."""
     dtype = dense(record.type)
     if dtype is None:
         yield f"a {record.type} cannot take part in a collective"

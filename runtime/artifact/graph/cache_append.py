@@ -88,6 +88,6 @@ def _appends(node: NodeProto, record: StateRecord) -> bool:
 
 
 def _begins(node: NodeProto, record: StateRecord, following: NodeProto | None) -> bool:
-    """Whether a node copies a state by Where(is_first, zero, state), and `following`, which makes the next state, keeps rows of the copy."""
+    """Whether a node copies a state by Where(is_first, zero, state), and `following`, which makes the next state, keeps rows of it."""
     is_copy = node.op_type == "Where" and [name == record.value for name in node.input] == [False, False, True]
     return is_copy and following is not None and following.op_type == "Where" and following.input[2] == node.output[0]

@@ -131,7 +131,9 @@ def _seeded(
 
 
 def _splits_read(row: Row) -> set[str]:
-    """Returns the operands that differ between a function's calls at the same index, or are those of its only call: one microbatch's values."""
+    """Returns the operands that differ from call to call of a function at the same index, or are those of its only call: values of a
+    microbatch.
+    """
     by_place: dict[tuple[str, int], list[str]] = {}
     for call in row.calls:
         for k, name in enumerate(call.node.input):

@@ -238,7 +238,7 @@ def _data(said: object, where: str) -> Data:
 
 
 def _value(name: str, text: str, before: object) -> object:
-    """Converts an option's text to the value that a plan would have; a text that cannot be converted stays text, and validation refuses it."""
+    """Converts an option's text to the value that a plan would have; other texts stay as they are, for validation to refuse."""
     try:
         match name:
             case "multiple" | "window":

@@ -1,4 +1,4 @@
-"""Metrics that are not means: a program computes sums, which add up over batches, microbatches and ranks; a formula makes one number of them.
+"""Metrics that are not means: a program computes sums, which add up over batches, microbatches and ranks; a formula makes a number of them.
 
     perplexity        exp(losses / labels)
     precision, recall, f1    from true positives, false positives, false negatives; or, from counts by label and prediction, the mean over

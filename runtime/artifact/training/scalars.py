@@ -52,7 +52,7 @@ class OptimizerRecord(BaseModel):
 
 
 def scalar_name(optimizer: str, scalar: str) -> str:
-    """The input's name of an optimizer's scalar: `adam.bias1`; without a prefix for `lr`, `scale` and the training's optimizer, named ""."""
+    """The name of an input for an optimizer's scalar: `adam.bias1`; no prefix for `lr`, `scale`, and the training's own optimizer ("")."""
     return f"{optimizer}.{scalar}" if optimizer and scalar not in _SHARED else scalar
 
 
