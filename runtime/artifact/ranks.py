@@ -46,7 +46,7 @@ class SharedRanks(list[int]):
 
 
 def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Maps each rank and group to the list that contains the rank; groups without it are left out."""
+    """Maps each rank, and each group with a list that contains the rank, to that list."""
     found: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, lists in groups.items():
         for ranks in map(tuple, lists):
@@ -140,7 +140,7 @@ class Grid(Sequence[Box]):
             yield sum(places), self[sum(places)]
 
     def divisor(self, axis: int) -> int:
-        """The number that the size of an axis must be divisible by, so that all shards have whole edges."""
+        """The number by which the size of an axis must be divisible for the edges of all shards to be integers."""
         count = self._counts[axis]
         if not self.part:
             return count

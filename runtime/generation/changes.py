@@ -52,7 +52,7 @@ class Drawing:
 
     @property
     def number(self) -> int:
-        """The number of the token within its answer."""
+        """The token's number within its answer, from 0."""
         return len(self.tokens)
 
 

@@ -143,12 +143,12 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
 
 
 def token_of(key: np.int64) -> int:
-    """The token of a key."""
+    """Returns the token of a key, from its lower half."""
     return _LOWER - (int(key) & _LOWER)
 
 
 def logit_of(key: np.int64) -> float:
-    """The logit of a key."""
+    """Returns the logit of a key, from its upper half."""
     return float(_logits(np.array([key]), Scratch())[0])
 
 

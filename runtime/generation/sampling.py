@@ -107,7 +107,7 @@ class Draws:
     def finish(
         self, chosen: Vector, agree: Callable[[Vector], Vector] | None = None, told: Vector | None = None
     ) -> None:
-        """Writes the tokens into `chosen`, and -1 for rows that other processes draw. An entry of `NO_TOKEN` stays: its logits are not finite.
+        """Writes the tokens into `chosen`, -1 for rows that other processes draw. An entry of `NO_TOKEN` stays: its logits are not finite.
 
         `agree` returns the maxima of all ranks' numbers; without it this process has all shards of its rows. `told`: the maxima of all
         ranks' `shard_vector()`, if they were already exchanged.

@@ -209,7 +209,7 @@ def _added(bound: SchemaBound, end: int, vocabulary: int, most: int) -> int:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and the schemas in it."""
+    """Yields a schema and all schemas in it."""
     if not isinstance(schema, dict):
         return
     yield schema

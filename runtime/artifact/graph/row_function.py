@@ -119,7 +119,10 @@ def _writes(node: NodeProto, makers: dict[str, NodeProto]) -> bool:
 
 
 def _is_allowed(node: NodeProto, tables: set[str], writers: list[NodeProto | None]) -> bool:
-    """Whether a node may be in a function over rows: one of `writers`, a Gather of a tensor at `ids`, or an op that reads no tensor."""
+    """Whether a function over rows may have a node: one of `writers`, a Gather of a tensor at `ids`, or a plain op that reads no tensor.
+
+    Plain ops are the element-wise ones, and those in `_PLACED`.
+    """
     from partc.runtime.artifact.graph.optimizer_function import ELEMENTWISE
 
     if node.domain not in ("", "ai.onnx"):

@@ -49,7 +49,7 @@ class Row:
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """Maps each value to the place of the task that makes it."""
+        """Maps each value to the index of the call that makes it."""
         return {name: at for at, call in enumerate(self.calls) for name in call.node.output}
 
     @cached_property

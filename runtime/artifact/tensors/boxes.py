@@ -35,12 +35,12 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many elements it has along each dim."""
+        """The number of elements along each dim."""
         return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -157,7 +157,7 @@ def unsharded_extent(size: int, cut: Sequence[int]) -> int:
 
 
 def divisor(boxes: Iterable[Box], axis: int) -> int:
-    """The number by which the size of an axis must be divisible for all boxes to have whole edges."""
+    """The number by which the size of an axis must be divisible for the edges of all boxes to be integers."""
     if isinstance(boxes, Grid):
         return boxes.divisor(axis)
     edges = {Fraction(edge, box[axis][2]) for box in boxes for edge in box[axis][:2]}

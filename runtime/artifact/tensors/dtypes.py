@@ -35,7 +35,7 @@ class Dtype:
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """The numpy dtype; those that numpy lacks come from ml_dtypes."""
+        """The numpy dtype; types that numpy lacks come from ml_dtypes."""
         return _numpy(self.shown, bool(self.wide))
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
@@ -117,7 +117,7 @@ def type_text(proto: TypeProto) -> str:
 
 
 def type_proto(text: str) -> TypeProto:
-    """The type that a text names, without shape; ValueError where it names none."""
+    """The type that a text names, without shape; ValueError where the text is not a type."""
     from onnx import TypeProto
 
     head, bracket, rest = text.partition("(")

@@ -89,13 +89,13 @@ class RunningSums:
         self._crc32 = zlib.crc32(data, self._crc32)
 
     def sums(self) -> Sums:
-        """The sums of all bytes so far."""
+        """The checksums of all bytes so far."""
         return Sums(f"{self._crc32:0{_CRC_DIGITS}x}", self._sha256.hexdigest())
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
+    """A tensor of a file: its element type and shape, the offset in the file at which it begins, and the checksums of its parts, if known."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -104,13 +104,13 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor."""
+        """The size of the tensor in bytes."""
         return self.dtype.bytes_of(self.shape)
 
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
+    """The result of writing a file: its size, and the SHA-256 of its header, which has the checksums of its tensors."""
 
     bytes: int
     header: str

@@ -1,7 +1,7 @@
 """A dense value in memory: element type, shape and the packed bytes, whoever owns them.
 
-Everything that moves values (sessions, messages, outputs) works on the same bytes: nothing is copied on the way from a caller's
-array to a session, from a session to a message, or from a message to a session.
+All code that moves values (sessions, messages, outputs) works on the same bytes: nothing is copied on the way from a caller's array to a
+session, from a session to a message, or from a message to a session.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tensor:
 
     __slots__ = ("data", "dtype", "pointer", "shape")
     where = ("cpu", 0)
-    """The device as onnxruntime names it."""
+    """The device, by its name in onnxruntime."""
 
     def __init__(self, dtype: Dtype, shape: tuple[int, ...], data: Bytes) -> None:
         self.dtype = dtype

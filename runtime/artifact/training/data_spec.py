@@ -175,7 +175,7 @@ class Spec:
     transform: str = ""
     """`file.py:function`; empty: none."""
     fields: tuple[str, ...] | Mapping[str, str] = ()
-    """Names of a record's values in their order, or by input the key of a mapping."""
+    """The names of a record's values in their order, or a map from each input to the key of its value in a record."""
     length: str = ""
     """The ragged field whose lengths make batches; empty: none."""
     pad: Mapping[str, float] = field(default_factory=dict)

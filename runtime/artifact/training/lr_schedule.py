@@ -64,7 +64,7 @@ class _Warmed(Options):
     from_zero: bool = False
 
     def at_step(self, step: int, base: float, begin: int) -> float:
-        """The rate of a step, without the warmup; a rate that decays does so from the step `begin` on."""
+        """The rate of a step, without the warmup; a decaying schedule decays from the step `begin` on."""
         return base
 
 

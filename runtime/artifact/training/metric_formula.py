@@ -39,7 +39,7 @@ class Undefined(float):
     reason: str
 
     def __new__(cls, reason: str) -> Undefined:
-        """NaN for a reason."""
+        """Returns NaN with a reason."""
         made = super().__new__(cls, "nan")
         made.reason = reason
         return made

@@ -25,7 +25,7 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
 of the step.
 """
 NUMBERS = frozenset((*SCALARS, "ratio"))
-"""The inputs of an optimizer's functions that are one number."""
+"""The inputs of an optimizer's functions that are single numbers."""
 _SHARED = ("lr", "scale")
 
 

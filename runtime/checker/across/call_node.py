@@ -36,7 +36,7 @@ class CallNode:
         return self.call
 
     def on(self, rank: int) -> CallNode:
-        """The node on another rank of its file."""
+        """The same node on another rank that has the same file."""
         return self if rank == self.rank else replace(self, rank=rank)
 
     def violation(self, fact: str, help: str = AGAIN) -> Violation:

@@ -52,7 +52,7 @@ def call_nodes(
 
 
 def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
-    """The type of the one vector in which several values are sent; None if a shape is not fixed or the types differ."""
+    """The type of the vector in which several values are sent together; None if a shape is not fixed or the types differ."""
     shapes = [type[1] for type in types if type is not None and type[1] is not None]
     kinds = {type[0] for type in types if type is not None}
     numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]

@@ -246,7 +246,7 @@ def _faults(file: str, node: NodeProto, lying: Mapping[str, str], read: set[str]
 
 
 def _target_of_outputs(file: str, node: NodeProto) -> str:
-    """The target on which a node's outputs lie."""
+    """The target in whose memory a node's outputs are."""
     if is_copy(node):
         try:
             return copied_to(node, file)

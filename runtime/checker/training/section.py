@@ -93,7 +93,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 
 def _fits(shape: Shape, found: Formula) -> bool:
-    """Whether a shape is that of a vector of as many sums as the formula takes."""
+    """Whether a shape is that of a vector with a number of sums that the formula accepts."""
     return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and found.fits(shape[0])
 
 

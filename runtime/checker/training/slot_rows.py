@@ -64,7 +64,7 @@ class _File:
         self.positions = {port.name for port in manifest.inputs} - self.ids
 
     def mixed(self) -> Iterator[Violation]:
-        """The nodes that mix slots."""
+        """Yields the nodes that mix slots."""
         graph, given = self.graph, self.ids | {one.value for one in self.caches}
         rows = {port.name for port in graph.input if port.name in given | self.positions}
         numbers = rows & self.positions
