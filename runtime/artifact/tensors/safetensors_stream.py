@@ -95,7 +95,7 @@ class RunningSums:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its element type and shape, the offset in the file at which it begins, and the checksums of its parts, if known."""
+    """A tensor of a file: its element type and shape, the offset in the file at which it begins, and its parts' checksums, if known."""
 
     dtype: Dtype
     shape: tuple[int, ...]
