@@ -1,1 +1,1 @@
-"""The contract: all that compiler, checker and runtime share of an artifact; imports no other room of the runtime."""
+"""The format of an artifact, which compiler, checker and runtime share; of the runtime's other packages it imports only `files`."""

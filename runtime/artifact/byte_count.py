@@ -1,4 +1,4 @@
-"""Bytes as sums of products of dims, exact in rationals, which add up and compare without sizes.
+"""Byte counts as sums of products of dims, with exact rational coefficients; they are added and compared without the symbols' sizes.
 
 of_value("tensor(float)", ["batch/4", 16])              4*batch/4*16 = 16*batch
 str(one + other)                                        16*batch + 128
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _Factors = tuple[str, ...]
 _SHOWN = 4
-"""The most sums that are printed where none is always the largest."""
+"""The most counts that `Max(...)` shows."""
 
 
 @dataclass(frozen=True)
 class ByteCount:
-    """Coefficients by the factors of a term, sorted; the factors are symbols, or expressions in brackets."""
+    """A sum of terms: maps each term's sorted factors to its coefficient. A factor is a symbol, a call, or an expression in brackets."""
 
     terms: Mapping[_Factors, Fraction]
 
@@ -45,11 +45,11 @@ class ByteCount:
         return ByteCount({factors: number for factors, number in found.items() if number})
 
     def is_within(self, other: ByteCount) -> bool:
-        """Whether it is at most another one at all sizes, as its terms show."""
+        """Whether this count is at most `other` at all sizes, because no coefficient is larger than that of the same term in `other`."""
         return all(number <= other.terms.get(factors, 0) for factors, number in self.terms.items())
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
-        """The bytes at sizes of all symbols; ValueError where a factor cannot be computed."""
+        """Returns the bytes at these sizes of all symbols, rounded up; ValueError where a factor cannot be computed."""
         total = Fraction()
         for factors, number in self.terms.items():
             for factor in factors:
@@ -85,7 +85,7 @@ def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:
 
 
 def of_text(text: str) -> ByteCount:
-    """The sum that a text such as `28*batch + 32` is."""
+    """Parses the sum in a text such as `28*batch + 32`."""
     found, pending = ZERO, [ast.parse(text, mode="eval").body]
     while pending:
         match pending.pop():
@@ -98,13 +98,13 @@ def of_text(text: str) -> ByteCount:
 
 
 def of_tensor(tensor: TensorProto) -> int:
-    """The bytes of a weight, of strings those of their texts."""
+    """Returns the bytes of a weight; for strings, the sum of their lengths."""
     dtype = BY_CODE.get(tensor.data_type)
     return sum(map(len, tensor.string_data)) if dtype is None else dtype.bytes_of(tuple(tensor.dims))
 
 
 def _product(dim: str) -> tuple[Fraction, list[str]]:
-    """A dim as a number and factors."""
+    """Splits a dim into a coefficient and factors: `batch/4` into 1/4 and `["batch"]`."""
     if dim.isidentifier():
         return Fraction(1), [dim]
     try:
@@ -134,7 +134,7 @@ def _factors(node: ast.expr) -> tuple[Fraction, list[str]]:
 
 
 def undominated(counts: Iterable[ByteCount]) -> list[ByteCount]:
-    """The counts that no other one bounds at all sizes: the maximum is among them."""
+    """Returns the counts that no other count bounds at all sizes; at any sizes the maximum is one of them."""
     kept: list[ByteCount] = []
     for one in counts:
         if not any(one.is_within(other) for other in kept):
@@ -143,7 +143,7 @@ def undominated(counts: Iterable[ByteCount]) -> list[ByteCount]:
 
 
 def largest_text(counts: Sequence[ByteCount]) -> str:
-    """The maximum as text: a single count if it bounds the others, else `Max(...)` of them."""
+    """Returns the maximum of undominated counts as text: a single count as it is, several as `Max(...)`."""
     texts = sorted(str(one) for one in counts)
     if len(texts) < 2:
         return texts[0] if texts else "0"

@@ -1,7 +1,7 @@
-"""Dims as expressions: a safe evaluator for texts such as `floor(seq/2) + 1` over integers, exact in rationals.
+"""Dims as expressions: a safe evaluator of texts such as `floor(seq/2) + 1` over integers, with exact rational arithmetic.
 
-Known are + - * / // % **, floor, ceiling, trunc, Max, Min, Mod, Abs and the names of symbols. A text is parsed once, by Python's
-own parser, into nested closures; nothing of it is ever executed as code.
+It knows + - * / // % **, floor, ceiling, trunc, Max, Min, Mod, Abs and the names of symbols. A text is parsed once, by Python's own
+parser, into nested closures; no part of it is executed as code.
 
     parse("floor(seq/2) + 1")({"seq": 7}) == 4
 """
@@ -60,21 +60,21 @@ _MANY: dict[str, Callable[[list[Number]], Number]] = {"Max": max, "Min": min, "m
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed dim: `names` are the symbols it needs; called with their bindings it gives the integer."""
+    """A parsed dim. `names` are the symbols that it needs; a call with the sizes of these symbols returns the dim as an integer."""
 
     text: str
     names: frozenset[str]
     term: _Term
 
     def __call__(self, bindings: Bindings) -> int:
-        """The dim; ValueError where it is not an integer or cannot be computed."""
+        """Returns the dim at these sizes; ValueError where it is not an integer or cannot be computed."""
         value = self.exact(bindings)
         if value != int(value):
             raise ValueError(f"'{self.text}' is {value}, not a whole number")
         return int(value)
 
     def exact(self, bindings: Bindings) -> Number:
-        """The number, whole or not; ValueError where it cannot be computed."""
+        """Returns the exact value, which may be a fraction; ValueError where it cannot be computed."""
         try:
             return self.term(bindings)
         except ZeroDivisionError:
@@ -86,9 +86,9 @@ class Expression:
 
 
 def parse(dim: int | str, symbols: Collection[str] = ()) -> Expression:
-    """The expression of a dim; a text that is exactly a symbol's name is that symbol, whatever characters it has.
+    """Parses a dim; a text that equals a symbol's name is that symbol, whatever characters it has.
 
-    ValueError where the text is not an expression of the kind above.
+    ValueError where the text is not such an expression.
     """
     return _symbol(dim) if isinstance(dim, str) and dim in symbols else _parse(dim)
 

@@ -1,4 +1,4 @@
-"""The sizes that a symbol allows, and messages about others: dims of inputs, and the batch in a training's settings.
+"""The sizes that a symbol allows, and messages about sizes that it does not: of inputs' dims, and of the batch in a training's settings.
 
 batch: {divisor: 16}        16, 32, 48, ...
 """
@@ -11,9 +11,9 @@ from .format import Manifest, SymbolRecord, TrainingRecord
 
 
 def wrong_batch(batch: int, manifest: Manifest, record: TrainingRecord | None = None) -> Iterator[str]:
-    """Why a training's inputs cannot have this many records along their first dims, once for each symbol.
+    """Yields the reasons why a training's inputs cannot have `batch` records along their batch dims, one reason for each symbol.
 
-    `record` is the training of a program that stands beside the step.
+    `record` is the training record of another program than the step; by default that of `manifest`.
     """
     record = record or manifest.training
     own = {*record.fixed, *record.scalars} if record is not None else set[str]()
@@ -29,14 +29,14 @@ def wrong_batch(batch: int, manifest: Manifest, record: TrainingRecord | None = 
 
 
 def is_legal(size: int, law: SymbolRecord) -> bool:
-    """Whether a dim may have a size."""
+    """Whether a dim of the symbol with this law may have a size."""
     least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
     fits = (size - law.remainder) % law.divisor == 0 and size >= least
     return fits and size >= law.min and (law.max is None or size <= law.max)
 
 
 def largest_legal(size: int, law: SymbolRecord) -> int:
-    """The largest legal size up to `size`, which is no less than one that is legal."""
+    """Returns the largest legal size up to `size`, which must be at least the smallest legal size."""
     last = size if law.max is None else min(size, law.max)
     return last - (last - law.remainder) % law.divisor
 
@@ -48,7 +48,7 @@ def smallest(symbol: SymbolRecord) -> int:
 
 
 def typical_sizes(manifest: Manifest) -> dict[str, int]:
-    """The size of each symbol at which estimates are made: a training's batch, else the largest where one is given, else the smallest."""
+    """Maps each symbol to its size in estimates: the training's batch, else the largest legal size if it has one, else the smallest."""
     sizes = {
         name: smallest(symbol) if symbol.max is None else largest_legal(symbol.max, symbol)
         for name, symbol in manifest.symbols.items()
@@ -75,7 +75,7 @@ def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
 
 
 def _nearest(size: int, law: SymbolRecord) -> str:
-    """The legal sizes around one that is not."""
+    """Returns a text that names the legal sizes nearest to a size that is not legal."""
     step, rest = law.divisor, law.remainder
     low = max(law.min, step + rest if step > 1 else rest)
     first = low + (rest - low) % step

@@ -1,8 +1,8 @@
-"""Lifetimes of values and the bytes in memory at once: of the ops of a session, the tasks of a row, and a program before it is written.
+"""Lifetimes of values and the bytes in memory at the same time: for a session's ops, a row's tasks, or a program before it is written.
 
-A program is a list of uses in the order in which they run, one for each op or task: what it reads, and what it makes. A value is in memory
-from the op that makes it to the last that reads it. A view is in the memory of what it is a view of; what an op may write over its operand
-takes the operand's place, where this op is the last to read it and both have as many bytes.
+A program is a list of uses in execution order, one for each op or task: the values that it reads, and the values that it makes. A value
+is in memory from the op that makes it to the last op that reads it. A view shares the memory of its source. The result of an op that may
+overwrite its operand takes the operand's memory, if this op is the last to read the operand and both have the same number of bytes.
 
     a = MatMul(x, w); b = Reshape(a); c = Relu(b); d = Add(c, c)        spans: a from 0 to 3 (with b and c), d from 3 to 3
 """
@@ -19,12 +19,12 @@ from .graph.kernels import OVERWRITING, VIEWS
 Name = TypeVar("Name", bound=Hashable)
 Bytes = TypeVar("Bytes")
 Sum = TypeVar("Sum", int, ByteCount)
-"""Bytes at some sizes, or an expression in the symbols."""
+"""Bytes at fixed sizes of the symbols, or a `ByteCount` in the symbols."""
 
 
 @dataclass(frozen=True)
 class Use(Generic[Name]):
-    """What an op or a task reads and makes, by names or other objects. `op` is the type of an op of the default domain."""
+    """The values that an op or a task reads and makes, as names or other objects. `op` is the op type of an op of the default domain."""
 
     reads: Sequence[Name]
     makes: Sequence[Name]
@@ -33,9 +33,9 @@ class Use(Generic[Name]):
 
 @dataclass(frozen=True)
 class Span(Generic[Name, Bytes]):
-    """A place in memory: the value that has it first, the uses between which it is needed, all that touch it, and its bytes.
+    """A place in memory: the value that uses it first, the first and the last use that need it, all uses that touch it, and its bytes.
 
-    `bytes` is None where only a run tells.
+    `first`, `last` and `uses` are indices of uses. `bytes` is None where the size is known only at run time.
     """
 
     value: Name
@@ -51,10 +51,10 @@ def spans(
     apart: Collection[Name] = (),
     outputs: Collection[Name] = (),
 ) -> list[Span[Name, Bytes]]:
-    """The places that the values of a program need, in the order of their begins.
+    """Returns the places in memory that a program's values need, in the order in which they begin.
 
-    A value that no use makes begins with the first that reads it; `outputs` are needed to the end. Values in `apart` have memory
-    elsewhere, as have views of them.
+    A value that no use makes begins at the first use that reads it; `outputs` are needed to the end. Values in `apart`, and views of them,
+    have memory elsewhere and get no place.
     """
     touching: dict[Name, list[int]] = {}
     for at, use in enumerate(uses):
@@ -94,6 +94,6 @@ def alive(found: Sequence[Span[Name, Sum]], zero: Sum) -> Iterator[tuple[int, Su
 
 
 def peak(found: Sequence[Span[Name, int]]) -> tuple[int, list[Span[Name, int]]]:
-    """The most bytes that are there at once, and the places that have them."""
+    """Returns the largest number of bytes in memory at the same time, and the places that are in memory then."""
     at, most = max(alive(found, 0), key=lambda one: one[1], default=(0, 0))
     return most, [span for span in found if span.first <= at <= span.last and span.bytes]

@@ -1,9 +1,9 @@
-"""Opening an artifact: the manifest, and the proof that the files a rank needs are those that the compiler wrote.
+"""Opens an artifact: reads the manifest, and proves that the files a rank needs are those that the compiler wrote.
 
-Nothing is believed: the manifest is held against its schema, every needed file against its recorded size and checksum, every path
-of external data against the folder (links resolved) and every region against its file. The checksum of weights is CRC-32, which finds
-damage in a third of the time of SHA-256; all else, and everything in `partc check`, is compared by SHA-256. With `trust` the contents
-are not read for this; sizes and paths are checked all the same.
+Nothing is trusted: the manifest is checked against its schema, every needed file against its recorded size and checksum, every path of
+external data against the folder (links resolved) and every region against its file. The checksum of weights is CRC-32, which detects
+damage in a third of the time of SHA-256; all other files, and all files in `partc check`, are compared by SHA-256. With `trust` no
+contents are read for this; sizes and paths are still checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
 )
-"""A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
+"""A line end inside a text of the JSON: an escape, or one of the line ends that JSON allows unescaped."""
 _SHOWN = 32
 _CHUNK = 1 << 18
 _TOLD = 20
@@ -58,7 +58,7 @@ class Artifact:
     def __init__(self, folder: Path, trust: bool, program: str = "") -> None:
         self.folder = folder
         self.trust = trust
-        self._stamp = stamp(folder)  # before it is read: what comes in between is seen as well
+        self._stamp = stamp(folder)  # before the manifest is read, so that a change in between is noticed
         self._index, self.digest = _manifest_file(folder)
         self._checked: set[str] = set()
         self.manifest: Manifest = self._of(program)
@@ -70,16 +70,16 @@ class Artifact:
 
     @property
     def training(self) -> TrainingRecord | None:
-        """What it says of its training, whichever program this is of; None where nothing is trained."""
+        """The artifact's training record, from whichever program it is seen; None where nothing is trained."""
         return self._index.training
 
     @property
     def generation(self) -> GenerationRecord | None:
-        """What the artifact says of making tokens, from whichever program it is seen."""
+        """The artifact's record of token generation, from whichever program it is seen."""
         return self._index.generation
 
     def program_named(self, program: str = "") -> Artifact:
-        """The same artifact, seen from another of its programs, by default the main one; ArtifactError where there is none such."""
+        """The same artifact, seen from another of its programs, by default the main one; ArtifactError where it has no such program."""
         found = copy.copy(self)
         found.manifest = self._of(program)
         return found
@@ -103,9 +103,9 @@ class Artifact:
             raise ArtifactError(f"{self.folder}: the artifact has no weights, and cannot be run\n  help: {again}")
 
     def model(self, rank: int) -> ModelProto:
-        """The program of a rank, its weights left in their files, its constants among its initializers.
+        """Reads the program of a rank; its weights stay in their files, its rank constants become initializers.
 
-        ArtifactError where any file it needs is not what it was.
+        ArtifactError where a file that it needs was changed or is not valid.
         """
         from google.protobuf.message import DecodeError
         from onnx import TensorProto
@@ -135,9 +135,9 @@ class Artifact:
         return bound(model, self.manifest.groups_of(rank), rank, str(self.folder / name))
 
     def run_list(self, rank: int) -> RunList | None:
-        """How the nodes of a rank's program run; None where the artifact has no list of it.
+        """Reads the run list of a rank's program, which states how its nodes run; None where the artifact has no such list.
 
-        ArtifactError where the list is not what it was, or is of another rank file.
+        ArtifactError where the list was changed, or is that of another rank file.
         """
         program = self.manifest.program(rank)
         if run_list_file(program) not in self.manifest.files:
@@ -146,7 +146,7 @@ class Artifact:
         return read_run_list(self.folder, self.manifest, program)
 
     def text(self, name: str) -> str:
-        """A text of the artifact, such as `ir/schedule.txt`; ArtifactError where the file is not what it was, or is not text."""
+        """Reads a text file of the artifact, such as `ir/schedule.txt`; ArtifactError where the file was changed or is not text."""
         self._check([name])
         try:
             return counted.read_text(self.folder / name, counted.SCHEDULE_BYTES)
@@ -191,9 +191,9 @@ class Artifact:
 
 
 def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False, program: str = "") -> Artifact:
-    """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong.
+    """Opens the artifact in a folder and checks its manifest; with `rank`, that rank's files too. ArtifactError says what is wrong.
 
-    It is seen from the main program, or from the one called `program`.
+    The artifact is seen from the main program, or from the one called `program`.
     """
     place = Path(folder)
     artifact = Artifact(place, trust, program)
@@ -203,7 +203,7 @@ def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = 
 
 
 def read_run_list(folder: Path, manifest: Manifest, program: str) -> RunList:
-    """The run list of a rank file; ArtifactError where it is not of that file, or no list at all."""
+    """Reads the run list of a rank file; ArtifactError where the list is that of another file, or is not valid."""
     file = folder / run_list_file(program)
     ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == program)
     title = f"{file}, the run list of rank {ranks}"
@@ -238,7 +238,7 @@ def crc32(file: Path) -> str:
 
 
 def stamp(folder: Path) -> tuple[int, ...] | None:
-    """The identity of the manifest's file, another one once an artifact is replaced; None where there is no manifest."""
+    """The identity of the manifest's file, which changes when the artifact is replaced; None where there is no manifest."""
     try:
         of = os.stat(folder / MANIFEST)
     except OSError:
@@ -247,7 +247,7 @@ def stamp(folder: Path) -> tuple[int, ...] | None:
 
 
 def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
-    """The manifest's file, and the hash of its text."""
+    """Reads and checks the manifest; returns it with the SHA-256 of its text."""
     file = folder / MANIFEST
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
@@ -285,7 +285,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
 
 
 def _wrong_programs(index: ManifestFile) -> Iterator[str]:
-    """What is wrong with the programs, each by itself and over the state that they share."""
+    """Yields the faults of the programs: of each by itself, and of their use of the shared state."""
     values, (main, *_) = Counter(record.value for record in index.state), index.programs
     for name, program in index.programs.items():
         where = "" if name == main else f"program '{name}': "
@@ -319,7 +319,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield f"it lists no file {manifest.program(missing)} for rank {missing} of {manifest.ranks}"
         return
     tags: set[int] = set()
-    known: dict[int, bool] = {}  # lists of the manifest are shared: the answer of each by its identity
+    known: dict[int, bool] = {}  # ports share lists of ranks: each list is checked once, by its identity
     for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
         for port in ports:
             if id(port.ranks) not in known:
@@ -344,7 +344,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _bad_collectives(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with groups, programs, boxes and collectives."""
+    """Yields the faults of groups, boxes and collectives."""
     ranks = manifest.ranks
     if (total := sum(len(one) for lists in manifest.groups.values() for one in lists)) > LISTED_RANKS:
         yield f"its groups list {total:,} ranks; at most {LISTED_RANKS:,} are read"
@@ -420,7 +420,7 @@ def _node_names(nodes: Iterable[NodeProto]) -> Iterator[str]:
 
 
 def _region(tensor: TensorProto) -> tuple[str, int, int]:
-    """Where a tensor's bytes lie: path, offset and length (0 where the entry does not say)."""
+    """Returns the path, offset and length of a tensor's external data; offset and length are 0 where the entry lacks them."""
     entry = {item.key: item.value for item in tensor.external_data}
     try:
         return entry.get("location", ""), int(entry.get("offset", 0)), int(entry.get("length", 0))

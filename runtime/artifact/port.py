@@ -1,6 +1,6 @@
-"""Inputs and outputs of a model in the manifest.
+"""Records of a model's inputs and outputs in the manifest.
 
-Records of what the numbers of a tensor may be, or are: labels, ids of rows, first values.
+Also records of the numbers that a tensor may have, or begins with: labels, ids of rows, laws of first values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Lists of ranks, and shards by rank, in the manifest: short ones are written out, long ones by their law.
+"""Lists of ranks, and the shards of ranks, in the manifest: short lists are written out, long ones as ranges and grids.
 
     ranks    [0, 2, 5]                 "0-4095"   "0-4088:8"  (from 0 in steps of 8)
     boxes    [[[0, 1, 2]], ...]        {"mesh": [512, 8], "cuts": [[1], []]}   the ranks are a grid, the first dim is cut along its axis 1
     groups   [[0, 1], [2, 3]]          ["0-7", "8-15", ...]
     programs ["a.onnx", "b.onnx"]      {"a.onnx": "0-4088:8", ...}
 
-In memory ranks are a list and boxes a sequence whose items are made when they are asked for: a rank costs its own.
+In memory, ranks are a list, and boxes are a sequence whose items are computed on access, so that a rank computes only its own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..files.counted import Budget
 Box: TypeAlias = list[list[int]]
 """A shard of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
 _WRITTEN_OUT = 8
-"""Lists of so many ranks are written out."""
+"""The longest list of ranks that is written out."""
 _AXES = 64
-"""A grid has no more axes."""
+"""The most axes of a grid."""
 _ROW = 3
-"""So many ranks with one step between them are written as a row."""
+"""The fewest ranks with the same step above 1 that are written as a range."""
 MOST_RANKS = 1 << 16
-"""No job has more ranks."""
+"""The most ranks of a job."""
 _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 
 
 class SharedRanks(list[int]):
-    """The ranks of many records, known to be whole numbers and never changed: their text is made once."""
+    """A list of ranks that many records share, known to hold whole numbers and never changed, so that its text is computed once."""
 
     @functools.cached_property
     def text(self) -> str:
@@ -46,7 +46,7 @@ class SharedRanks(list[int]):
 
 
 def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Maps each rank and group to the list that contains the rank; groups without it are left out."""
+    """Maps each rank, and each group with a list that contains the rank, to that list."""
     found: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, lists in groups.items():
         for ranks in map(tuple, lists):
@@ -56,12 +56,12 @@ def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, di
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as a rank file names them: `0-3,8`."""
+    """Writes ranks in rising order, as a rank file names them: `0-3,8`."""
     return order_text(sorted(ranks))
 
 
 def order_text(ranks: Iterable[int]) -> str:
-    """Ranks in their order: `3,0-2`; from three with one step larger than 1 between them on `0-24:8`."""
+    """Writes ranks in their order: `3,0-2`; three or more with the same step above 1 as `0-24:8`."""
     return _order_text(tuple(ranks))
 
 
@@ -82,7 +82,7 @@ def _order_text(ranks: tuple[int, ...]) -> str:
 
 
 def ranks_of(text: str, count: Callable[[int], None] = lambda number: None) -> list[int]:
-    """The ranks that `order_text` wrote; ValueError for any other text. `count` is called with the number of ranks before they are made."""
+    """Reads ranks that `order_text` wrote; ValueError for any other text. Calls `count` with each range's size before listing the range."""
     found: list[int] = []
     for span in filter(None, text.split(",")):
         if (match := _SPAN.fullmatch(span)) is None:
@@ -98,10 +98,10 @@ def ranks_of(text: str, count: Callable[[int], None] = lambda number: None) -> l
 
 @dataclass(frozen=True, eq=False)
 class Grid(Sequence[Box]):
-    """The shards of ranks that are a grid of the sizes `mesh`, row-major, the last axis fastest.
+    """The shards of ranks in a grid of the sizes `mesh`, row-major, the last axis fastest.
 
-    `cuts`: by dim the axes that cut it, the first is the major one. `part`: by dim begin, end and size where the value is a part of
-    the one that boxes are of.
+    `cuts`: for each dim the axes of the mesh that shard it, the major one first. `part`: for each dim begin, end and size, where the value
+    is a part of a larger value, and the boxes are fractions of the larger one.
     """
 
     mesh: tuple[int, ...]
@@ -132,7 +132,7 @@ class Grid(Sequence[Box]):
     __hash__ = None  # type: ignore[assignment]
 
     def distinct(self) -> Iterator[tuple[int, Box]]:
-        """Every shard once, with the first place that has it: those along axes that cut nothing repeat them."""
+        """Yields every distinct shard once, with the first place that has it: places along axes that cut no dim have the same shard."""
         cutting = {axis for axes in self.cuts for axis in axes}
         strides = [math.prod(self.mesh[axis + 1 :]) for axis in range(len(self.mesh))]
         rows = [range(0, size * stride, stride) for size, stride in zip(self.mesh, strides, strict=True)]
@@ -140,7 +140,7 @@ class Grid(Sequence[Box]):
             yield sum(places), self[sum(places)]
 
     def divisor(self, axis: int) -> int:
-        """The number that the size of an axis must be divisible by, so that all shards have whole edges."""
+        """The number by which the size of an axis must be divisible for the edges of all shards to be integers."""
         count = self._counts[axis]
         if not self.part:
             return count
@@ -153,7 +153,7 @@ class Grid(Sequence[Box]):
         return [math.prod(self.mesh[axis] for axis in axes) for axes in self.cuts]
 
     def _numbers(self, index: int) -> list[int]:
-        """Maps each dim to the index of its shard."""
+        """Returns the index of the shard along each dim, for a place in the grid."""
         at = []
         for size in reversed(self.mesh):
             index, coordinate = divmod(index, size)
@@ -169,7 +169,7 @@ class Grid(Sequence[Box]):
 
 
 def _within(span: Sequence[int], part: Sequence[int]) -> list[int]:
-    """A span of a part as one of what it is a part of."""
+    """Converts a span of a part (begin, end, denominator) to a span of the larger value, in which `part` is (begin, end, size)."""
     (begin, end, count), (start, stop, size) = span, part
     edges = [start * count + (stop - start) * edge for edge in (begin, end)]
     shared = math.gcd(*edges, size * count)
@@ -191,7 +191,7 @@ def _read_ranks(value: Any, info: ValidationInfo) -> list[int]:
 
 
 def _listed(text: str, budget: Budget | None) -> list[int]:
-    """The ranks of a text: of one manifest one list for all who ask for it, which is never changed."""
+    """Reads the ranks of a text; all records of one manifest with the same text get the same list, which is never changed."""
     if budget is None:
         return ranks_of(text)
     if text not in budget.known:

@@ -1,7 +1,7 @@
-"""A file outside of an artifact that weights stay in: what is recorded of it, and whether it is still that file.
+"""Files outside an artifact from which weights are read: their record, and whether a file is still the recorded one.
 
-Its contents are not hashed, since it may have hundreds of gigabytes. Its size, the time of its last change and the hash of its safetensors
-header tell it from a file with other tensors and from one that was written again.
+The contents of such a file are not hashed, since they may have hundreds of gigabytes. Its size, the time of its last change and the hash
+of its safetensors header distinguish it from a file with other tensors and from one that was written again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMEDY = "compile again, or put the file back as it was, with its time (cp -p)"
 
 
 def referenced(path: Path) -> FileRecord:
-    """The record of a file that weights stay in."""
+    """Returns the record of a file outside the artifact from which weights are read."""
     status = os.stat(path)
     return FileRecord(bytes=status.st_size, sha256=_header(path), path=str(path), modified=_time(status))
 
@@ -47,7 +47,7 @@ def _time(status: os.stat_result) -> str:
 
 
 def _header(path: Path) -> str:
-    """The SHA-256 of the header of a safetensors file; empty of another file."""
+    """The SHA-256 of the header of a safetensors file; empty for any other file."""
     try:
         return hashlib.sha256(sound_header(path)[0]).hexdigest()
     except ValueError:

@@ -1,11 +1,11 @@
-"""Puts a new artifact in the place of an old one, whole or not at all, and never touches what partc did not write.
+"""Writes a new artifact in the place of an old one, atomically, and never touches files that partc did not write.
 
     with replacing_folder(Path("build")) as folder:
         ...                                     # the files, manifest.json last
 
-What may be replaced is nothing, an empty folder, or an artifact without anything in it that its manifest does not list. The new
-folder is made beside the old one, and the two change places in one step of the file system (Linux's RENAME_EXCHANGE; where it has
-none, by two renames). Then the old one is removed: the files that its own manifest lists, and nothing else.
+The place may be free, an empty folder, or an artifact whose manifest lists all files in it. The new folder is made next to the old one,
+and the two are exchanged in one step of the file system (Linux's RENAME_EXCHANGE; where the file system lacks it, by two renames). Then
+the old folder is removed: the files that its own manifest lists, and no others.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class ObstacleError(UsageError):
 
 @contextmanager
 def replacing_folder(out: Path) -> Iterator[Path]:
-    """A new folder that becomes `out` when the block has ended, and is removed where it raises.
+    """Opens a new folder that becomes `out` when the block ends, and is removed if the block raises.
 
-    ObstacleError where `out` may not be replaced; WriteError where it cannot be written. In both cases it is as it was.
+    ObstacleError where `out` may not be replaced, WriteError where it cannot be written; `out` is then unchanged. WriteError also where
+    other files came into the old folder meanwhile; `out` is then written.
     """
     refuse_obstacle(out)
     place = Path(os.path.abspath(out))
@@ -86,7 +87,7 @@ def replacing_folder(out: Path) -> Iterator[Path]:
 
 
 def obstacle(out: Path) -> Obstacle | None:
-    """What is in the way of a new artifact in this place; None where it may be replaced."""
+    """Returns the reason why no new artifact can be written at a path; None where it can."""
     try:
         mode = os.lstat(out).st_mode
     except OSError:
@@ -117,7 +118,7 @@ def refuse_obstacle(out: Path) -> None:
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of an artifact by its manifest, of whatever version, and the manifest; None where it is not an artifact."""
+    """Returns the files that the manifest lists, of whatever version it is, and the manifest; None where the folder is not an artifact."""
     try:
         data = counted.read_json(folder / MANIFEST, counted.MANIFEST)
     except (OSError, ValueError):
@@ -131,7 +132,7 @@ def listed_files(folder: Path) -> frozenset[str] | None:
 
 
 def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
-    """The entries of a folder besides these files; for a folder with none of them only its own name. Links are not files."""
+    """Returns the entries of a folder that are not in `listed`; a subfolder without listed files is one entry. Links are not files."""
     around = {parent.as_posix() for name in listed for parent in Path(name).parents}
     found = []
     for root, folders, files in os.walk(folder):
@@ -149,8 +150,8 @@ def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
 
 
 def remove_artifact(folder: Path) -> None:
-    """Removes a folder that partc wrote: the files that its manifest lists, the manifest last, or, where a writer died before
-    it wrote one, all of it. What else came into an artifact stays, and the folders around it.
+    """Removes a folder that partc wrote: the files that its manifest lists, the manifest last; the whole folder if its writer died before
+    it wrote a manifest. Other files that came into an artifact stay, and so do the folders around them.
     """
     listed = listed_files(folder)
     if listed is None:
@@ -160,7 +161,7 @@ def remove_artifact(folder: Path) -> None:
 
 
 def _remove_old(old: Path, out: Path) -> None:
-    """Removes the old folder; where that fails the next writer does it."""
+    """Removes the old folder; where that fails, the next writer removes it. WriteError where it has files that partc did not write."""
     with contextlib.suppress(OSError):
         strangers = _strangers(old, listed_files(old) or frozenset())
         remove_artifact(old)
@@ -169,7 +170,7 @@ def _remove_old(old: Path, out: Path) -> None:
 
 
 def _swap(hidden: Path, place: Path) -> Path:
-    """Replaces a folder by two renames, where there is none or the file system has no exchange; returns the old folder's new name."""
+    """Replaces a folder by two renames, where it does not exist or the file system has no exchange; returns the old folder's new name."""
     old = hidden_name(place, OLD)
     if os.path.lexists(place):
         try:

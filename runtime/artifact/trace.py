@@ -1,7 +1,8 @@
 """A trace of a job in the format that Perfetto and chrome://tracing open: a process for each rank, a span for each action.
 
-Steps are spans, too, around their actions, and between them is what a training does there; an arrow goes from each Send to its Recv.
-Times are microseconds since the first span. Each event is a line, so that a file cut short can be read as far as it goes.
+Steps are spans too, around their actions; between steps are the spans of a training's data, evaluations and checkpoints. An arrow goes
+from each Send to its Recv. Times are microseconds since the first span. Each event is a line, so that a file cut short can be read as
+far as it goes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
 """The categories of the actions of a step."""
 DATA, EVALUATION, CHECKPOINT = "data", "evaluation", "checkpoint"
 BETWEEN = {DATA: "next batch", EVALUATION: "evaluation", CHECKPOINT: "checkpoint"}
-"""The categories of what a training does between steps, and their names: the wait for data before a step, the others after it."""
+"""Maps the categories of spans between a training's steps to their names: the wait for data comes before a step, the others after it."""
 OP = "op"
-"""The category of what onnxruntime measured of an op, within the span of an action; its `about` has `op` and `module`."""
+"""The category of an op's span, measured by onnxruntime, within the span of an action; its `about` has `op` and `module`."""
 _OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
 
 
 @dataclass(frozen=True)
 class Span:
-    """A step or an action: seconds since the first one of the trace, and what the file says of it."""
+    """A step or an action: its begin in seconds since the trace's first span, its length in seconds, and `about`, the event's `args`."""
 
     rank: int
     category: str
@@ -43,9 +44,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of all ranks; `is_complete` says whether the file has its end. `error`: of clocks of other hosts, in seconds.
+    """The spans of all ranks. `is_complete`: whether the file has its end. `error`: the error of other hosts' clocks, in seconds.
 
-    `ranks`: how many there were; one without anything to do has no spans.
+    `ranks`: the number of ranks; a rank without actions has no spans.
     """
 
     spans: list[Span]
@@ -60,7 +61,7 @@ _SLOWER = "onnxruntime was profiled, which slows the steps"
 
 
 def trace_text(ranks: Sequence[str]) -> str:
-    """The whole file, an event a line, from what each rank's profiler has written down."""
+    """Returns the text of the file, one event per line, from the JSON text of each rank's profiler."""
     rows = [json.loads(text) for text in ranks]
     of_steps = (min(starts) for row in rows for _, _, starts, _ in row["steps"])
     begun = min((*of_steps, *(start for row in rows for _, _, start, _ in row["between"])), default=0.0)
@@ -75,7 +76,7 @@ def trace_text(ranks: Sequence[str]) -> str:
 
 
 def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int]) -> Iterator[dict[str, Any]]:
-    """The events of a rank; `arrows`: by step and message the number of its arrow: readers of traces accept no other id."""
+    """Yields a rank's events; `arrows` maps each step and message to the number of its arrow, since trace readers accept no other id."""
     rank = row["rank"]
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -109,7 +110,7 @@ def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int
 
 
 def _ops_by_action(row: dict[str, Any], begun: float) -> dict[tuple[int, int], list[tuple[str, str, float, float]]]:
-    """Maps the places of a step and of an action to the op type, module, begin and end, in microseconds, of each op there."""
+    """Maps the indices of a step and an action to the op type, module, begin and end, in microseconds, of each op in that action."""
     found: dict[tuple[int, int], list[tuple[str, str, float, float]]] = {}
     if ops := row.get("ops"):
         for step, action, which, start, taken in ops["spans"]:
@@ -127,7 +128,7 @@ def _us_between(begin: float, end: float) -> float:
 
 
 def read_trace(path: Path) -> Trace:
-    """The spans of a file that `trace_text` gave; UsageError where it is not a trace, with the line."""
+    """Reads a file that `trace_text` wrote; UsageError, with the line, where it is not a trace."""
     try:
         with open_regular(path) as file:
             lines = file.read(TRACE.bytes + 1).split(b"\n")

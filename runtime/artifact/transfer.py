@@ -1,4 +1,4 @@
-"""The manifest's records of messages: of one, or of those between many pairs of ranks, which have one tag and one record.
+"""The manifest's records of messages: a record is of one message, or of the messages between many pairs of ranks, which share a tag.
 
 {"tag": 3, "value": "h", "source": 0, "target": 512, "group": "0-512+511", ...}     512 messages: 0 to 512, 1 to 513, ...
 """
@@ -42,7 +42,7 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 def one_by_one(transfers: Iterable[Transfer], groups: Groups) -> list[Transfer]:
-    """A record for each message."""
+    """Expands records of many messages into one record for each message."""
     return [
         one.model_copy(update={"source": source, "target": target}) if one.group else one
         for one in transfers
@@ -51,7 +51,7 @@ def one_by_one(transfers: Iterable[Transfer], groups: Groups) -> list[Transfer]:
 
 
 def by_rank(messages: Iterable[Transfer]) -> dict[int, list[Transfer]]:
-    """Maps each rank to the messages that it sends or receives, in the order of all."""
+    """Maps each rank to the messages that it sends or receives, in the order of `messages`."""
     found: dict[int, list[Transfer]] = {}
     for one in messages:
         for rank in (one.source, one.target):
@@ -60,7 +60,7 @@ def by_rank(messages: Iterable[Transfer]) -> dict[int, list[Transfer]]:
 
 
 def bad_pairs(transfer: Transfer, groups: Groups) -> str:
-    """What is wrong with the pairs of a record of many messages; empty where nothing is."""
+    """Returns the fault of the pairs of a record of many messages; empty where they are valid."""
     pairs = groups.get(transfer.group, ())
     if all(len(pair) == 2 for pair in pairs) and [*map(tuple, pairs[:1])] == [(transfer.source, transfer.target)]:
         return ""

@@ -28,7 +28,7 @@ def read_artifact(folder: Path) -> tuple[Artifact | None, list[Violation]]:
 
 
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
-    """What differs between the folder's files and the manifest's list of them; a file that is not the manifest's is not read further."""
+    """Returns the differences between the folder's files and the manifest's list of them; a file that differs is not read further."""
     changed = [one for name, record in sorted(manifest.files.items()) for one in _check_file(folder, name, record)]
     others = unlisted(folder, {*manifest.files, MANIFEST})
     unknown = (Violation(name, "the manifest does not list it", help="remove it from the folder") for name in others)

@@ -1,8 +1,8 @@
-"""The proofs of a compile about the files that it has just written: each is a sound graph, which onnx and onnxruntime accept.
+"""The checks of a compile on the files that it has just written: each is a valid graph, which onnx and onnxruntime accept.
 
-It is a part of `partc check`, in a small part of a compile's time: ranks whose programs differ in their weights and in whom they speak
-to are looked at once, types are inferred at one size of the symbols, and hashes are believed. onnxruntime makes a session of a
-program without its large weights, of nodes that are alike one, and without optimizing it except where it is known to fail at that.
+They are a part of `partc check`, and take a small part of a compile's time: programs that differ only in their weights and their peers
+are checked once, types are inferred at one size of the symbols, and hashes are not checked. onnxruntime creates a session of a program
+without its large weights, with one of several equal nodes, and without optimization, except where its optimizer is known to fail.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class CanLoad(Protocol):
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
-"""What onnxruntime's optimizer moves through quantized values, where it may write a node that it then refuses."""
+"""Ops that onnxruntime's optimizer moves across quantized values, where it may create a node that it then refuses."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """One of several rank files of equal structure, by its path in the artifact's folder; `rest`: without nodes that one before it has.
+    """One of several rank files of equal structure, by its path in the artifact's folder.
 
-    `listed`: the file as it is, with calls of tasks.
+    `listed`: the file as it is, with calls of tasks. `model`: with tasks inlined. `rest`: without nodes that an earlier structure has.
     """
 
     file: str
@@ -60,7 +60,7 @@ class Structure:
 
 
 def structures(folder: Path) -> list[Structure]:
-    """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
+    """Returns the programs of an artifact and of artifacts inside it, one for each structure, with the nodes of each task once."""
     found: list[Structure] = []
     seen: dict[Hashable, int] = {}
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
@@ -80,7 +80,7 @@ def structures(folder: Path) -> list[Structure]:
 
 
 def check_structures(programs: Sequence[Structure]) -> list[Violation]:
-    """What is wrong with programs, each by itself; of a node that several of them have alike it is asked once."""
+    """Returns the faults of programs, each by itself; equal nodes of several programs are checked once."""
     return [
         violation
         for one in programs
@@ -91,7 +91,7 @@ def check_structures(programs: Sequence[Structure]) -> list[Violation]:
 
 
 def _check_run(one: Structure) -> list[Violation]:
-    """What is wrong with how a program runs: its list, and its updates in place."""
+    """Returns the faults of a program's run: of its run list, its updates in place, and its number of microbatches."""
     file, manifest = Path(one.file).name, one.manifest
     rank = next(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
     kept = [record for record in manifest.state if rank in record.ranks]
@@ -104,7 +104,7 @@ def _check_run(one: Structure) -> list[Violation]:
 
 
 def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
-    """What is wrong with one graph: its values, what `onnx.checker` says, and the types inside."""
+    """Returns the faults of one graph: of its values, those that `onnx.checker` reports, and of its types."""
     return check_graph(file, model) or _check_nodes(file, model, manifest)
 
 
@@ -113,9 +113,10 @@ def _check_nodes(file: str, model: ModelProto, manifest: Manifest) -> list[Viola
 
 
 def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, rest: ModelProto | None = None) -> str:
-    """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`.
+    """Returns why onnxruntime does not load a program, "" where it does; weights that it must read are in `folder`.
 
-    `can_load` says so of a model's bytes: onnxruntime is not known here. `rest`: the program without nodes that are known to load.
+    `can_load` returns the same for a model's bytes, since this module does not import onnxruntime. `rest`: the program without nodes that
+    are known to load.
     """
     ops = {node.op_type for node in all_nodes(model.graph.node)}
     risky = not ops.isdisjoint(_QUANTIZED) and not ops.isdisjoint(_MOVED)
@@ -129,10 +130,10 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
 
 
 def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[int]:
-    """The places of the nodes of a kind that is not `known`, and of those that make a value of no declared type; their kinds are added.
+    """Returns the indices of nodes whose kind is not in `known`, and of nodes that make a value without a declared type; adds their kinds.
 
-    Whatever is alike, of types, constants, and nodes over such operands, has one number there. A node's kind is its op and attributes, with
-    the types of its operands and results. Integers are told apart by what makes them as well, for they may be a shape.
+    `known` has one number for equal types, for equal constants, and for nodes of one kind. A node's kind is its op and attributes, with the
+    kinds of its operands and results. Integers are also distinguished by the node that makes them, since they may be a shape.
     """
     ports = _declared(model)
     kinds: dict[str, Hashable] = {}
@@ -161,9 +162,9 @@ def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[
 
 
 def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
-    """The program of the nodes at these places alone, and of those that make the integers they read, or a value of unknown shape.
+    """Returns the program of the nodes at these indices, and of the nodes that make the integers, and values of unknown shape, for them.
 
-    No input has either of these. What the other nodes make is an input where it is read.
+    Integers and values of unknown shape do not become inputs; other values that a removed node makes become inputs if they are read.
     """
     ports = _declared(model)
     kept: list[NodeProto] = []
@@ -194,7 +195,7 @@ def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
 
 
 def _content(tensor: TensorProto) -> Hashable:
-    """A weight by its type and shape, and, where the program itself has its numbers, by these."""
+    """A key for a weight: its type and shape, and its numbers if the program itself has them."""
     if tensor.data_location == TensorProto.EXTERNAL:
         return tensor.data_type, tuple(tensor.dims)
     copy = TensorProto()
@@ -206,7 +207,7 @@ def _content(tensor: TensorProto) -> Hashable:
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:
-    """The nodes without repetitions: the first of each op with these attributes, and operands of these types and ranks."""
+    """Returns the nodes without repetitions: the first of each op with these attributes, and operands of these types and ranks."""
     types = _declared(model)
     kinds: dict[str, str] = {}
     for name, port in types.items():
@@ -231,7 +232,7 @@ def _declared(model: ModelProto) -> dict[str, ValueInfoProto]:
 
 
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
-    """Some nodes of the program without its communication, as a CPU runs them: what others make is fed, what others read is an output."""
+    """The bytes of a model of these nodes without communication, as a CPU runs them: outside values are inputs, unread values outputs."""
     types, graph = _declared(model), model.graph
     compute = [as_identity(node) for node in nodes if node.domain != DOMAIN or is_copy(node)]
     if not compute:
@@ -258,7 +259,7 @@ def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
 
 
 def _structure(model: ModelProto) -> bytes:
-    """Equal for programs that differ in weights, constants and the ends of their messages only."""
+    """Returns a hash that is equal for programs that differ only in the numbers of weights, constants and the ends of their messages."""
     light = ModelProto(functions=model.functions)
     light.graph.CopyFrom(model.graph)
     for node in (*light.graph.node, *(node for function in light.functions for node in function.node)):

@@ -1,4 +1,4 @@
-"""The subject of a check, and the counts of checks."""
+"""The program that checks examine, and the counts that they report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partc.runtime.errors import Violation
 
 @dataclass
 class StateCounts:
-    """Tensors of the state, of all ranks."""
+    """Counts of tensors of the state, over all ranks."""
 
     in_place: int = 0
     """Tensors that are replaced in place."""
@@ -30,7 +30,7 @@ class StateCounts:
 
 @dataclass
 class SingleFile:
-    """A rank file that is checked by itself: its graph, its row of tasks where it has tasks, and what its ranks keep."""
+    """A rank file that is checked by itself: its graph, its row of tasks if it has tasks, and the state that its ranks keep."""
 
     name: str = ""
     state: Sequence[StateRecord] = ()
@@ -39,22 +39,22 @@ class SingleFile:
 
 
 CONSTANT = "constant"
-"""The first part of the origin of a constant."""
+"""The first element of a constant's origin."""
 
 Origin: TypeAlias = tuple[Hashable, ...]
-"""A tensor's name; a constant's numbers; the node of a result, which output it is, and the node's source; else a value's name."""
+"""A tensor's name; a constant's numbers; a result's node, output index and source of the node; for other values the value's name."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedNode:
-    """The node of a name, with the origins of what it reads, in the first file that has it."""
+    """A named node with the origins of its operands, in the first file that has it."""
 
     file: str
     program: str
     node: NodeProto
     operands: tuple[Origin, ...]
     types: Mapping[str, object]
-    """What the file declares of its values."""
+    """Maps the file's values to their declared types."""
 
     @cached_property
     def attributes(self) -> dict[str, Hashable]:
@@ -63,7 +63,7 @@ class NamedNode:
 
 
 def _content(attribute: AttributeProto) -> Hashable:
-    """An attribute, of a body its ops, their attributes and its constants: values may have other names there, and a training notes some."""
+    """A key for an attribute; for a body its ops but Identity, their attributes and its constants: its values may have other names."""
     bodies = [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
     if not bodies:
         return bytes(attribute.SerializeToString(deterministic=True))
@@ -82,8 +82,11 @@ def _content(attribute: AttributeProto) -> Hashable:
 
 @dataclass
 class Known:
-    """What programs of an artifact have: nodes by name and source, those of a loss also by the number of microbatches, the programs with a
-    value of an origin, by rank and weight its shard's text, and by such a text its numbers in rank files."""
+    """The contents of an artifact's programs that were checked before.
+
+    `nodes`: nodes by name and source, those of a loss also by the number of microbatches. `programs`: the programs that have a value of an
+    origin. `shards` maps a rank and a weight to the text of its shard, `numbers` such a text to its numbers in rank files.
+    """
 
     nodes: dict[tuple[str, str, int], NamedNode] = field(default_factory=dict)
     programs: dict[Origin, set[str]] = field(default_factory=dict)
@@ -93,11 +96,10 @@ class Known:
 
 @dataclass
 class Subject:
-    """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
-    can be read.
+    """A program of an artifact that is checked. `wrong`: the files that differ from the manifest; `models`: the readable files, by rank.
 
-    A check of a single rank file gets it as `file`. `check_beside` checks another program of the artifact by its name, `others` are those
-    of the main one.
+    A check of a single rank file gets it as `file`. `check_beside` checks another program of the artifact by its name; `others`: for the
+    main program, the names of all other programs.
     """
 
     folder: Path
@@ -105,11 +107,11 @@ class Subject:
     check_beside: Callable[[str], list[Violation]]
     others: Sequence[str] = ()
     generation: GenerationRecord | None = None
-    """What the artifact says of making tokens, whichever of its programs this is."""
+    """The artifact's record of token generation, whichever of its programs this is."""
     training: TrainingRecord | None = None
-    """What the artifact says of its training, likewise."""
+    """The artifact's record of its training, whichever of its programs this is."""
     known: Known = field(default_factory=Known)
-    """What the programs that have been looked at have; one object for all of them."""
+    """The contents of the programs that were checked before; one object for all programs."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: SingleFile = field(default_factory=SingleFile)

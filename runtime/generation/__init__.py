@@ -1,1 +1,1 @@
-"""Making tokens: requests, the slots in which they run, and the loop of steps."""
+"""Token generation: requests, the slots in which they run, and the loop of steps."""

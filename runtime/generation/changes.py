@@ -1,17 +1,17 @@
-"""Changes of a request's logits before a token is chosen of them: penalties, biases, and tokens that may not follow.
+"""Changes of a request's logits before a token is drawn from them: penalties, biases, and forbidden tokens.
 
-Every rank has the same requests and tokens, and so changes the logits of its own shards alone; no change is sent. Changes are made in the
-order of `changes_of`, that of transformers' processors, in float32 as there:
+Every rank has the same requests and tokens, so it changes the logits of its own shards by itself; no change is sent. Changes are applied
+in the order of `changes_of`, which is that of transformers' processors, and in float32 as there:
 
     repetition_penalty r    of tokens of the prompt and the answer   logit / r where it is positive, else logit * r
-    presence, frequency     of tokens of the answer                  logit - presence - frequency * (how often it is there)
+    presence, frequency     of tokens of the answer                  logit - presence - frequency * (number of occurrences)
     logit_bias              of its tokens                            logit + bias
-    suppress, .._first      of tokens, and of those at the begin     -inf
-    forced_first, .._last   of all tokens but one, there             -inf
-    min_tokens              of ends, before so many tokens           -inf
-    schema                  of tokens that may not follow            -inf
+    suppress, .._first      of its tokens; only the first token's    -inf
+    forced_first, .._last   of all other tokens, at that position    -inf
+    min_tokens              of ends, before this many tokens         -inf
+    schema                  of tokens that it does not allow next    -inf
 
-A further change is a class with the method `change`, and a line in `changes_of`. Where no finite logit is left the request ends with an
+A further change is a class with the method `change`, and a line in `changes_of`. If no finite logit remains the request ends with an
 error.
 """
 
@@ -44,7 +44,7 @@ class LogitChange(Protocol):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A token that is drawn: its request, the tokens of the answer before it, and the changes of its logits."""
+    """A token to draw: its request, the tokens of the answer before it, and the changes of its logits."""
 
     request: Request
     tokens: Sequence[int]
@@ -52,12 +52,12 @@ class Drawing:
 
     @property
     def number(self) -> int:
-        """The number of the token within its answer."""
+        """The token's number within its answer, from 0."""
         return len(self.tokens)
 
 
 def changes_of(request: Request, record: GenerationRecord) -> tuple[LogitChange, ...]:
-    """The changes that a request asks for, in their order; none of most requests."""
+    """The changes that a request needs, in their order; most requests have no changes."""
     return tuple(_changes_of(request, record))
 
 
@@ -83,7 +83,7 @@ def _changes_of(request: Request, record: GenerationRecord) -> Iterator[LogitCha
 
 
 class Bias:
-    """What is added to the logits of some tokens; of the answer's first `until` tokens alone, where that is not None."""
+    """Adds a bias to the logit of each of some tokens; if `until` is not None, only for the answer's first `until` tokens."""
 
     def __init__(self, tokens: Iterable[int], biases: Array, until: int | None = None) -> None:
         self._tokens, self._biases, self._until = np.array([*tokens], np.int64), biases, until
@@ -96,7 +96,7 @@ class Bias:
 
 
 class Forced:
-    """A token that is the only one at a number of the answer."""
+    """Allows only one token at an index of the answer."""
 
     def __init__(self, token: int, number: int) -> None:
         self._token, self._number = token, number
@@ -125,7 +125,7 @@ class Repetition:
 
 
 class Occurrence:
-    """The penalties of tokens that are in the answer, once for each and once for each time."""
+    """The penalties of tokens that are in the answer: `presence` once for each token, `frequency` for each of its occurrences."""
 
     def __init__(self, presence: float, frequency: float) -> None:
         self._presence, self._frequency, self._count, self._seen = presence, frequency, Counter[int](), 0
@@ -140,7 +140,7 @@ class Occurrence:
 
 
 def _here(tokens: Array, begin: int, logits: Array) -> tuple[Array, Array]:
-    """Which of the tokens a shard has, and their places in it."""
+    """Returns a mask of the tokens that are in the shard of `logits` from the token `begin` on, and their places in it."""
     places = np.subtract(tokens, begin)
     here = np.logical_and(places >= 0, places < len(logits))
     return here, places[here]

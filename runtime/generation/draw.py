@@ -1,15 +1,14 @@
-"""Draws a token from its likeliest candidates: the result follows from the seed and the number of the token, not from the slot or its
-neighbours.
+"""Draws a token from its likeliest candidates: the result depends on the seed and the token's number, not on the slot or its neighbours.
 
-The law. Tokens are ordered by falling logits, of equal ones the lowest number first, and have the weights exp((logit - largest) /
-temperature). The first `top_k` of them are kept, of these the first whose weights together reach `top_p` of the sum, and of these those
-of weight `min_p` or more. A random number u in [0, 1) draws the first token whose weight and those before it together are above u times the
-sum of what is kept. Temperature 0 takes the first token.
+The law: tokens are sorted by falling logits, those with equal logits by rising number, and have the weights exp((logit - largest) /
+temperature). The first `top_k` remain; of these the shortest prefix whose weights sum to at least `top_p` of the total; of these the
+tokens with a weight of at least `min_p`. A random number u in [0, 1) draws the first token at which the running sum of weights is above
+u times the sum of the remaining weights. Temperature 0 takes the first token.
 
-A draw needs the first tokens of that order alone: as many as the nucleus, or u, reaches. So logits that lie in shards give their first
-candidates, each a whole number, its key, and the sum of their weights:
+A draw needs only the first tokens of that order: as many as the nucleus, or u, reaches. So each shard of the logits sends its first
+candidates, each as an integer key, and the sum of its weights:
 
-    key    the bits of the logit as a float32, as a whole number of the same order, in the upper half; 2**32 - 1 - token in the lower
+    key    upper half: the bits of the logit as a float32, as an integer of the same order; lower half: 2**32 - 1 - token
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from ..communication.transport import Vector
 from .request import Request
 
 FIRST, FURTHER = 64, 32
-"""So many candidates of a shard are looked at first, and so many times as many wherever these are too few."""
+"""The number of candidates of a shard that a draw reads first, and the factor for their number each time they are too few."""
 NO_TOKEN = (1 << 32) - 1
-"""What is drawn where no logit is finite."""
+"""The result of a draw where no logit is finite."""
 NONE = np.iinfo(np.int64).min
-"""The value below every key: a place without a candidate."""
+"""A value below every key, which marks a place without a candidate."""
 _LOWER = (1 << 32) - 1
 T = TypeVar("T", bound=np.generic)
 
 
 @dataclass
 class Scratch:
-    """Memory that stays between draws, by its use: each time for as many elements as asked, and first for at least `least`."""
+    """Memory that is reused between draws, one array for each use; a new array has room for at least `least` elements."""
 
     least: int = 0
     known: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def of(self, use: str, size: int, kind: type[T]) -> npt.NDArray[T]:
-        """An array of as many elements; what the use had before is overwritten."""
+        """Returns an array of `size` elements for a use; it overwrites the array that the use had before."""
         there = self.known.get(use)
         if there is None or there.size < size:
             there = self.known[use] = np.empty(max(size, self.least), kind)
@@ -52,8 +51,10 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The first tokens of a shard of the vocabulary: their keys, falling; and the sum of the weights of all of its tokens, where its
-    largest logit has the weight 1. `all`: whether it has no others.
+    """The first tokens of a shard of the vocabulary.
+
+    `keys`: their keys, falling. `weight`: the sum of the weights of all tokens of the shard, if its largest logit has the weight 1.
+    `all`: whether the shard has no other tokens.
     """
 
     keys: Vector
@@ -62,13 +63,16 @@ class Candidates:
 
 
 def candidate_count(request: Request, further: int, size: int) -> int:
-    """How many candidates of a shard of this size a draw looks at, after they were too few `further` times."""
+    """Returns the number of candidates that a draw reads of a shard of `size` tokens, after they were too few `further` times."""
     many: int = max(FIRST, request.top_k) * FURTHER**further if request.temperature else 1
     return min(many, size)
 
 
 def candidates(logits: Array, begin: int, count: int, request: Request, scratch: Scratch) -> Candidates:
-    """The first `count` tokens of a shard with the logits [tokens] from the token `begin` on; the keys stay until its next call."""
+    """Returns the first `count` tokens of a shard with the `logits` of the tokens from `begin` on.
+
+    The keys are valid until the next call for this shard. The sum of weights is 0 where the draw does not need it.
+    """
     size = len(logits)
     keys, weights = scratch.of(f"keys from {begin}", size, np.int64), scratch.of("weights", size, np.float64)
     bits, signs = weights.view(np.int32)[:size], weights.view(np.int32)[size:]
@@ -95,7 +99,7 @@ def candidates(logits: Array, begin: int, count: int, request: Request, scratch:
 
 
 def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: Scratch) -> int | None:
-    """The `number`-th token of a request, of the candidates of all shards of the vocabulary; None where they are too few.
+    """Draws the `number`-th token of a request from the candidates of all shards of the vocabulary; None where they are too few.
 
     Philox keyed by the seed, with the token's number as its counter, gives the one random number that a token takes.
     """
@@ -103,7 +107,7 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
     np.concatenate([one.keys for one in shards], out=keys)
     keys.sort()
     least = max((int(one.keys[-1]) for one in shards if not one.all), default=NONE)
-    known = keys[np.searchsorted(keys, least) :][::-1]  # behind them there may be tokens that no shard gave
+    known = keys[np.searchsorted(keys, least) :][::-1]  # after these there may be tokens that no shard has sent
     if request.top_k:
         known = known[: request.top_k]
     scaled = _logits(known, scratch)
@@ -139,12 +143,12 @@ def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: S
 
 
 def token_of(key: np.int64) -> int:
-    """The token of a key."""
+    """Returns the token of a key, from its lower half."""
     return _LOWER - (int(key) & _LOWER)
 
 
 def logit_of(key: np.int64) -> float:
-    """The logit of a key."""
+    """Returns the logit of a key, from its upper half."""
     return float(_logits(np.array([key]), Scratch())[0])
 
 
@@ -157,7 +161,7 @@ def _behind(begin: int, size: int, scratch: Scratch) -> Vector:
 
 
 def _logits(keys: Vector, scratch: Scratch) -> Array:
-    """The logits of keys. Casts are copies of their own: within other operations they would take buffers."""
+    """The logits of keys. Casts are separate copies: within other operations they would allocate buffers."""
     size = keys.size
     upper, found = scratch.of("upper", size, np.int64), scratch.of("logits", size, np.float64)
     bits, signs = scratch.of("bits", size, np.int32), scratch.of("signs", size, np.int32)

@@ -1,8 +1,8 @@
-"""Whether this machine's kernels of quantized products give one row alone the bits that it has among others.
+"""Whether this machine's kernels of quantized products compute the same bits for a row alone as for the row among others.
 
-A request's tokens are the same in any company, so a step computes as few rows as have a sequence only where the number of rows changes
-no bit. Float products with constant weights keep bits at any number of rows. `MatMulNBits` does not on some processors, and for some
-accuracy levels: one row alone has a kernel of its own there. Then a step has two rows at least.
+A request's tokens must not depend on other requests, so a step computes only the rows that have a sequence if the number of rows changes
+no bit. Float products with constant weights keep their bits at any number of rows. `MatMulNBits` does not, on some processors and for
+some accuracy levels, because a single row has a kernel of its own there. Then a step has at least two rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _COLUMNS, _BLOCKS = 64, 4
 
 
 def least_rows(record: GenerationRecord) -> int:
-    """The fewest rows of a step: 1, or 2 where one row alone has other bits."""
+    """The fewest rows of a step: 1, or 2 where a row alone gets other bits."""
     return 1 if all(keeps_bits(one.bits, one.block, one.level, one.points) for one in record.products) else 2
 
 
 @cache
 def keeps_bits(bits: int, block: int, level: int, points: bool = False) -> bool:
-    """Whether the first row of a quantized product is the same alone and beside a second one."""
+    """Whether the first row of a quantized product is the same alone and together with a second row."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 

@@ -1,13 +1,13 @@
-"""The tokens that a step draws: its logits stay in place, and only the first candidates of each shard are communicated.
+"""Draws the tokens of a step: the logits stay on their ranks, and only the first candidates of each shard are communicated.
 
-    round        every shard tells the candidates of each row that is drawn      an agreement, where the vocabulary is cut
+    round        every shard sends the candidates of each row to draw            an agreement, if the vocabulary is sharded
                  the rank that has the row's first shard draws                   an agreement on the tokens
-    next round   of rows for which these were too few, with more candidates
+    next round   for rows whose candidates were too few, with more candidates
 
-Where each row has one shard its rank looks at more candidates by itself, and the agreement on the tokens is the only one. A step in which
-no request draws has none. One rank draws, and not each for itself: exponentials of different processors differ in their last bits.
+If each row has one shard, its rank reads more candidates by itself, and the agreement on the tokens is the only one. A step in which
+no request draws has no agreement. One rank draws for all, since exponentials of different processors differ in their last bits.
 
-A draw looks at the same candidates whatever is drawn beside it, so a request's tokens are the same in any company.
+A draw reads the same candidates whichever other rows are drawn, so a request's tokens do not depend on other requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .draw import FIRST, FURTHER, NONE, Candidates, Scratch, candidate_count, ca
 
 @dataclass(frozen=True)
 class Shard:
-    """The logits of some of the vocabulary that a rank has: of the tokens from `begin` on, as many as `size`, of the rows from `row` on."""
+    """A rank's shard of the logits: `size` tokens from `begin` on, of the rows from `row` on."""
 
     rank: int
     row: int
@@ -38,8 +38,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class LogitShards:
-    """For each row of a program's logits, its shards, in the order of their tokens; every row has the same number. `size`: of the
-    largest; `vocabulary`: of all of a row together.
+    """The shards of each row of a program's logits, in the order of their tokens; all rows have the same number of shards.
+
+    `size`: the tokens of the largest shard. `vocabulary`: the tokens of a row.
     """
 
     of_row: Sequence[Sequence[Shard]]
@@ -62,7 +63,7 @@ class LogitShards:
 
     @property
     def told(self) -> int:
-        """The bytes that a rank tells for a token for which the first candidates are enough; of a row on one rank the token alone."""
+        """The bytes that a rank sends for a token whose first candidates are enough; only the token itself if the row is on one rank."""
         return 8 * (1 + (self.count * (1 + self.first) if self.is_sharded else 0))
 
     @property
@@ -77,15 +78,15 @@ class LogitShards:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a row lies on several ranks."""
+        """Whether a row is on several ranks."""
         return self.count > 1
 
 
 class Draws:
-    """The rows of a step whose tokens are not drawn yet, by row the token's request and number.
+    """The rows of a step whose tokens are not drawn yet; `drawing` maps each row to its token's request and number.
 
-    `logits`: by rank of this process what it has of them, which must stay until all is drawn. Of rows that lie on one rank each, those of
-    other ranks are left to them.
+    `logits` maps each rank of this process to its logits, which must not change until all tokens are drawn. If each row is on one rank, the
+    rows of other processes' ranks are drawn there.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Draws:
     def finish(
         self, chosen: Vector, agree: Callable[[Vector], Vector] | None = None, told: Vector | None = None
     ) -> None:
-        """Puts the tokens into `chosen`, and -1 for rows that others draw. What is not a token there stays: those logits are not finite.
+        """Writes the tokens into `chosen`, -1 for rows that other processes draw. An entry of `NO_TOKEN` stays: its logits are not finite.
 
-        `agree` gives the maxima of all ranks' numbers; without it this process has all shards of its rows. `shard_vector`: the maxima of
-        what all have told, where that is over.
+        `agree` returns the maxima of all ranks' numbers; without it this process has all shards of its rows. `told`: the maxima of all
+        ranks' `shard_vector()`, if they were already exchanged.
         """
         chosen[self._others] = -1
         if agree is None:
@@ -128,7 +129,7 @@ class Draws:
             self._further, told = self._further + 1, None
 
     def _alone(self, row: int, drawing: Drawing) -> int:
-        """The token of a row whose shards are all here."""
+        """Draws the token of a row whose shards are all in this process."""
         for further in itertools.count():
             found = [self._candidates(row, shard, drawing, further) for shard in self.shards.of_row[row]]
             if (token := draw(found, drawing.request, drawing.number, self._scratch)) is not None:
@@ -136,7 +137,7 @@ class Draws:
         raise AssertionError("of all tokens one is drawn")
 
     def _candidates(self, row: int, shard: Shard, drawing: Drawing, further: int) -> Candidates:
-        """The candidates of a shard that is here, after the changes of its logits."""
+        """The candidates of a shard in this process, after the changes of its logits."""
         logits = self._logits[shard.rank][row - shard.row]
         if drawing.changes:
             changed = self._scratch.of("changed logits", shard.size, np.float32)
@@ -148,8 +149,8 @@ class Draws:
         return candidates(logits, shard.begin, count, drawing.request, self._scratch)
 
     def shard_vector(self) -> Vector:
-        """This process's message about its shards: for each row that is drawn, for each of its shards, the sum of weights, and the keys
-        of candidates; `NONE` for other ranks' shards. Its size is one of few, whatever is drawn.
+        """Returns this process's message about its shards: for each row to draw, and each of its shards, the sum of weights and the keys of
+        candidates; `NONE` for other processes' shards. The message has one of a few sizes, whichever rows are drawn.
         """
         told = np.full(self._words, NONE, np.int64)
         parts = self._parts(told)
@@ -163,7 +164,7 @@ class Draws:
 
     @property
     def _words(self) -> int:
-        """The count of numbers in a message: for a power of two of rows, and the most candidates that some request may need."""
+        """The number of integers in a message: for rows rounded up to a power of two, and the most candidates that a request may need."""
         most, width = (
             max(candidate_count(one.request, self._further, self.shards.size) for one in self._pending.values()),
             FIRST,
@@ -174,15 +175,15 @@ class Draws:
 
     @property
     def _rows(self) -> int:
-        """For how many rows there is room in what is told: the power of two that is enough."""
+        """The number of rows that a message has room for: the least power of two that is enough."""
         return 1 << (len(self._pending) - 1).bit_length()
 
     def _parts(self, told: Vector) -> Vector:
-        """The numbers of all messages, by the row's place, shard, and the number's place."""
+        """Reshapes a message to [row's place, shard, number's place]."""
         return told.reshape(self._rows, self.shards.count, -1)
 
     def _drawn(self, row: int, place: int, given: Vector, drawing: Drawing) -> int | None:
-        """The token of a row, of what all have told; None where its candidates are too few."""
+        """Draws the token of a row from all ranks' messages; None where its candidates are too few."""
         found, request = [], drawing.request
         for shard, part in zip(self.shards.of_row[row], self._parts(given)[place], strict=True):
             count = candidate_count(request, self._further, shard.size)

@@ -1,10 +1,13 @@
-"""The tokens that may follow in an answer that a JSON schema binds; llguidance follows the schema, and each rank masks its shards.
+"""The tokens that a JSON schema allows next in an answer; llguidance tracks the schema, and each rank masks its shards of the logits.
 
-All ranks know the tokens of the answer, and so have the same state of the schema; no mask is sent. Between the parts of an answer is one
-space at most. Near its most tokens an answer is led to its end: a short end of its state is known, found letter by letter (close what is
-open, then the shortest values), and looked for again before the tokens since may have used up the rest; when no more tokens are left
-than it needs and what one more token may add to it, its tokens alone may follow. So strings, lists and numbers without a limit in the
-schema end, too. What a token may add is the longest of the short answers to the parts of the schema, and a name.
+All ranks know the tokens of the answer, so they have the same state of the schema; no mask is sent. Between the parts of an answer is at
+most one space.
+
+An answer that nears its maximum of tokens is led to its end. For this a short end is searched from the current state, letter by letter:
+first whatever closes open strings and brackets, then the shortest values. It is searched again before the tokens since then can have used
+up the spare ones. Once the remaining tokens are only as many as the end needs plus those that one more token may add to it, only the
+end's tokens are allowed. So strings, lists and numbers without a limit in the schema end, too. The tokens that one token may add are
+those of the longest of the short answers to the parts of the schema, and of a name.
 
     {"a": "many wor     ->     {"a": "many wor"}
 """
@@ -29,28 +32,31 @@ _MARGIN, _MOST_PARTS = 8, 64
 _DIGITS = b"0123456789"
 _OUTSIDE = b"}]" + _DIGITS + b'"ntf[{-:, .eE+' + bytes(range(97, 123))
 _NUMBER = b"}], " + _DIGITS
-"""The letters that are tried for a short end, in this order: outside of a JSON string, and there after a digit."""
+"""The letters that are tried for a short end, in this order: `_OUTSIDE` a JSON string, and there `_NUMBER` after a digit."""
 _INSIDE = b'"' + _DIGITS + bytes(range(97, 123)) + bytes(range(65, 91)) + bytes(range(32, 127))
-"""The letters inside of a string: what ends it, then the one that was tried least often, so that a pattern cannot repeat one for ever."""
+"""The letters tried inside a string: first the quote that ends it, then the least used, so that a pattern cannot repeat one for ever."""
 
 
 @dataclass(frozen=True)
 class SchemaBound:
-    """A JSON schema that an answer fits, as text, and the path of the model's `tokenizer.json`, which each rank reads."""
+    """A JSON schema that an answer must fit, as text, and the path of the model's `tokenizer.json`, which each rank reads."""
 
     tokenizer: str
     schema: str
 
 
 class AllowedTokens:
-    """The change of logits that leaves the tokens which may follow. `ends`: the tokens behind which an answer ends, `most` with them."""
+    """The change of logits that forbids the tokens which the schema does not allow next.
+
+    `ends`: the tokens that end an answer. `most`: the most tokens of an answer, its end included.
+    """
 
     def __init__(self, bound: SchemaBound, ends: Sequence[int], vocabulary: int, most: int) -> None:
         self._bound, self._ends, self._vocabulary, self._most = bound, ends, vocabulary, most
         self._state: _State | None = None
         self._seen, self._next_look, self._margin = -1, 0, 0
         self._end: list[int] | None = None
-        """The tokens up to the end, where they alone may follow."""
+        """The tokens up to the end, once only they are allowed."""
         self._bits: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def change(self, logits: Array, begin: int, tokens: Sequence[int]) -> None:
@@ -62,7 +68,7 @@ class AllowedTokens:
         logits[bits[begin - first * 8 :][: len(logits)] == 0] = -np.inf
 
     def _allowed(self, tokens: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """A bit for each token of the vocabulary: whether it may follow."""
+        """Returns a bit for each token of the vocabulary: whether it is allowed after `tokens`."""
         if self._state is None:
             self._state = _State.begun(self._bound, self._ends[0], self._vocabulary)
         state, before = self._state, max(self._seen, 0)
@@ -92,11 +98,11 @@ class AllowedTokens:
 
 
 class _State:
-    """How far an answer follows a schema, and whether it is within a JSON string."""
+    """The position of an answer in a schema, and whether it is inside a JSON string."""
 
     def __init__(self, matcher: Any, tokenizer: Any, inside: bool = False, escaped: int = 0, last: int = 0) -> None:
         self.matcher, self._tokenizer, self._inside, self._last = matcher, tokenizer, inside, last
-        self._escaped = escaped  # how many letters an escape still has, 1 where it may be longer
+        self._escaped = escaped  # the letters that an escape still needs, 1 if it may still get longer
 
     @classmethod
     def begun(cls, bound: SchemaBound, end: int, vocabulary: int) -> _State:
@@ -104,7 +110,7 @@ class _State:
         return cls(_matcher(bound, end, vocabulary).deep_copy(), _tokenizer(bound.tokenizer, end, vocabulary))
 
     def take(self, token: int) -> None:
-        """Follows a token."""
+        """Advances the state by a token."""
         self.matcher.consume_token(token)
         for letter in self._tokenizer.decode_bytes([token]):
             self._last = letter
@@ -116,7 +122,7 @@ class _State:
                 self._inside = not self._inside
 
     def end(self, most: int) -> list[int] | None:
-        """Tokens that lead to an end, few of them; None where `most` are too few."""
+        """Returns a few tokens that lead to an end; None where `most` tokens are too few."""
         at = _State(self.matcher.deep_copy(), self._tokenizer, self._inside, self._escaped, self._last)
         tokens, count = list[int](), Counter[int]()
         while not at.matcher.is_accepting():
@@ -128,7 +134,7 @@ class _State:
         return tokens
 
     def _next(self, count: Mapping[int, int]) -> int | None:
-        """A token with which a short end may begin; None where none may follow. `count`: how often each is in the end's strings."""
+        """Returns the first token of a short end; None where no token is allowed. `count`: how often each token is in the end's strings."""
         if forced := self.matcher.compute_ff_tokens():
             return int(forced[0])
         order = _INSIDE if self._inside else _NUMBER if self._last in _DIGITS else _OUTSIDE
@@ -143,7 +149,7 @@ class _State:
 
 
 def faults_of_schema(bound: SchemaBound, ends: Sequence[int], vocabulary: int, most: int) -> Iterator[str]:
-    """What is wrong with the schema of a request for at most so many tokens, a text each."""
+    """Yields a text for each fault of the schema of a request for at most `most` tokens."""
     if not ends:
         yield "it has a schema, and no token ends an answer\n  help: name the model's end in 'stop'"
         return
@@ -159,7 +165,7 @@ def faults_of_schema(bound: SchemaBound, ends: Sequence[int], vocabulary: int, m
 
 @lru_cache(maxsize=4)
 def _tokenizer(path: str, end: int, vocabulary: int) -> Any:
-    """The tokenizer as llguidance reads it; InputError."""
+    """Returns llguidance's tokenizer; InputError where llguidance is not installed or cannot read the file."""
     try:
         from llguidance import LLTokenizer
     except ImportError:
@@ -172,7 +178,7 @@ def _tokenizer(path: str, end: int, vocabulary: int) -> Any:
 
 @lru_cache(maxsize=128)
 def _matcher(bound: SchemaBound, end: int, vocabulary: int) -> Any:
-    """What follows a schema, before the first token; to be copied. InputError where the schema cannot be compiled."""
+    """Returns the matcher of a schema before the first token, to be copied by callers; InputError where the schema cannot be compiled."""
     tokenizer = _tokenizer(bound.tokenizer, end, vocabulary)
     from llguidance import LLMatcher
 
@@ -185,7 +191,7 @@ def _matcher(bound: SchemaBound, end: int, vocabulary: int) -> Any:
 
 @lru_cache(maxsize=32)
 def _added(bound: SchemaBound, end: int, vocabulary: int, most: int) -> int:
-    """How many tokens one token may add to the end of a state."""
+    """Returns the number of tokens that one token may add to the short end of a state."""
     root = json.loads(bound.schema)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     lengths, names = [0], [0]
@@ -203,7 +209,7 @@ def _added(bound: SchemaBound, end: int, vocabulary: int, most: int) -> int:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and the schemas in it."""
+    """Yields a schema and all schemas in it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -219,7 +225,7 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=16)
 def _letters(tokenizer: Any, order: bytes) -> list[int]:
-    """The tokens of single letters, in an order."""
+    """Returns the tokens of the single letters in `order`, in that order."""
     tokens = dict[int, int]()
     for token in range(tokenizer.vocab_size):
         if not tokenizer.is_special_token(token) and len(letter := tokenizer.decode_bytes([token])) == 1:

@@ -1,9 +1,9 @@
-"""Logarithms of the probabilities of tokens, by the model's own logits, from shards of the vocabulary.
+"""Log probabilities of tokens by the model's own logits, from shards of the vocabulary.
 
-    shard     its first candidates, the sum of their weights, and the logit of the token, where it has that     an agreement of all ranks
-    score     logit - (largest + log(sum of all shards' weights)), of the token and of the likeliest
+    shard     sends its first candidates, the sum of its weights, and the token's logit, if it has the token     an agreement of all ranks
+    score     logit - (largest + log(sum of all shards' weights)), of the token and of the likeliest tokens
 
-Temperature, penalties and other changes are not in it. A score is made of its row alone, so it is the same in any company.
+Temperature, penalties and other changes do not affect a score. It is computed from its row alone, so it does not depend on other requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .sampling import LogitShards, Shard
 
 _AS_IT_IS = Request(temperature=1.0)
 _WORDS = 2 + MOST_LOGPROBS
-"""Numbers that a shard tells of a row: the sum of weights, the token's logit, and keys."""
+"""The numbers that a shard sends for a row: the sum of weights, the token's logit, and keys."""
 
 
 def scores_of(
@@ -30,9 +30,10 @@ def scores_of(
     scratch: Scratch,
     agree: Callable[[Vector], Vector] | None,
 ) -> dict[int, TokenScore]:
-    """By row the score of its token, with so many of the likeliest. `logits`: by rank of this process what it has.
+    """Maps each row to the score of its token. `scored` maps each row to its token and the number of likeliest tokens to score as well.
 
-    `agree` gives the maxima of all ranks' numbers, on all of which the rows are the same; None where all logits are in this process.
+    `logits` maps each rank of this process to its logits. `agree` returns the maxima of the numbers of all ranks, which must score the same
+    rows; None if all logits are in this process.
     """
     told = np.full((1 << (len(scored) - 1).bit_length(), shards.count, _WORDS), NONE, np.int64)
     for part, (row, (token, _)) in zip(told, scored.items(), strict=False):
@@ -45,7 +46,7 @@ def scores_of(
 
 
 def _write(words: Vector, logits: Array, shard: Shard, token: int, scratch: Scratch) -> None:
-    """Writes what a shard tells of a row."""
+    """Writes a shard's message about a row into `words`."""
     one = candidates(logits, shard.begin, min(MOST_LOGPROBS, shard.size), _AS_IT_IS, scratch)
     numbers = words[:2].view(np.float64)
     numbers[0] = one.weight
@@ -55,7 +56,7 @@ def _write(words: Vector, logits: Array, shard: Shard, token: int, scratch: Scra
 
 
 def _score(part: Vector, count: int) -> TokenScore:
-    """The score of a row, of what its shards have told."""
+    """Computes the score of a row from the messages of its shards."""
     numbers = part[:, :2].copy().view(np.float64)
     tops = [logit_of(key) for key in part[:, 2]]
     largest = max(tops)

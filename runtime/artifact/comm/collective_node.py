@@ -1,10 +1,10 @@
-"""A collective node as data: its fields, and the law of its result's shape. Lookups are read in `lookup_node.py`.
+"""Collective nodes as dataclasses: their fields, and the law of the result's shape. Lookups are read in `lookup_node.py`.
 
     call = read_call(node, "rank_0000.onnx")
-    result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
+    result_shape(call, (4, 6), 3)          # the result's shape on each of 3 ranks whose inputs have the shape (4, 6)
 
-The law of sizes, for p ranks: what an op splits is divided by p, what it joins is multiplied by p (`collectives.py`); other dims stay.
-Negative axes count from the end.
+The law of shapes, for p ranks: the axis that an op splits is divided by p, the axis that it joins is multiplied by p (`collectives.py`);
+other dims stay. Negative axes count from the end.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class PeerBox:
 
 @dataclass(frozen=True)
 class CollectiveCall(GroupCall):
-    """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
+    """A collective node of a rank; `source` is None where the rank has no input, `result` where it has no output.
 
-    `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
-    are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
-    then name the memory where all of them lie, and the others have none.
+    `axis` is the axis that the op splits or joins; an op that does both (AllToAll) splits `axis` and joins `concat_axis`. `gives` and
+    `takes` are the boxes that an Exchange sends and receives. A node of several values has `parts`, the pairs of an input and its output;
+    for an AllReduce `source` and `result` then name the one buffer that holds all of them, for other ops they are None.
     """
 
     LAW: ClassVar[str] = "op, reduction, axis or root"
@@ -74,12 +74,12 @@ class CollectiveCall(GroupCall):
 
     @property
     def kind(self) -> CollectiveOp:
-        """The entry of its op."""
+        """The op's entry in `COLLECTIVES`."""
         return COLLECTIVES[self.op]
 
     @property
     def join_axis(self) -> int:
-        """The axis along which the result is joined, of an op that joins."""
+        """The axis along which the op, if it joins, concatenates its result."""
         return self.concat_axis if self.kind.splits else self.axis
 
     @property
@@ -88,7 +88,7 @@ class CollectiveCall(GroupCall):
 
     @property
     def in_one_buffer(self) -> bool:
-        """Whether its values lie side by side in memory, where it works in place: those of an AllReduce of several."""
+        """Whether its values are adjacent in one buffer, in which the op works in place: only for an AllReduce of several values."""
         return bool(self.parts) and self.kind.keeps_size
 
     @property
@@ -109,7 +109,7 @@ class CollectiveCall(GroupCall):
 
     @property
     def leaves(self) -> bool:
-        """Whether bytes may still be sent when the rank continues, as for a Send."""
+        """Whether the rank may continue while bytes are still being sent, as after a Send."""
         return self.kind.boxes or not self.outputs
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
@@ -121,7 +121,7 @@ class CollectiveCall(GroupCall):
 
 
 def read_call(node: NodeProto, where: str) -> AnyCall:
-    """The call that a node states; ArtifactError, naming the file `where`, if it is not a sound node of `GROUP_OPS`."""
+    """Reads a node of `GROUP_OPS` as a call; ArtifactError, naming the file `where`, if the op is unknown or the node is not valid."""
     if node.op_type not in GROUP_OPS:
         raise ArtifactError(
             f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
@@ -161,14 +161,14 @@ def read_call(node: NodeProto, where: str) -> AnyCall:
 
 
 def _buffer(parts: Sequence[tuple[str, str]]) -> str:
-    """The name of the memory of several values that lie side by side."""
+    """The name of the buffer that holds several adjacent values."""
     return f"{parts[0][1]} and {len(parts) - 1} more"
 
 
 def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
-    """The shape of what a rank gets where each of so many gives `shape`; ValueError says why there is none.
+    """Returns the shape of the result on each of `ranks` ranks whose inputs have the shape `shape`.
 
-    An Exchange's result has the shape that its rank file states.
+    ValueError where an axis does not exist or is not divisible by the ranks. An Exchange's result has the shape that its rank file states.
     """
     kind = call.kind
     if kind.splits:
@@ -179,7 +179,7 @@ def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
 
 
 def wrong_end(call: CollectiveCall, is_root: bool) -> str:
-    """What is wrong with the operand and the result of a call with a root, on the root or another rank; empty if nothing is."""
+    """Returns the fault of the operand or result of a call with a root, on the root or on another rank; empty if it has none."""
     who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
     if root == "takes" and bool(call.result) != is_root:
         return f"{who} {'gets nothing' if is_root else 'gets a result'}"
@@ -189,7 +189,7 @@ def wrong_end(call: CollectiveCall, is_root: bool) -> str:
 
 
 def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
-    """Why a rank cannot run a call that the manifest lists as `record`, among the ranks of its list."""
+    """Yields the reasons why `rank` cannot run a call that the manifest lists as `record`; `ranks`: the group's list that has `rank`."""
     dtype = dense(record.type)
     if dtype is None:
         yield f"a {record.type} cannot take part in a collective"
@@ -209,14 +209,14 @@ def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank
 
 
 def place_of(axis: int, shape: Shape) -> int:
-    """An axis counted from the front; ValueError where the shape has none such."""
+    """Returns the axis counted from the front; ValueError where the shape has no such axis."""
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"there is no axis {axis} in a value of {len(shape)} dims")
     return axis % len(shape)
 
 
 def reducible(dtype: Dtype, reduce: str) -> bool:
-    """Whether values of a type can be reduced so: complex numbers have a sum and no order."""
+    """Whether values of a type can be reduced by `reduce`: complex numbers only by a sum, since they have no order."""
     return reduce == SUM or not dtype.name.startswith("complex")
 
 
@@ -239,7 +239,7 @@ def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tupl
 
 
 def _problems(node: NodeProto, attribute_of: Mapping[str, AttributeProto]) -> list[str]:
-    """What keeps a node from being a call."""
+    """Returns the reasons why a node is not a valid call."""
     attributes = GROUP_OPS[node.op_type].every_attribute
     problems = [
         f"its attribute '{one.name}' is missing" for one in attributes if one.required and one.name not in attribute_of

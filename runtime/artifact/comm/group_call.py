@@ -1,4 +1,4 @@
-"""The base of collective and lookup nodes, by which the ranks of a list communicate."""
+"""The base class of collective and lookup nodes, by which the ranks of a group's list communicate."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class GroupCall(ABC):
     @property
     @abstractmethod
     def value(self) -> str:
-        """The value that reports name: what comes out, or what goes in where nothing does."""
+        """The value by which reports name the node: its output, or its input where it has no output."""
 
     @property
     @abstractmethod
     def inputs(self) -> tuple[str, ...]:
-        """The values that the rank gives."""
+        """The names of the node's inputs on this rank."""
 
     @property
     @abstractmethod
     def outputs(self) -> tuple[str, ...]:
-        """The values that the rank gets."""
+        """The names of the node's outputs on this rank."""
 
     @property
     @abstractmethod
     def typed(self) -> str | None:
-        """The value that goes in whose type is that of what comes out."""
+        """The input whose type the output also has; None where the rank has no such input."""
 
     @property
     @abstractmethod
     def law(self) -> tuple[object, ...]:
-        """What the nodes of all ranks of a list say alike, in the words of `LAW`."""
+        """The attributes that must be equal on all ranks of a list; `LAW` names them in messages."""
 
     @abstractmethod
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
-        """The same of other values."""
+        """Returns this call with its values renamed by `names`, and with this tag and path."""

@@ -1,6 +1,6 @@
-"""The other end of a message, as a Send or Recv names it: the rank itself, or a group of pairs of source and target.
+"""Finds the rank at the other end of a Send or Recv, which names either that rank or a group of pairs (source, target).
 
-Send(x) {peer: 5, tag: 3}            Send(x) {group: 0-512+511, tag: 3}      for rank 7 of the pair (7, 519): rank 519
+Send(x) {peer: 5, tag: 3}            Send(x) {group: 0-512+511, tag: 3}      on rank 7, of the pair (7, 519), this names rank 519
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def peer_of(node: NodeProto, groups: Mapping[str, Sequence[int]]) -> int:
-    """The rank at the other end, -1 where the node tells none; `groups`: by name the list that has the rank whose node it is."""
+    """Returns the rank at the other end, -1 where the node names none; `groups` maps each group to its list with the node's own rank."""
     for one in node.attribute:
         if one.name == PEER:
             return int(one.i)

@@ -1,1 +1,1 @@
-"""The graph of a rank file: how nodes and bodies are read, targets, constants by rank, functions of optimizers."""
+"""The graph of a rank file: readers of nodes and bodies, targets, constants that differ by rank, functions of optimizers."""

@@ -1,10 +1,10 @@
-"""Appending to a decoder's cache in place: onnxruntime writes only the new entries where input and output have one memory.
+"""Caches of a decoder that nodes update in place: onnxruntime writes only the new entries where input and output share memory.
 
     next = TensorScatter(cache, entries, position)
     y, next_k, next_v = GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
-That is right where nothing else reads the cache: all readers of `next` come after it. A state is replaced, by a node that reads what the
-one reader of the state has copied of it:
+This is correct if no other node reads the cache: readers of `next` run after the append. A state is not appended to but replaced, by a
+node that reads the copy which the state's only reader makes:
 
     begun = Where(is_first, zero, state)      next = Where(has_token, new, begun)
 """
@@ -25,15 +25,15 @@ _APPENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("", "TensorScatter"): {0: 0},
     ("com.microsoft", "GroupQueryAttention"): {3: 1, 4: 2},
 }
-"""Maps each op to its outputs that may share the memory of an input, each with that input."""
+"""Maps each op to its inputs whose memory an output may share: index of the input to index of that output."""
 
 
 _AXIS: Mapping[str, int] = {"TensorScatter": -2, "GroupQueryAttention": 2}
-"""Maps each op to the dim of a cache along which it appends, where no attribute says another one."""
+"""Maps each op to the dim of a cache along which it appends, if the node has no attribute `axis`."""
 
 
 def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRecord]:
-    """The records of the caches to which one node appends in place."""
+    """Returns the records of the caches that are updated in place: a node appends to the cache, or copies the state for its replacement."""
     records = list(records)
     others = {record.value for record, _, _ in not_appended(model, records)}
     return [one for one in records if one.kind == CACHE and one.next and one.value not in others]
@@ -42,7 +42,7 @@ def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRec
 def not_appended(
     model: ModelProto, records: Iterable[StateRecord]
 ) -> Iterator[tuple[StateRecord, NodeProto | None, str]]:
-    """Each cache to which no node appends in place, with the node that is to blame, if one is, and what is wrong."""
+    """Yields each cache that is not updated in place, with the node that prevents it (None if no node does) and the reason."""
     caches = [one for one in records if one.kind == CACHE and one.next]
     if not caches:
         return
@@ -69,25 +69,25 @@ def not_appended(
 
 
 def replaced(model: ModelProto, records: Iterable[StateRecord]) -> set[str]:
-    """The states: the caches for which a node makes other values, and does not append."""
+    """Returns the names of the states: caches whose next value is not made by a node that appends."""
     appending = {name for node in model.graph.node if (node.domain, node.op_type) in _APPENDING for name in node.output}
     return {one.value for one in records if one.kind == CACHE and one.next and one.next not in appending}
 
 
 def entries_axis(model: ModelProto, record: StateRecord) -> int | None:
-    """The dim of a cache along which a node appends to it; None where none does."""
+    """The dim of a cache along which a node appends to it; None where no node does."""
     found = [node for node in model.graph.node if _appends(node, record)]
     return integer_of(found[0], "axis", _AXIS[found[0].op_type]) if found else None
 
 
 def _appends(node: NodeProto, record: StateRecord) -> bool:
-    """Whether a node makes a cache's next entries where the cache lies, and reads it once."""
+    """Whether a node appends to a cache: it reads the cache once, and its output that may share this memory is the cache's next value."""
     where = [k for k, name in enumerate(node.input) if name == record.value]
     output = _APPENDING.get((node.domain, node.op_type), {}).get(where[0]) if len(where) == 1 else None
     return output is not None and len(node.output) > output and node.output[output] == record.next
 
 
 def _begins(node: NodeProto, record: StateRecord, following: NodeProto | None) -> bool:
-    """Whether a node copies a state, and what replaces the state keeps rows of that copy."""
+    """Whether a node copies a state by Where(is_first, zero, state), and `following`, which makes the next state, keeps rows of it."""
     is_copy = node.op_type == "Where" and [name == record.value for name in node.input] == [False, False, True]
     return is_copy and following is not None and following.op_type == "Where" and following.input[2] == node.output[0]

@@ -1,10 +1,10 @@
-"""Casts around ops without kernels on CPUs in 16 bits: they compute in float32.
+"""Casts around ops that have no 16-bit kernel on CPUs, so that they compute in float32.
 
     %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
 
-The compiler writes such Casts for what may run on a CPU. A node that the plan gives to a GPU computes in 16 bits there; where a job runs
-that target on the CPU, its sessions get the Casts when they are made. So does a session of the user's model or of a part of it, whose
-nodes of bfloat16 onnxruntime does not load.
+The compiler writes such Casts for nodes that may run on a CPU. A node that the plan places on a GPU computes in 16 bits there; where a
+job runs that target on the CPU, the Casts are added when its sessions are created. They are also added for a session of the user's
+model or of a part of it, since onnxruntime does not load its bfloat16 nodes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _KERNELS: Mapping[int, frozenset[str]] = {BFLOAT16: BOTH_HALVES, FLOAT16: FLOAT1
 
 
 def has_kernel(op_type: str, reduction: str, kind: int) -> bool:
-    """Whether onnxruntime's CPU provider computes an op, with this `reduction` attribute, in a type of 16 bits."""
+    """Whether onnxruntime's CPU provider has a kernel of an op, with this `reduction` attribute, for the 16-bit element type `kind`."""
     return op_type in _KERNELS[kind] and reduction == "none"
 
 
 def compute_in_float32(model: ModelProto, bfloat16: bool = False) -> bool:
-    """Writes Casts around the nodes of the target cuda that have no kernel of 16 bits on a CPU, in a model for onnxruntime: whether any.
+    """Adds Casts, in place, around the nodes of target cuda that have no 16-bit kernel on CPUs; returns whether it added any.
 
-    With `bfloat16` around all nodes of this type: onnxruntime itself writes those of float16.
+    With `bfloat16`, bfloat16 nodes of all targets get Casts; for float16 onnxruntime itself adds them.
     """
     from onnx import helper, shape_inference
 
@@ -78,7 +78,7 @@ def compute_in_float32(model: ModelProto, bfloat16: bool = False) -> bool:
 
 
 def _has_bfloat16(graph: GraphProto) -> bool:
-    """Whether a value of a graph may be bfloat16: an input, a constant, or what a Cast makes."""
+    """Whether a value of a graph may be bfloat16: an input, a constant, or the result of a Cast."""
     return (
         any(port.type.tensor_type.elem_type == BFLOAT16 for port in graph.input)
         or any(tensor.data_type == BFLOAT16 for tensor in graph.initializer)

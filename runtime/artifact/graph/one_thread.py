@@ -1,8 +1,9 @@
 """Nodes that are correct only on one thread: onnxruntime's ScatterND with a reduction.
 
-Its threads share the updates out, and two of them may add to one element at once, so that one is lost: the gradient of a table that is
-looked up, for instance, where an id stands twice. Such a node has a session of its own, with one thread, and so all others keep theirs.
-With 16,384 rows of 64 onto 100, two threads lose additions in some of 100 runs, and take as long as one (onnxruntime 1.31).
+Its threads divide the updates among them, and two threads may add to the same element at once, so that one addition is lost: for
+instance in the gradient of a looked-up table, where an id occurs twice. Such a node has a session of its own, with one thread, so that
+all other nodes keep their threads. When 16,384 rows of 64 elements are added to 100 rows, two threads lose additions in some of 100
+runs, and take as long as one thread (onnxruntime 1.31).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Key = tuple[str, str]
 
 
 def in_one_thread(functions: Iterable[FunctionProto]) -> set[Key]:
-    """The functions, by domain and name, whose nodes want one thread; a function may call those before it."""
+    """Returns the domain and name of each function with a node that needs one thread; a function may call those before it."""
     found: set[Key] = set()
     for function in functions:
         if any(wants_one_thread(node, found) for node in function.node):
@@ -28,7 +29,7 @@ def in_one_thread(functions: Iterable[FunctionProto]) -> set[Key]:
 
 
 def wants_one_thread(node: NodeProto, functions: Collection[Key]) -> bool:
-    """Whether a node, one of its bodies or the function that it calls adds where several threads may meet."""
+    """Whether a node, a node of its bodies or the function that it calls (if in `functions`) is a ScatterND with a reduction."""
     if node.op_type == "ScatterND" and node.domain in ("", "ai.onnx"):
         return text_of(node, "reduction") not in ("", "none")
     if (node.domain, node.op_type) in functions:

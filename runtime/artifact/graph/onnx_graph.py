@@ -1,7 +1,7 @@
-"""Functions on the graph of a rank file for all its readers: bodies, the values that a node reads, names for people.
+"""Functions that read the graph of a rank file: bodies of nodes, the values that a node reads, names of nodes for messages.
 
-A body is a graph in an attribute of a node, as `If`, `Loop` and `Scan` have them. It sees the values of the graphs around it, so
-that its node reads whatever the body takes from there.
+A body is a graph in an attribute of a node, as `If`, `Loop` and `Scan` have them. It sees the values of the graphs around it, so its
+node also reads the values that the body captures from them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SCATTERS = ("ScatterElements", "ScatterND")
 
 
 LARGEST_MODEL = 1 << 31
-"""What protobuf allows of a model without the weights beside it."""
+"""The most bytes that protobuf allows for a model, external weights not counted."""
 
 
 def read_model(file: Path) -> ModelProto:
-    """The model in a file, its external weights left there; OSError where the file cannot be read, DecodeError where it is not a model."""
+    """Reads a model without its external weights; OSError where the file cannot be read, DecodeError where it is not a model."""
     import onnx
 
     return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
@@ -43,7 +43,7 @@ def graph_bodies(node: NodeProto) -> list[GraphProto]:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """The values that a node reads: its operands, and what its bodies capture from the graphs around them."""
+    """The values that a node reads: its operands, and the values that its bodies capture from the graphs around them."""
     yield from filter(None, node.input)
     if not node.attribute:
         return
@@ -67,7 +67,7 @@ def text_of(node: NodeProto, name: str, default: str = "") -> str:
 
 
 def metadata_of(of: NodeProto | TensorProto | ModelProto | ValueInfoProto, key: str, default: str = "") -> str:
-    """What the metadata have under a key."""
+    """Returns the value of a key in the metadata, or `default`."""
     return next((entry.value for entry in of.metadata_props if entry.key == key), default)
 
 
@@ -89,7 +89,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def short_splits(nodes: Iterable[NodeProto]) -> Iterator[tuple[NodeProto, str]]:
-    """Splits, in bodies too, whose `num_outputs` is below the number of their outputs, with the fact: onnx ends the process at them."""
+    """Yields each Split, in bodies too, whose `num_outputs` is below its number of outputs, with a text; onnx ends the process there."""
     for node in all_nodes(nodes):
         if node.op_type == "Split" and not node.domain:
             number = integer_of(node, "num_outputs", len(node.output))
@@ -128,7 +128,7 @@ def source_path(node: NodeProto) -> str:
 
 
 def path_of(node: NodeProto) -> str:
-    """The name of a node's op in the source model, empty where it has none; of one in a pipeline with its task: `blocks.0.fc1, 1B3`."""
+    """The name of a node's op in the source model, and in a pipeline also its task: `blocks.0.fc1, 1B3`; empty where it has neither."""
     said = {item.key: item.value for item in node.metadata_props}
     return ", ".join(filter(None, (said.get(PATH, ""), said.get(TASK, ""))))
 
@@ -139,7 +139,7 @@ def is_recomputed(node: NodeProto) -> bool:
 
 
 def addends(node: NodeProto) -> list[str]:
-    """The operands in whose place the result of a node may be written: it adds to them, and reads no element that it has written."""
+    """Returns the operands over which a node may write its result: it adds to them, and reads no element that it has already written."""
     if node.domain or len(node.output) != 1:
         return []
     if node.op_type == "Gemm":
@@ -151,28 +151,28 @@ def addends(node: NodeProto) -> list[str]:
 
 
 def moved_statistics(node: NodeProto) -> Sequence[str]:
-    """The running statistics that a BatchNormalization makes in training mode.
+    """Returns the names of the new running statistics of a BatchNormalization in training mode.
 
-    onnxruntime writes them over those that it is given, which are kept, unless they are outputs of the session.
+    onnxruntime writes them over the old statistics, which are kept tensors, unless the new ones are outputs of the session.
     """
     trains = node.op_type == "BatchNormalization" and integer_of(node, "training_mode", 0)
     return [name for name in node.output[1:3] if name] if trains else []
 
 
 def op_and_path(node: NodeProto) -> str:
-    """A node as people know it, by its op type and its name in the source: `MatMul (blocks.0.fc1)`."""
+    """Names a node by its op type and its name in the source model: `MatMul (blocks.0.fc1)`."""
     path = path_of(node) or node.name
     return f"{node.op_type} ({path})" if path else node.op_type
 
 
 def node_title(node: NodeProto) -> str:
-    """A node as the rank file names it: `MatMul 'fc1_node'`, or by what it makes or takes where it has no name."""
+    """Names a node as the rank file does: `MatMul 'fc1_node'`; a node without a name by its first output or input."""
     name = node.name or next(iter([*node.output, *node.input]), "")
     return f"{node.op_type} '{name}'"
 
 
 def not_text(model: ModelProto) -> str:
-    """The first name or text of a model that is not UTF-8, as protobuf gives it: as bytes; '' where all are."""
+    """Returns the repr of the first name or text of a model that is not UTF-8, which protobuf returns as bytes; '' where all are UTF-8."""
     texts: list[object] = []
     _add_texts(texts, model.graph)
     for function in model.functions:

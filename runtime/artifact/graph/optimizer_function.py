@@ -1,7 +1,7 @@
 """Proves from the body of an optimizer's function that it can run over flat memory, in place.
 
-A function of `partc.optimizer` may run on any slice of its tensors where its body is element-wise (`is_elementwise`). The next
-parameter and slots may lie where the old ones did where nothing reads those after they are overwritten (`is_in_place`).
+A function of `partc.optimizer` may run on any slice of its tensors if its body is element-wise (`is_elementwise`). The next parameter
+and slots may be written over the old ones if no node reads the old ones after that (`is_in_place`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Pow", "Sqrt", "Sub"))
 NEXT = "_next"
-"""The output `x_next` is the new value of the input `x`."""
+"""The suffix of an updated tensor: the output `x_next` is the new value of the input `x`."""
 
 
 def is_elementwise(function: FunctionProto) -> bool:
-    """Whether every output has, in each place, what its inputs have there: all nodes are element-wise ops or scalar constants."""
+    """Whether each element of an output depends only on the inputs' same element: all nodes are element-wise ops or scalar constants."""
     return all(
         (node.op_type in ELEMENTWISE and node.domain in ("", "ai.onnx"))
         or (node.op_type == "Constant" and [attribute.name for attribute in node.attribute] == ["value_float"])
@@ -26,10 +26,10 @@ def is_elementwise(function: FunctionProto) -> bool:
 
 
 def is_in_place(function: FunctionProto) -> bool:
-    """Whether each output `x_next` may be written where the input `x` lies.
+    """Whether each output `x_next` may be written over the input `x`.
 
-    It may if an element-wise node makes it, or one that writes rows into `x`, and every other reader of `x` runs before that node in
-    any order, because it leads to it.
+    It may if the node that makes it is element-wise, or is a ScatterND that writes rows into `x`, and every other reader of `x` is an
+    ancestor of that node, and so runs before it in any order.
     """
     makers = {output: node for node in function.node for output in node.output}
     for output in function.output:

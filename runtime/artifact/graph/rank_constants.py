@@ -1,10 +1,10 @@
-"""Constants that differ by rank: a rank file says by which law, so that ranks which do the same share one file.
+"""Constants that differ by rank: a rank file states their law, so that ranks that do the same work share one file.
 
     RankConstant() -> Y {group, dtype, shape, items}    each item an expression over `place`, the rank's place in its list of the group
 
     begin = RankConstant {group: "0-2+1", shape: [1], items: ["64*place"]}    on ranks 0 and 1 of 0-2, 1-3: [0]; on ranks 2 and 3: [64]
 
-A program is read with them as initializers (`bound`): all that cuts, runs or measures it sees weights.
+When a program is read, they become initializers (`bound`), so that all code which splits, runs or measures it sees weights.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 def is_rank_constant(node: NodeProto) -> bool:
-    """Whether a node is a constant by its rank's place."""
+    """Whether a node is a RankConstant."""
     return node.domain == DOMAIN and node.op_type == RANK_CONSTANT
 
 
 def group_of(node: NodeProto) -> str:
-    """The group by whose lists a constant differs."""
+    """The group in whose lists the place of the rank is counted."""
     return text_of(node, GROUP)
 
 
 def constant_of(node: NodeProto, place: int) -> Array:
-    """What a node gives on the rank of this place; ValueError says what is wrong with its attributes."""
+    """Returns the constant's value on the rank at `place` of its list; ValueError says what is wrong with its attributes."""
     attributes = {one.name: one for one in node.attribute}
     if missing := [name for name in (GROUP, DTYPE, ITEMS) if name not in attributes]:
         raise ValueError(f"its attribute '{missing[0]}' is missing")
@@ -54,9 +54,10 @@ def constant_of(node: NodeProto, place: int) -> Array:
 
 
 def bound(model: ModelProto, groups: Mapping[str, Sequence[int]], rank: int, where: str) -> ModelProto:
-    """The model with the constants of a rank among its initializers; `groups` as `Manifest.groups` gives them.
+    """Turns the rank constants of a model, in place, into initializers for `rank`, and returns the model.
 
-    The model itself where it has none; else it is changed. ArtifactError names the file and the node that is not sound.
+    `groups` maps each group to the rank's list, as `Manifest.groups_of` returns it. ArtifactError names the file and the node that is not
+    valid.
     """
     if not any(map(is_rank_constant, model.graph.node)):
         return model
@@ -81,5 +82,5 @@ def bound(model: ModelProto, groups: Mapping[str, Sequence[int]], rank: int, whe
 
 
 def names_of(model: ModelProto) -> Iterator[str]:
-    """The values that differ by rank and are made of nothing."""
+    """The outputs of the model's RankConstant nodes."""
     return (name for node in model.graph.node if is_rank_constant(node) for name in node.output)

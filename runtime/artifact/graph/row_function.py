@@ -1,12 +1,12 @@
-"""Functions of `partc.optimizer` over the looked-up rows of a table, and the merging of rows that stand several times.
+"""Functions of `partc.optimizer` over the looked-up rows of a table, and the merging of rows with the same id.
 
-The gradient of a table that is looked up is `ids` and `rows`: `rows[i]` belongs to the row `ids[i]`. A function over rows takes both and
-writes those rows of the parameter and its slots where they lie, so its time follows the rows, not the table. What its body proves:
+The gradient of a looked-up table is `ids` and `rows`: `rows[i]` is for the table's row `ids[i]`. A function over rows takes both and
+updates those rows of the parameter and its slots in place, so its time grows with the rows, not with the table. Its body proves:
 
     is_rowwise    every output `x_next` is `ScatterND` into the input `x` at `ids`, and `x` is read by `Gather` at `ids` alone
-    adds_up       nothing of a tensor is read, and what is added to its rows is linear in `rows`: an id may stand there several times
+    adds_up       no tensor is read, and the values added to its rows are linear in `rows`: an id may occur several times in `ids`
 
-All other functions want each id once, as `MergeRows` gives them:
+All other functions need each id once, as `MergeRows` returns them:
 
     MergeRows(ids [5 3 5], rows [a b c])     ->     ids [3 5], rows [b a+c]
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MERGE = "MergeRows"
 IDS, ROWS = "ids", "rows"
-"""The inputs of a function over rows, beside the tensors that it updates and the scalars."""
+"""The inputs of a function over rows, besides the tensors that it updates and the scalars."""
 NEXT = "_next"
 SCATTER = "ScatterND"
 _PLACED = frozenset(("Constant", "ReduceMean", "Unsqueeze"))
@@ -60,7 +60,7 @@ _MERGE = """
 
 @functools.cache
 def merge_function(opset: int) -> FunctionProto:
-    """The function that gives each id once, rising, with the sum of its rows."""
+    """Returns the function `MergeRows`: each id once, in rising order, with the sum of its rows."""
     import onnx.parser
 
     text = f'<domain: "{OPTIMIZER}", opset_import: ["" : {opset}]>\n{MERGE} (ids, rows) => (merged_ids, merged_rows) {{{_MERGE}}}'
@@ -70,14 +70,14 @@ def merge_function(opset: int) -> FunctionProto:
 
 
 def is_merge(function: FunctionProto) -> bool:
-    """Whether a function is `MergeRows` as it is written here, so that its ids are distinct."""
+    """Whether a function is exactly `MergeRows` as written here, so that the ids that it returns are distinct."""
     if function.name != MERGE or function.domain != OPTIMIZER or len(function.opset_import) != 1:
         return False
     return function == merge_function(function.opset_import[0].version)
 
 
 def is_rowwise(function: FunctionProto) -> bool:
-    """Whether a function writes rows of its tensors at `ids`, each where the tensor lies, and reads nothing else of these."""
+    """Whether a function updates rows of its tensors at `ids`, in place, and reads no other rows of them."""
     if not {IDS, ROWS} <= {*function.input} or not function.output:
         return False
     tables = {name.removesuffix(NEXT) for name in function.output}
@@ -91,7 +91,7 @@ def is_rowwise(function: FunctionProto) -> bool:
 
 
 def adds_up(function: FunctionProto) -> bool:
-    """Whether a function over rows only adds to its tensors what is linear in `rows`, so that ids may occur several times."""
+    """Whether a function over rows only adds to its tensors, and only values linear in `rows`, so that ids may occur several times."""
     tables = {name.removesuffix(NEXT) for name in function.output}
     linear = {ROWS}
     for node in function.node:
@@ -119,7 +119,10 @@ def _writes(node: NodeProto, makers: dict[str, NodeProto]) -> bool:
 
 
 def _is_allowed(node: NodeProto, tables: set[str], writers: list[NodeProto | None]) -> bool:
-    """Whether a node reads of tensors, and of ids, only what a function over rows may."""
+    """Whether a function over rows may have a node: one of `writers`, a Gather of a tensor at `ids`, or a plain op that reads no tensor.
+
+    Plain ops are the element-wise ones, and those in `_PLACED`.
+    """
     from partc.runtime.artifact.graph.optimizer_function import ELEMENTWISE
 
     if node.domain not in ("", "ai.onnx"):
@@ -132,7 +135,7 @@ def _is_allowed(node: NodeProto, tables: set[str], writers: list[NodeProto | Non
 
 
 def merged_by(nodes: Iterator[NodeProto], ids: str, rows: str, merges: set[str]) -> bool:
-    """Whether one of the nodes is a call of a function of `merges` that makes these ids and rows."""
+    """Whether one of the nodes calls a function in `merges` with `ids` and `rows` as its outputs."""
     return any(
         node.domain == OPTIMIZER and node.op_type in merges and list(node.output) == [ids, rows] for node in nodes
     )

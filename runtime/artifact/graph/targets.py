@@ -1,9 +1,9 @@
-"""The targets of a rank file: which kind of device runs each node, and the copies of values from one to another.
+"""The targets of a rank file: the kind of device that runs each node, and the copies of values between targets.
 
     y = MatMul(x, w)                    metadata partc.target: cuda
     z = partc.comm.Copy <to = cpu> (y)
 
-A node of a file without targets has none, and its program runs on one device.
+In a file without targets no node has one, and the program runs on one device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def target_of(node: NodeProto) -> str:
 
 
 def output_target(node: NodeProto) -> str:
-    """The target on which what a node of a file with targets makes lies; communication leaves it on the CPU."""
+    """The target in whose memory a node's outputs are, in a file with targets; communication leaves them on the CPU."""
     if is_copy(node):
         return text_of(node, TO, CPU)
     return target_of(node) or CPU
@@ -38,7 +38,7 @@ def is_copy(node: NodeProto) -> bool:
 
 
 def as_identity(node: NodeProto) -> NodeProto:
-    """A Copy as the op that it is where there is one target; any other node as it is."""
+    """Returns a Copy as an Identity, which it is where there is one target; any other node unchanged."""
     from onnx import NodeProto
 
     return (
@@ -47,10 +47,10 @@ def as_identity(node: NodeProto) -> NodeProto:
 
 
 def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
-    """Takes the copies out of a program of plain nodes: a value has one name, the shortest that it has on any target.
+    """Removes the Copies from a program of plain nodes: each value gets one name, the shortest of its names on all targets.
 
-    So it is called alike in the files of all ranks, whichever targets they have. What takes the place of a kept tensor is `lasting`: its
-    name stays, and what else the value is called is made by Identity.
+    So a value has the same name in the files of all ranks, whatever targets they have. `lasting` are the names of values that replace kept
+    tensors: they stay, and an Identity makes such a value's other name.
     """
     graph = model.graph
     alike: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
 
 
 def copied_to(node: NodeProto, where: str) -> str:
-    """The target to which a Copy leads; ArtifactError, naming the file `where`, if it is not sound."""
+    """Returns the target to which a Copy copies; ArtifactError, naming the file `where`, if the node is not valid."""
     to = text_of(node, TO)
     problem = ""
     if (len(node.input), len(node.output)) != (1, 1) or not (node.input[0] and node.output[0]):

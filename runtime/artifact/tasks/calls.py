@@ -1,9 +1,10 @@
 """The tasks of a rank file: functions of the domain `partc.task`, and the row of their calls in the main graph.
 
-    0F3 = F0(x.3, w) {microbatch: 3}      the body F0, in the names of microbatch 3
+    0F3 = F0(x.3, w) {microbatch: 3}      the body F0, with the value names of microbatch 3
 
-A value of a body is called in a call as the call's operand in its place, or, where it stays inside, `v.3`; tags of events are `tag + 3`.
-`unrolled` gives the program without functions, of which all that is said of programs holds as it stands.
+In a call, an input or output of the body has the name of the call's operand at the same index, and a value `v` inside the body is named
+`v.3`; the tags of communication nodes are `tag + 3`. `unrolled` returns the program without functions, to which all statements about
+programs apply directly.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Call:
 
 
 def is_call(node: NodeProto) -> bool:
-    """Whether a node is a task."""
+    """Whether a node is a call of a task."""
     return node.domain == TASKS
 
 
 def bodies_of(model: ModelProto) -> dict[str, Body]:
-    """Maps names to the bodies of a rank file."""
+    """Maps the name of each task function in a rank file to its body."""
     found: dict[str, Body] = {}
     for function in model.functions:
         if function.domain != TASKS:
@@ -79,7 +80,7 @@ def bodies_of(model: ModelProto) -> dict[str, Body]:
 
 
 def _is_constant(node: NodeProto) -> bool:
-    """Whether a node is a constant of the body, which the compiler wrote: one tensor, of no path in the model."""
+    """Whether a node is a constant that the compiler wrote into the body: one tensor, without metadata such as a path in the model."""
     return (
         node.op_type == "Constant"
         and not node.domain
@@ -99,7 +100,7 @@ def _value(node: NodeProto) -> TensorProto:
 
 
 def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, Body], where: str) -> dict[int, Call]:
-    """Maps the place of each node in the row to its call; ArtifactError where the file `where` has no body for it."""
+    """Maps the index of each call in `nodes` to its `Call`; ArtifactError, naming the file `where`, where a call has no fitting body."""
     found: dict[int, Call] = {}
     problems = []
     for at, node in enumerate(nodes):
@@ -124,7 +125,7 @@ def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, 
 
 
 def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInfoProto]]:
-    """Maps names to the types that a rank file declares for values: in its main graph, and in bodies for the values of every call."""
+    """Yields each value's name and the type that a rank file declares for it: in the main graph, and in bodies for values of every call."""
     graph = model.graph
     for value in (*graph.value_info, *graph.input, *graph.output):
         yield value.name, value
@@ -142,10 +143,10 @@ def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInf
 
 
 def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelProto:
-    """The program with the nodes of tasks in place of their calls; the model itself where it has none.
+    """Returns the program with the nodes of tasks inlined in place of their calls; the model itself where it has no tasks.
 
-    With `once` each body stands once, as its first call: what later calls make is that of the first, which is as good as they are where
-    only types are asked for. ArtifactError where a call is not sound.
+    With `once` each body is inlined only for its first call, and the outputs of later calls are replaced by those of the first, which is
+    enough where only types are needed. ArtifactError where a call is not valid.
     """
     from onnx import ModelProto
 
@@ -192,7 +193,7 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
 
 
 def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str, str]) -> None:
-    """Adds the nodes, types and constants of a call."""
+    """Adds the nodes, types and constants of a call to the graph."""
     names, body = dict(call.names), call.body
     if instead:
         names |= {name: instead.get(other, other) for name, other in names.items() if name not in body.inside}
@@ -218,7 +219,7 @@ def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str
 
 
 def rename_values(node: NodeProto, names: Mapping[str, str]) -> None:
-    """Gives values that a node reads or makes other names."""
+    """Renames the values that a node reads or makes, and those that its bodies read."""
     for k, name in enumerate(node.input):
         if name in names:
             node.input[k] = names[name]
@@ -230,7 +231,7 @@ def rename_values(node: NodeProto, names: Mapping[str, str]) -> None:
 
 
 def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Renames what a body of a node reads from around it."""
+    """Renames the values that a body reads from the graphs around it."""
     own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
     own |= {tensor.name for tensor in graph.initializer}
     outer = {old: new for old, new in names.items() if old not in own}

@@ -1,14 +1,14 @@
-"""One number of microbatches, m, wherever a rank file states one.
+"""Checks that a rank file states the same number of microbatches, m, everywhere.
 
 1. Every function of a task is called m times.
-2. A Split whose parts are read by calls of one function, a part each, has m parts.
-3. A Sum or a Concat of what calls of one function make, or of parts of a Split, takes all m, each once and in order.
-4. The constant that divides such a Sum, so that it is a mean, is m.
-5. The gradient of a loss that is such a mean begins with 1/m, that of a sum with 1; times the number of shards of the batch where gradients
-   are those of the sum over ranks, and times the loss scale.
+2. A Split whose parts are read by calls of one function, one part by each call, has m parts.
+3. A Sum or a Concat of outputs of calls of one function, or of parts of a Split, takes all m, each once and in order.
+4. The constant that divides such a Sum, to make it a mean, is m.
+5. The first cotangent of a loss is 1/m if the loss is such a mean, and 1 if it is a sum; times the number of shards of the batch where
+   gradients are those of the sum over ranks, and times the loss scale.
 
-A part that no row takes is left out of the training without a word, since rows, messages and sums may leave it out alike. The checker
-holds all rank files against one number, and who loads a rank file holds it against its own rows.
+Without these checks, a part that no row reads would be left out of the training silently, since rows, messages and sums may all leave it
+out. The checker compares all rank files with one number; loading a rank file compares it with its own rows.
 
     'ids' is split into 8 parts, but the rows have 7 microbatches
 """
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 LAW = "because the rows, the parts of inputs, what is joined of them and its divisor state one number of microbatches"
 _JOINS = ("Sum", "Concat")
 _SMALL = 64
-"""A constant of so many bytes may be a number."""
+"""Only scalar constants of fewer bytes are read as divisors."""
 _SHOWN = 12
 _SEED, _HALF = "loss.seed", 2e-3
 _FACTORS = (_SEED, f"{_SEED}.factor", "gradients.scale", "gradients.inverse")
-"""The loss' first cotangent, or its factor beside a dynamic scale; the inverse of a scale that is a constant."""
+"""Names of constants: the loss' first cotangent, or its factor if the loss scale is dynamic; the inverse of a constant loss scale."""
 
 
 def refuse_left_out(model: ModelProto, manifest: Manifest, where: str) -> None:
-    """ArtifactError where a rank file states several numbers of microbatches."""
+    """Raises ArtifactError where a rank file states different numbers of microbatches."""
     row = row_of(model, where)
     if row is None:
         return
@@ -59,7 +59,7 @@ def refuse_left_out(model: ModelProto, manifest: Manifest, where: str) -> None:
 
 
 def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) -> Iterator[str]:
-    """What states another number of microbatches than `count` in a rank file."""
+    """Yields a text for each place in a rank file that states another number of microbatches than `count`."""
     kept = {record.value for record in manifest.state}
     rows = f"the rows have {count} microbatch{'es' if count > 1 else ''}"
     nodes = [node for node in model.graph.node if all(entry.key != TASK for entry in node.metadata_props)]
@@ -96,7 +96,7 @@ def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) ->
 def _divided(
     model: ModelProto, nodes: list[NodeProto], joined: Mapping[str, NodeProto], count: int, rows: str
 ) -> Iterator[str]:
-    """Means of microbatches with another divisor."""
+    """Yields the means of microbatches whose divisor is not `count`."""
     numbers = {one.name: one for one in model.graph.initializer if not one.dims and one.ByteSize() < _SMALL}
     for node in nodes:
         if node.op_type != "Div" or node.domain or node.input[0] not in joined or node.input[1] not in numbers:
@@ -109,7 +109,7 @@ def _divided(
 def _seeded(
     model: ModelProto, nodes: list[NodeProto], joined: Mapping[str, NodeProto], count: int, manifest: Manifest
 ) -> Iterator[str]:
-    """A first factor of the loss' gradient that is not of the loss as the file has it: the mean over microbatches, or their sum."""
+    """Yields each first cotangent that does not fit the loss in the file: the mean over microbatches, or their sum."""
     training = manifest.training
     numbers = {one.name: one for one in model.graph.initializer if not one.metadata_props and one.name in _FACTORS}
     seeds = [one for name, one in numbers.items() if name.startswith(_SEED)]
@@ -131,7 +131,9 @@ def _seeded(
 
 
 def _splits_read(row: Row) -> set[str]:
-    """Values that the calls of one function read in one place, each call another one: what is of a microbatch."""
+    """Returns the operands that differ from call to call of a function at the same index, or are those of its only call: values of a
+    microbatch.
+    """
     by_place: dict[tuple[str, int], list[str]] = {}
     for call in row.calls:
         for k, name in enumerate(call.node.input):

@@ -1,4 +1,4 @@
-"""The row of a rank file: its tasks in their order, what each reads of others, and where messages stand between them.
+"""The row of a rank file: its tasks in order, the values that they read of each other, and the positions of messages between them.
 
 rank 1:  Recv(h.0) 1F0 Recv(h.1) 1B0 Send(h.0.grad) 1F1 ...     the main graph
          1F0 1B0 1F1 ...                                       its row
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The calls of a rank file in their order. `functions`: the bodies that it has; `split`: by value the part of a Split that it is.
+    """The calls of a rank file in their order. `functions`: the names of its bodies; `split` maps each output of a Split to its index.
 
-    `places`: by the tag of a message or a collective how many tasks stand before it; of one inside of a task, the task's own place.
+    `places` maps the tag of a message or collective to the index of the last task before it, -1 if there is none; inside a task, to the
+    index of that task.
     """
 
     calls: tuple[Call, ...]
@@ -36,24 +37,24 @@ class Row:
 
     @cached_property
     def tasks(self) -> tuple[Task | None, ...]:
-        """The cells as tasks, by function and microbatch; None where the function is not of a task."""
+        """Each call as a task, by its function and microbatch; None where the function's name is not that of a task."""
         return tuple(_task(call) for call in self.calls)
 
     @cached_property
     def cells(self) -> tuple[str, ...]:
-        """The cells as the row shows them."""
+        """Each call as the row shows it: `0F3`."""
         return tuple(
             call.cell if task is None else str(task) for call, task in zip(self.calls, self.tasks, strict=True)
         )
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """Maps each value to the place of the task that makes it."""
+        """Maps each value to the index of the call that makes it."""
         return {name: at for at, call in enumerate(self.calls) for name in call.node.output}
 
     @cached_property
     def stages(self) -> frozenset[int]:
-        """The stages of which it has tasks."""
+        """The stages that have tasks in this row."""
         return frozenset(task.stage for task in self.tasks if task is not None)
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Row:
 
 
 def row_of(model: ModelProto, where: str = "") -> Row | None:
-    """The row of a rank file, None of one without tasks; ArtifactError where a call is not sound."""
+    """Returns the row of a rank file, None if it has no tasks; ArtifactError where a call is not valid."""
     bodies = bodies_of(model)
     nodes = list(model.graph.node)
     calls = calls_of(nodes, bodies, where)
@@ -97,7 +98,7 @@ def _task(call: Call) -> Task | None:
 
 @dataclass(frozen=True)
 class RowsText:
-    """What a text of rows states: the number of microbatches, and by rank its cells."""
+    """The contents of a text of rows: the number of microbatches, and the cells of each rank."""
 
     microbatches: int
     rows: Mapping[int, tuple[str, ...]]
@@ -110,10 +111,10 @@ _ROW = re.compile(r"ranks? ([\d,-]+):( .*)?", re.ASCII)
 
 
 def rows_of_text(text: str) -> RowsText:
-    """What a text of rows such as `ir/schedule.txt` states; ArtifactError, with a line's number, where it has none or contradicts itself.
+    """Parses a text of rows such as `ir/schedule.txt`; ArtifactError, with a line's number, where it has no rows or contradicts itself.
 
-    Cells are tasks of the stages and microbatches that its head counts, a rank has one row, and a stage is on the ranks whose rows have
-    its tasks.
+    Cells must be tasks of the stages and microbatches that the head counts, a rank must have one row, and the head must place each stage on
+    the ranks whose rows have its tasks.
     """
     counts: tuple[int, int] | None = None
     stages, homes, rows = dict[int, str](), dict[int, list[str]](), dict[int, tuple[str, ...]]()
@@ -166,14 +167,17 @@ def _stages(cells: Sequence[str], stages: int, microbatches: int, where: str) ->
 
 @dataclass(frozen=True)
 class Reads:
-    """Which stages read of which: forward along an edge, and whether cotangents come back."""
+    """The edges (earlier stage, later stage) along which stages read values of each other.
+
+    `forward`: all edges; `gradients`: those along which cotangents come back.
+    """
 
     forward: frozenset[tuple[int, int]]
     gradients: frozenset[tuple[int, int]]
 
 
 def stage_reads(rows: list[Row]) -> Reads:
-    """What tasks of one stage read of tasks of another, on any rank: values have one name on all of them."""
+    """Returns the edges along which tasks read values of another stage's tasks, on any rank: a value has the same name on all ranks."""
     makers = {name: row.tasks[at] for row in rows for name, at in row.makers.items()}
     forward, gradients = set[tuple[int, int]](), set[tuple[int, int]]()
     for row in rows:

@@ -4,7 +4,9 @@
     1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3
     2B3 makes d.3, 2W3 reads it                   from 2B3 to 2W3
 
-Not saved values are: a sum of gradients, which goes from microbatch to microbatch; what all microbatches read; the batch itself."""
+These values do not count as saved: a sum of gradients, which goes from microbatch to microbatch; values that all microbatches read; the
+batch itself.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ from partc.runtime.artifact.tasks.task import Kind, Task
 
 @dataclass(frozen=True)
 class Saved:
-    """The most that a row keeps: `microbatches` in units of all stages of the rank, and bytes, of which one is the largest.
+    """The most memory that a row saves at once.
 
-    `unknown`: values whose size only a run tells, which are left out.
+    `microbatches`: in microbatches of all the rank's stages. `bytes`: counts of which, at any sizes, one is the largest. `unknown`: the
+    number of values whose size is known only at run time, which are not counted.
     """
 
     microbatches: float
@@ -30,12 +33,12 @@ class Saved:
     unknown: int
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """The bytes at sizes of the symbols."""
+        """The bytes at these sizes of the symbols."""
         return max((one(sizes) for one in self.bytes), default=0)
 
 
 def saved(row: Row, types: Mapping[str, tuple[str, Shape]]) -> Saved:
-    """What a row keeps at most; `types` are those of its values."""
+    """Returns the most memory that a row saves at once; `types` maps its values to types and shapes."""
 
     def size(name: str) -> ByteCount | None:
         return of_value(*types[name]) if name in types else None
@@ -57,7 +60,7 @@ def _is_saved(row: Row, uses: Sequence[int]) -> bool:
 
 
 def most_microbatches(tasks: tuple[Task | None, ...]) -> float:
-    """The most microbatches that a row keeps, each from its F to its last backward task; one of v stages of a rank counts for 1/v."""
+    """The most microbatches that a row saves at once, each from its F to its last backward task; on a rank of v stages each counts 1/v."""
     last = {
         (task.stage, task.microbatch): at for at, task in enumerate(tasks) if task and task.kind is not Kind.FORWARD
     }

@@ -1,7 +1,7 @@
 """A task as schedules, rank files and plans write it, `2F0`, and a row of tasks with one cell marked.
 
 2F0   the forward pass of stage 2 over microbatch 0
-2B0   its backward pass: the whole of it, or, where the schedule has a 2W0, the gradients of the stage's inputs alone
+2B0   its backward pass: all of it, or, where the schedule has a 2W0, only the gradients of the stage's inputs
 2W0   the gradients of its parameters, which no other task reads
 """
 
@@ -50,7 +50,7 @@ def parse(text: str) -> Task:
 
 
 def marked(cells: Sequence[str], at: int) -> str:
-    """Two lines: a row's cells around one of them, and a mark below it; `at` is the row's length where something is missing at its end."""
+    """Returns two lines: a row's cells around index `at`, and a mark below that cell; `at` is the row's length if its end lacks a cell."""
     begin, end = max(0, at - _AROUND), at + _AROUND + 1
     before = " ".join([*(["..."] if begin else []), *cells[begin:at], ""]).rstrip(" ")
     lead = f"    {before} " if before else "    "

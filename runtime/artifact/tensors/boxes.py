@@ -1,7 +1,7 @@
 """Boxes: parts of tensors, as fractions of their dims and as ranges of elements.
 
-A `Box` says for each dim `[begin, end, denominator]`: the part of the dim from begin/denominator to end/denominator, whatever its
-size. A `Region` is the range of elements that a box means in a tensor of a known shape:
+A `Box` has for each dim `[begin, end, denominator]`: the part of the dim from begin/denominator to end/denominator, whatever its size.
+A `Region` is the range of elements that a box covers in a tensor of a known shape:
 
     region([[1, 2, 4], [0, 1, 1]], (8, 3)) == Region((2, 0), (4, 3))
     difference(Region((0, 0), (4, 6)), Region((1, 2), (9, 9))) == [Region((0, 0), (1, 6)), Region((1, 0), (4, 2))]
@@ -28,19 +28,19 @@ Edges: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, order=True)
 class Region:
-    """The elements from `begin` up to and without `end` along each dim; that of a scalar has no dims and one element."""
+    """The elements from `begin` to `end`, exclusive, along each dim; the region of a scalar has no dims and one element."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many elements it has along each dim."""
+        """The number of elements along each dim."""
         return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -68,7 +68,7 @@ def full_region(shape: Sequence[int]) -> Region:
 
 
 def region(box: Edges, shape: Sequence[int]) -> Region:
-    """The elements that a box means in a tensor of `shape`; ValueError where its edges are not integers."""
+    """The elements that a box covers in a tensor of `shape`; ValueError where its edges are not integers."""
     if len(box) != len(shape):
         raise ValueError(f"a box of {len(box)} dims in a value of {len(shape)}")
     begins, ends = [], []
@@ -113,7 +113,7 @@ def difference(one: Region, other: Region) -> list[Region]:
 
 
 def remaining(regions: Sequence[Region], taken: Iterable[Region]) -> list[Region]:
-    """What the `taken` regions leave of the first ones, which are disjoint."""
+    """Returns disjoint regions of the elements that are in `regions`, which are disjoint, but in none of the `taken` regions."""
     rest = list(regions)
     for other in taken:
         if not rest:
@@ -123,9 +123,9 @@ def remaining(regions: Sequence[Region], taken: Iterable[Region]) -> list[Region
 
 
 def overlapping(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """The places of two of the regions that have elements in common; None where the regions are disjoint.
+    """The indices of two of the regions that have elements in common; None where the regions are disjoint.
 
-    Regions are compared in the order in which they begin on the axis along which they begin at the most places.
+    Regions are compared in the order of their begins along one axis: the axis with the most different begins.
     """
     dims = len(regions[0].begin) if regions else 0
     axis = max(range(dims), key=lambda at: len({one.begin[at] for one in regions}), default=None)
@@ -148,7 +148,7 @@ def overlap(regions: Sequence[Region]) -> Region | None:
 
 
 def unsharded_extent(size: int, cut: Sequence[int]) -> int:
-    """The size of a dim of which the part `cut`, `[begin, end, denominator]`, has `size`; ValueError where that is not an integer."""
+    """The full size of a dim whose part `cut`, `[begin, end, denominator]`, has `size` elements; ValueError where it is not an integer."""
     begin, end, denominator = cut
     found = Fraction(size * denominator, end - begin)
     if found.denominator != 1:
@@ -157,7 +157,7 @@ def unsharded_extent(size: int, cut: Sequence[int]) -> int:
 
 
 def divisor(boxes: Iterable[Box], axis: int) -> int:
-    """The number by which the size of an axis must be divisible for all boxes to have whole edges."""
+    """The number by which the size of an axis must be divisible for the edges of all boxes to be integers."""
     if isinstance(boxes, Grid):
         return boxes.divisor(axis)
     edges = {Fraction(edge, box[axis][2]) for box in boxes for edge in box[axis][:2]}
@@ -165,7 +165,7 @@ def divisor(boxes: Iterable[Box], axis: int) -> int:
 
 
 def merge(boxes: Sequence[Edges], shards: Sequence[Array]) -> Array:
-    """The tensor of which these are the shards: `boxes` together are all of it."""
+    """Returns the tensor that consists of these shards, one for each of `boxes`, which together cover it."""
     first = shards[0]
     shape = tuple(unsharded_extent(size, cut) for size, cut in zip(first.shape, boxes[0], strict=True))
     made = np.empty(shape, first.dtype)
@@ -175,7 +175,7 @@ def merge(boxes: Sequence[Edges], shards: Sequence[Array]) -> Array:
 
 
 def distinct(port: Port) -> list[tuple[int, Box]]:
-    """The ranks that together have all of a sharded output, each with its box: of ranks that have the same box the first."""
+    """Returns ranks that together have all of a sharded output, each with its box: for each distinct box the first rank that has it."""
     found: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}
     for rank, box in zip(port.ranks, port.boxes or [], strict=True):
         found.setdefault(tuple(tuple(cut) for cut in box), (rank, box))

@@ -1,9 +1,9 @@
-"""Random numbers that depend on nothing but a name and a place: the same bytes on every machine and with every numpy.
+"""Random numbers that depend only on a name and a place in its stream: the same bytes on every machine and with every numpy.
 
 The bits come from Philox, a counter-based generator whose stream numpy never changes, keyed by the SHA-256 of the name.
 They become numbers through additions, multiplications, divisions and square roots alone, which IEEE 754 rounds in one
 way; the library's `log` is not among them, since it differs between processors in the last bit. Any part of a stream can be drawn
-without what comes before it.
+without the numbers before it.
 
     normal("7/fc1.weight", 3)          the same three numbers, whatever other names exist
     normal("7/fc1.weight", 2, 1)       the last two of them
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BLOCK = 1 << 13
-"""Numbers are drawn in blocks of so many, which stay in the cache."""
+"""The size of the blocks in which numbers are drawn, which fit in the cache."""
 _PER_COUNT = 8
-"""One count of the generator gives four words of 64 bits, and each of them two numbers."""
+"""The numbers from one count of the generator, which gives four words of 64 bits, each for two numbers."""
 
 # Wichura, "Algorithm AS 241: the percentage points of the normal distribution", PPND16: relative accuracy 1e-16.
 # Coefficients from the constant term upwards; denominators begin with 1.
@@ -93,12 +93,12 @@ _TAIL = (
     ),
 )
 _LN2 = 0.693147180559945309417
-# The probability that a normal variable lies below -2: truncated values come from what is between.
+# The probability of a normal variable below -2: truncated values have none below it, nor above 1 minus it.
 _BELOW_MINUS_2 = 0.022750131948179207200
 
 
 def uniform(name: str, count: int, start: int = 0) -> Iterator[Floats]:
-    """Blocks of `count` numbers in (0, 1) from place `start` on, multiples of 2**-32 shifted by half of that."""
+    """Yields `count` numbers in (0, 1), in blocks, from place `start` on: multiples of 2**-32 shifted by half of that."""
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
     counts, skipped = divmod(start, _PER_COUNT)
     source = np.random.Philox(key=key, counter=counts)
@@ -115,12 +115,12 @@ def uniform(name: str, count: int, start: int = 0) -> Iterator[Floats]:
 
 
 def normal(name: str, count: int, start: int = 0) -> Iterator[Floats]:
-    """Blocks of `count` numbers of mean 0 and standard deviation 1, from place `start` on."""
+    """Yields `count` numbers of mean 0 and standard deviation 1, in blocks, from place `start` on."""
     return map(normal_quantile, uniform(name, count, start))
 
 
 def truncated_normal(name: str, count: int, start: int = 0) -> Iterator[Floats]:
-    """Blocks of `count` numbers of the standard normal distribution, none beyond -2 or 2, from place `start` on."""
+    """Yields `count` numbers of the standard normal distribution between -2 and 2, in blocks, from place `start` on."""
     for block in uniform(name, count, start):
         block *= 1.0 - 2.0 * _BELOW_MINUS_2
         block += _BELOW_MINUS_2
@@ -128,7 +128,7 @@ def truncated_normal(name: str, count: int, start: int = 0) -> Iterator[Floats]:
 
 
 def zeros(name: str, count: int, start: int = 0) -> Iterator[Floats]:
-    """Blocks of `count` zeros."""
+    """Yields `count` zeros, in blocks."""
     for at in range(0, count, BLOCK):
         yield np.zeros(min(BLOCK, count - at))
 

@@ -1,4 +1,4 @@
-"""Types of values: the text of a type, its ONNX number, its width in bits and the numpy dtype that shows it to people.
+"""Types of values: the text of a type, its ONNX number, its width in bits and the numpy dtype in which users see it.
 
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(string))`, `optional(tensor(int64))`,
 `map(int64,tensor(float))`. A dtype narrower than a byte is stored packed, first element in the low bits, as ONNX stores it.
@@ -35,7 +35,7 @@ class Dtype:
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """The numpy dtype; those that numpy lacks come from ml_dtypes."""
+        """The numpy dtype; types that numpy lacks come from ml_dtypes."""
         return _numpy(self.shown, bool(self.wide))
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
@@ -89,7 +89,7 @@ def _numpy(shown: str, extension: bool) -> np.dtype[np.generic]:
 
 
 def by_numpy(dtype: np.dtype[np.generic]) -> Dtype | None:
-    """The element type that a numpy dtype shows; None for strings, objects and other byte orders."""
+    """The element type of a numpy dtype; None for strings, objects and other byte orders."""
     return next((row for row in _ROWS if row.shown == dtype.name and dtype.isnative), None)
 
 
@@ -117,7 +117,7 @@ def type_text(proto: TypeProto) -> str:
 
 
 def type_proto(text: str) -> TypeProto:
-    """The type that a text names, without shape; ValueError where it names none."""
+    """The type that a text names, without shape; ValueError where the text is not a type."""
     from onnx import TypeProto
 
     head, bracket, rest = text.partition("(")

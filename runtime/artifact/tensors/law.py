@@ -1,9 +1,9 @@
-"""Laws of first values: a rule that gives any part of a tensor by itself, so that the tensor is never whole anywhere.
+"""Laws of first values: rules that compute any part of a tensor by itself, so that no process needs the full tensor.
 
     {"draw": "normal", "stream": "7/table.weight", "factor": 0.01}
 
 Element i of the tensor, in row-major order, is `offset + factor * d`, where d is the i-th number of the stream. So each rank draws its own
-shard, and the numbers are the same however the tensor is cut. They are rounded from double precision to the tensor's type.
+shard, and the numbers do not depend on the sharding. They are rounded from double precision to the tensor's type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SOURCES: Mapping[str, Callable[[str, int, int], Iterator[draw.Floats]]] = {
 
 
 def fill(law: Law, out: Array, shape: tuple[int, ...], held: Region) -> None:
-    """Writes the region `held` of the tensor of this shape into an array of the region's shape."""
+    """Writes the region `held` of the tensor of this `shape` into `out`, an array of the region's shape."""
     _fill(out, law, 0, shape, held.begin, held.end)
     for row in law.zero_rows:
         if shape and held.begin[0] <= row < held.end[0]:
@@ -35,14 +35,14 @@ def fill(law: Law, out: Array, shape: tuple[int, ...], held: Region) -> None:
 
 
 def full_tensor(law: Law, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """All of the tensor."""
+    """Returns the full tensor of a law."""
     out = np.empty(shape, dtype)
     fill(law, out, shape, whole_region(shape))
     return out
 
 
 def law_text(law: Law) -> str:
-    """The law as people read it: `0.01 * normal(7/table.weight)`."""
+    """The law as text: `0.01 * normal(7/table.weight)`."""
     if law.draw == "constant":
         text = f"{law.offset:g}"
     else:
@@ -52,7 +52,7 @@ def law_text(law: Law) -> str:
 
 
 def _numbers(law: Law, count: int, start: int) -> Iterator[draw.Floats]:
-    """Blocks of `count` elements from place `start` of the tensor on, without regard to rows of zeros."""
+    """Yields `count` elements, in blocks, from place `start` of the tensor on; `zero_rows` are not applied."""
     for block in _SOURCES[law.draw](law.stream, count, start):
         block *= law.factor
         block += law.offset
@@ -62,7 +62,7 @@ def _numbers(law: Law, count: int, start: int) -> Iterator[draw.Floats]:
 def _fill(
     out: Array, law: Law, start: int, shape: tuple[int, ...], begin: tuple[int, ...], end: tuple[int, ...]
 ) -> None:
-    """Writes a region of the part of the tensor that begins at element `start` and has this shape."""
+    """Writes the region from `begin` to `end` of the part of the tensor that begins at element `start` and has this `shape`."""
     width = math.prod(shape[1:])
     if not out.size:
         return

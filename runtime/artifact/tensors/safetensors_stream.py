@@ -1,13 +1,14 @@
-"""The safetensors format: headers, tensors streamed into a file one after the other, and mapped from it without a copy.
+"""The safetensors format: headers, tensors streamed into a file one after the other, and tensors mapped from a file without a copy.
 
     8 bytes of little-endian header length | the header in JSON, padded | the tensors without a gap between them
 
-The header stands first, so a file is written from what is known of its tensors before any of them is read: at no time is more
-than one in memory. Wider elements come before narrower ones, then names decide: every tensor is aligned to its elements.
+The header comes first and needs only the tensors' types and shapes, so it is written before any tensor is read, and at most one tensor is
+in memory at a time. Tensors are sorted by the width of their elements, the widest first, then by name, so each is aligned to its
+elements.
 
-A file that is written here has sums of its tensors in its metadata, by name the CRC-32 and the SHA-256 of each `PART` bytes. Their
-length is known before they are, so they are filled in last. The header's own SHA-256 therefore vouches for every tensor, and any part of
-a file can be checked alone.
+The metadata of a file that is written here map each tensor's name to its checksums: the CRC-32 and the SHA-256 of each `PART` bytes. The
+length of the checksums is known in advance, so they are filled in last. The header's own SHA-256 therefore vouches for every tensor, and
+any part of a file can be checked alone.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ CODES = {
 }
 """Maps numpy's name of an element type to its name in the format."""
 AS_BYTES = "U8"
-"""The type in the format of tensors whose own type it lacks: their bytes, one after the other."""
+"""The format's type for tensors whose own type the format lacks: they are stored as bytes."""
 STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in CODES}
 """Maps numpy's names to the element types of the format."""
 _DTYPES = {code: STORED[shown] for shown, code in CODES.items()}
 METADATA = "__metadata__"
 _HEADER_BYTES = 100_000_000
-"""The safetensors format allows no more."""
+"""The most header bytes that the safetensors format allows."""
 _ALIGNMENT = 64
 _CHUNK = 1 << 20
 PART = 1 << 24
-"""Bytes that have a hash of their own, so that several threads or ranks share a large tensor."""
+"""The bytes that have checksums of their own, so that several threads or ranks can divide the work on a large tensor."""
 _CRC_DIGITS = 8
 _DIGITS = _CRC_DIGITS + 64
 _DIMS = 64
@@ -88,13 +89,13 @@ class RunningSums:
         self._crc32 = zlib.crc32(data, self._crc32)
 
     def sums(self) -> Sums:
-        """The sums of all bytes so far."""
+        """The checksums of all bytes so far."""
         return Sums(f"{self._crc32:0{_CRC_DIGITS}x}", self._sha256.hexdigest())
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
+    """A tensor of a file: its element type and shape, the offset in the file at which it begins, and its parts' checksums, if known."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -103,13 +104,13 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor."""
+        """The size of the tensor in bytes."""
         return self.dtype.bytes_of(self.shape)
 
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
+    """The result of writing a file: its size, and the SHA-256 of its header, which has the checksums of its tensors."""
 
     bytes: int
     header: str
@@ -121,10 +122,10 @@ def write_tensors(
     read: Callable[[str], Iterable[Array]],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> StreamEntry:
-    """Writes a new file of the tensors, which `read` gives by name one at a time, each in blocks of its elements in order, and waits until
-    the disk has it. Its header has the `metadata` beside the sums.
+    """Writes a new file of tensors, and waits until it is on the disk.
 
-    An OSError names the file.
+    `read` returns the tensor of a name as blocks of its elements in order, and is called for one tensor at a time. The header has the
+    `metadata` as well as the checksums. An OSError names the file.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.bits, name))
     rows = [(name, CODES[one.dtype.shown], one.shape, one.bytes) for name in names for one in (tensors[name],)]
@@ -148,7 +149,7 @@ def write_tensors(
 def header_bytes(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], alignment: int = _ALIGNMENT
 ) -> bytes:
-    """The bytes before the tensors, which lie in the given order: of each its name, code, shape and number of bytes.
+    """Returns the bytes before the tensors, which follow in the order of `tensors`: name, code, shape and number of bytes of each.
 
     The first tensor begins at a multiple of `alignment`.
     """
@@ -167,7 +168,7 @@ def _block_count(size: int) -> int:
 
 
 def _bytes(blocks: Iterable[Array], stored: Stored) -> Iterator[memoryview]:
-    """The bytes of a tensor that is given in blocks."""
+    """Yields the bytes of a tensor's blocks; they must have the tensor's dtype and number of elements."""
     count = 0
     for block in blocks:
         assert block.dtype == stored.dtype.numpy
@@ -177,7 +178,7 @@ def _bytes(blocks: Iterable[Array], stored: Stored) -> Iterator[memoryview]:
 
 
 def _write(out: FileIO, blocks: Iterable[memoryview]) -> str:
-    """Writes all blocks; the sums of their parts, one after the other."""
+    """Writes all blocks; returns the checksums of their parts, concatenated."""
     parts, left = list[RunningSums](), 0
     for block in blocks:
         rest = block
@@ -192,7 +193,7 @@ def _write(out: FileIO, blocks: Iterable[memoryview]) -> str:
 
 
 def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
-    """The tensors of a file by name; ValueError where the file is not sound, or its header has another hash than the given one."""
+    """Maps the name of each tensor in a file to its `Stored`; ValueError if the file is not valid or `sha256` is not that of its header."""
     text, header = sound_header(path)
     if sha256 and (found := hashlib.sha256(text).hexdigest()) != sha256:
         raise ValueError(
@@ -216,9 +217,9 @@ def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
 
 
 def sound_header(path: Path) -> tuple[bytes, dict[str, object]]:
-    """The bytes before a safetensors file's data, and the header that they hold; ValueError where it is not sound.
+    """Returns the bytes before a safetensors file's data, and the header parsed from them; ValueError where the file is not valid.
 
-    The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
+    A valid file has 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
     """
     size = path.stat().st_size
     with open_regular(path) as file:
@@ -267,7 +268,7 @@ def is_shape(shape: object) -> TypeGuard[list[int]]:
 
 
 def _sums(text: object, size: int) -> tuple[Sums, ...]:
-    """The checksums of a tensor's parts; none where the text does not hold checksums, since another tool may have written it."""
+    """The checksums of a tensor's parts; empty where the text is not checksums, since another tool may have written it."""
     if not isinstance(text, str) or len(text) != _DIGITS * _block_count(size) or not _HEXADECIMAL.fullmatch(text):
         return ()
     parts = (text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
@@ -276,24 +277,24 @@ def _sums(text: object, size: int) -> tuple[Sums, ...]:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """The bytes of a file as they lie there, read where they are looked at."""
+    """The bytes of a file, mapped into memory: a page is read when it is accessed."""
 
     data: Bytes
     pages: mmap.mmap
 
     @staticmethod
     def of(path: Path) -> MappedFile:
-        """The file; ValueError where it is empty."""
+        """Maps a file; ValueError where it is empty."""
         with open_regular(path) as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return MappedFile(np.frombuffer(pages, np.uint8), pages)
 
     def forget(self) -> None:
-        """Gives the memory back that what was looked at takes; it is read anew."""
+        """Frees the memory of pages that were accessed; the next access reads them again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
 def tensor_in(data: Bytes, stored: Stored) -> Array:
-    """A tensor in the bytes of its file, which it shares."""
+    """Returns a tensor as a view of its file's bytes."""
     return data[stored.offset : stored.offset + stored.bytes].view(stored.dtype.numpy).reshape(stored.shape)

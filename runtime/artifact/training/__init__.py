@@ -1,1 +1,1 @@
-"""The texts of the `training` section of a manifest: data, learning rates, metrics, files and code that it names."""
+"""The contents of the `training` section of a manifest: data, learning rates, metrics, and the files and code that it names."""

@@ -1,4 +1,4 @@
-"""The contents of `data:` of a plan or `--data`: files, the work on a batch of them, and the handling of lengths.
+"""The options of `data:` in a plan, or of `--data`: files, transforms of batches, and the handling of lengths.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
 
@@ -7,24 +7,24 @@
       label: train-labels-idx1-ubyte.gz
       transform: resize.py:to_32          a function of a dict of batch arrays that returns one
 
-    data:                                 an input that holds no records has one value for all of them
+    data:                                 an input without records has one value for all of them
       source: digits.npz
       temperature: 0.5
 
     data:
-      source: loader.py                   records or batches without names, or with other ones
+      source: loader.py                   records or batches without names, or with other names than the inputs
       fields: [x, label]                  names in the order of a tuple's values; {label: target} of a mapping's keys
 
     data:
-      source: corpus/                     a path, where there are options; also with further `input: file`
+      source: corpus/                     a path, together with options; also with further `input: file`
       length: ids                         batches of records whose ids have similar lengths
-      pad: {labels: -100}                 what fills a field up, 0 where nothing is said
+      pad: {labels: -100}                 the number that pads a field, by default 0
       multiple: 8                         padded lengths are multiples of this
-      buckets: [64, 256]                  bounds between lengths; quantiles where nothing is said
-      window: 64                          the batches within which records are brought together
+      buckets: [64, 256]                  bounds between lengths, by default quantiles
+      window: 64                          the number of batches within which records of similar lengths are grouped
 
-Paths are relative to the plan's folder, on the command line to the current one. A model input whose name is one of these words
-comes from a source.
+Paths are relative to the plan's folder, on the command line to the current one. A model input that has the name of an option comes from
+a source.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pydantic import (
 
 MULTIPLE = 8
 WINDOW = 64
-"""Batches within which records of similar lengths are brought together."""
+"""The number of batches within which records of similar lengths are grouped."""
 
 
 def _is_value(value: object) -> bool:
@@ -136,13 +136,13 @@ class Data(Options):
         return {name: one for name, one in (self.model_extra or {}).items() if not isinstance(one, str)}
 
     def seen_from(self, base: Path) -> Data:
-        """The same with its paths joined to a folder."""
+        """Returns the same data with its paths joined to the folder `base`."""
         own = {"source": self.source, "transform": self.transform}
         paths = {name: str(base / path) for name, path in {**own, **self.files}.items() if path}
         return self.model_copy(update=paths)
 
     def with_values(self, other: Data | None) -> Data:
-        """The same with the values of another one for inputs of which it says nothing."""
+        """Returns the same data, with the values of `other` for inputs that it does not name."""
         known = self.model_extra or {}
         return self.model_copy(update={k: one for k, one in (other.values if other else {}).items() if k not in known})
 
@@ -151,7 +151,7 @@ OPTIONS = (*Data.model_fields,)
 
 
 def _mapping(said: object) -> object:
-    """The mapping that a single path stands for."""
+    """Returns the mapping that a single path stands for, `{source: path}`; a mapping is returned unchanged."""
     if isinstance(said, str | Path):
         return {"source": str(said)}
     if not isinstance(said, Mapping | Data) or said == {}:
@@ -166,7 +166,7 @@ DataForm: TypeAlias = Annotated[Data, BeforeValidator(_mapping, json_schema_inpu
 
 @dataclass(frozen=True)
 class Spec:
-    """Where records come from, as they are opened. `where` begins the messages about it."""
+    """The sources of records, with paths, as they are opened. `where` begins the messages about it."""
 
     source: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Spec:
     transform: str = ""
     """`file.py:function`; empty: none."""
     fields: tuple[str, ...] | Mapping[str, str] = ()
-    """Names of a record's values in their order, or by input the key of a mapping."""
+    """The names of a record's values in their order, or a map from each input to the key of its value in a record."""
     length: str = ""
     """The ragged field whose lengths make batches; empty: none."""
     pad: Mapping[str, float] = field(default_factory=dict)
@@ -183,17 +183,17 @@ class Spec:
     buckets: tuple[int, ...] = ()
     window: int = WINDOW
     max_bytes: int | None = None
-    """The memory that what is not mapped may take; None: half of what there is. No plan says it, only who opens the data."""
+    """The most memory for data that is not memory-mapped; None: half of the memory. Set by the code that opens the data, not by a plan."""
     where: str = "data"
 
     @staticmethod
     def parse(said: object, base: Path = Path(), where: str = "data") -> Spec:
-        """The spec of a path or a mapping as YAML gives it; UsageError with all that is wrong."""
+        """Returns the spec of a path or a mapping as YAML gives it; UsageError lists all that is wrong."""
         return Spec.of(_data(said, where).seen_from(base), where)
 
     @staticmethod
     def of(data: Data, where: str, max_bytes: int | None = None) -> Spec:
-        """The spec of what a plan or a command line says."""
+        """Returns the spec of a plan's or a command line's data."""
         return Spec(
             source=None if data.source is None else Path(data.source),
             files={name: Path(path) for name, path in data.files.items()},
@@ -211,9 +211,9 @@ class Spec:
 
 
 def data_of_words(words: Sequence[str], base: Path = Path(), where: str = "--data") -> Data:
-    """What a command line's `--data` values say: a path, `input=path` and `option=value` (`pad=labels:-100`); paths are joined to `base`.
+    """Parses a command line's `--data` values: a path, `input=path` or `option=value` (`pad=labels:-100`); paths are joined to `base`.
 
-    UsageError with all that is wrong.
+    UsageError lists all that is wrong.
     """
     said: dict[str, object] = {}
     for word in words:
@@ -238,7 +238,7 @@ def _data(said: object, where: str) -> Data:
 
 
 def _value(name: str, text: str, before: object) -> object:
-    """An option's text as a plan would say it; what cannot be read stays text, and the laws refuse it."""
+    """Converts an option's text to the value that a plan would have; other texts stay as they are, for validation to refuse."""
     try:
         match name:
             case "multiple" | "window":
@@ -264,7 +264,7 @@ def _number(text: str) -> float:
 
 
 def literal(text: str) -> object:
-    """The number, bool or list of such that a text says; None where it says none."""
+    """Parses a number, a bool or a list of such; None for any other text."""
     try:
         found = json.loads(text)
         return found if _is_value(found) else None

@@ -8,12 +8,12 @@ A schedule gives the rate of a step, counted from 0. `base` is the optimizer's r
     linear      steps, minimum          last + (base - last) * left
     polynomial  steps, power, minimum   last + (base - last) * left^power
     cosine      steps, minimum          last + (base - last) * (1 + cos(pi * (1 - left))) / 2
-    python      function                what `file.py:function` returns for the step
+    python      function                the number that `file.py:function` returns for the step
 
-All types count the steps of the training, those of a warmup among them: with `warmup: w`, which is 0 by default, `left` goes from 1 at
-step w to 0 at step `steps`, and stays there. The first w steps have (step + 1)/w of what the schedule gives; with `from_zero: true`
-step/w, as in Hugging Face's schedules, whose first step changes nothing. With `after_warmup: true` the schedule counts from the
-warmup's end instead, so that it ends w steps later, and the warmup leads to the rate of its step 0.
+All types count the steps of the training, including those of a warmup: with `warmup: w`, which is 0 by default, `left` goes from 1 at
+step w to 0 at step `steps`, and stays there. In the first w steps the schedule's rate is multiplied by (step + 1)/w; with
+`from_zero: true` by step/w, as in Hugging Face's schedules, whose first step changes nothing. With `after_warmup: true` the schedule
+counts from the warmup's end instead, so that it ends w steps later, and the warmup leads to the rate of its step 0.
 
     rate = rate_of(Cosine(type="cosine", steps=1000, warmup=10), 0.1)
 """
@@ -64,7 +64,7 @@ class _Warmed(Options):
     from_zero: bool = False
 
     def at_step(self, step: int, base: float, begin: int) -> float:
-        """The rate of a step, without the warmup; a rate that decays does so from the step `begin` on."""
+        """The rate of a step, without the warmup; a decaying schedule decays from the step `begin` on."""
         return base
 
 
@@ -110,7 +110,7 @@ class _Decaying(_Warmed):
         return self.minimum + (base - self.minimum) * self.share(left)
 
     def share(self, left: float) -> float:
-        """How much of the way from `minimum` up to the optimizer's rate is left."""
+        """The share of the way from `minimum` up to the optimizer's rate that remains, where the share `left` of the steps remains."""
         return left
 
 
@@ -156,10 +156,11 @@ def above_base(schedule: Schedule, base: float) -> Refused | None:
 def rate_of(
     schedule: Schedule | None, base: float, where: str = "schedule", folder: Path = Path(), run: Run = run_file
 ) -> Rate:
-    """The rate by step of a schedule; without one it is constant.
+    """Returns the function from a step to a schedule's rate; without a schedule the rate is constant.
 
-    A file of Python is looked for in `folder`, `run` once, now, and must give every rank the same numbers. Raises UsageError at `where`
-    for a schedule that does not fit; so does the rate itself, where the user's function gives no number; UserCodeError where it fails.
+    A Python file is looked for in `folder`, is executed by `run` once, in this call, and must return the same numbers on every rank. Raises
+    UsageError at `where` for a schedule that does not fit. The returned function raises UsageError where the user's function returns no
+    valid rate, and UserCodeError where that function fails.
     """
     schedule = schedule or Constant(type="constant")
     if wrong := above_base(schedule, base):
@@ -180,7 +181,7 @@ def rate_of(
 
 
 def _python(reference: str, where: str, folder: Path, run: Run) -> Rate:
-    """The function that `file.py:function` names, every call of it checked; UserCodeError names the user's line that fails."""
+    """Returns the function that `file.py:function` names, with each result checked; UserCodeError names the user's line that fails."""
     file, _, name = reference.rpartition(":")
     path = folder / file
     if not path.is_file():

@@ -1,15 +1,16 @@
-"""Metrics that are not means: a program gives sums, batches, microbatches and ranks add up, and a formula makes one number of them.
+"""Metrics that are not means: a program computes sums, which add up over batches, microbatches and ranks; a formula makes a number of them.
 
     perplexity        exp(losses / labels)
-    precision, recall, f1    of true positives, false positives, false negatives; or of counts by label and prediction the mean over classes
+    precision, recall, f1    from true positives, false positives, false negatives; or, from counts by label and prediction, the mean over
+                      classes
     confusion         counts by label and prediction, and the share of those on the diagonal
-    r2                1 - squares / (t^2 - (t)^2 / n), of the sums of (x - t)^2, t, t^2 and 1
+    r2                1 - squares / (t^2 - (t)^2 / n), from the sums of (x - t)^2, t, t^2 and 1
     =a,b: a / b       an expression of the plan over sums that it names
-    roc_auc    of the counts of labels 0 by bin of the prediction, then those of labels 1, each with one more for predictions without
-               a bin:   sum over bins of  ones (zeros below + zeros here / 2)  /  (ones zeros)
+    roc_auc    from the counts of labels 0 by bin of the prediction, then those of labels 1, each followed by the count of predictions
+               without a bin:   sum over bins of  ones (zeros below + zeros here / 2)  /  (ones zeros)
 
-The area under the ROC curve is the share of pairs of a 1 and a 0 in which the 1 has the higher prediction. Two in one bin count as half a
-pair. Where a formula has no value it gives NaN with the reason, `Undefined`.
+The area under the ROC curve is the share of pairs of a 1 and a 0 in which the 1 has the higher prediction. Two predictions in one bin
+count as half a pair. A formula without a value returns `Undefined`: NaN with the reason.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ ROC_AUC = "roc_auc"
 
 
 class Undefined(float):
-    """A metric that has no value: NaN, and why."""
+    """The value of a metric that has none: NaN, with the reason."""
 
     reason: str
 
     def __new__(cls, reason: str) -> Undefined:
-        """NaN for a reason."""
+        """Returns NaN with a reason."""
         made = super().__new__(cls, "nan")
         made.reason = reason
         return made
 
 
 BINARY = ("true_negatives", "false_positives", "false_negatives", "true_positives")
-"""The counts of two classes, of which 1 is the positive one, in the order of the table."""
+"""Names of the counts of two classes, 0 and the positive class 1, in the row-major order of the table."""
 
 
 class Confusion(float):
-    """The share of labels that are predicted as they are, and the `counts` by label, the row, and prediction, the column."""
+    """The share of labels that are predicted correctly, with `counts`: a table with a row for each label, a column for each prediction."""
 
     counts: tuple[tuple[int, ...], ...]
 
     def __new__(cls, counts: Sequence[Sequence[int]]) -> Confusion:
-        """The share of these counts, one at least of which is not 0."""
+        """Computes the share from these counts, at least one of which is not 0."""
         table = tuple(tuple(map(int, row)) for row in counts)
         made = super().__new__(cls, sum(row[k] for k, row in enumerate(table)) / sum(map(sum, table)))
         made.counts = table
@@ -62,13 +63,13 @@ class Confusion(float):
 
     @property
     def named(self) -> Mapping[str, int] | None:
-        """The counts of two classes by `BINARY`; None of more classes."""
+        """Maps the names in `BINARY` to the counts of two classes; None for more classes."""
         flat = [count for row in self.counts for count in row]
         return dict(zip(BINARY, flat, strict=True)) if len(flat) == len(BINARY) else None
 
 
 def confusion(counts: Counts) -> float:
-    """The counts as a square table; Undefined where there are none."""
+    """Returns the `Confusion` of counts of a square table; Undefined where all are 0."""
     if not counts.any():
         return Undefined("none of the labels counts")
     return Confusion(np.rint(counts).astype(np.int64).reshape(isqrt(counts.size), -1).tolist())
@@ -79,7 +80,7 @@ def _is_square(size: int) -> bool:
 
 
 def roc_auc(counts: Counts) -> float:
-    """The area under the ROC curve, of counts by bin; Undefined where a label, or a prediction's place, is missing."""
+    """The area under the ROC curve, from counts by bin; Undefined where one of the labels does not occur, or a prediction has no bin."""
     zeros, ones = counts.reshape(2, -1)
     total, astray = int(counts.sum()), int(zeros[-1] + ones[-1])
     if astray:
@@ -105,7 +106,7 @@ def _perplexity(sums: Counts) -> float:
 
 
 def _of_classes(number: Callable[[Counts, Counts, Counts], Counts]) -> Formula:
-    """A number of true positives, false positives and false negatives; of several classes the mean over those that there are."""
+    """The formula of a number computed from true positives, false positives and false negatives; its mean over the classes that occur."""
 
     def of(counts: Counts) -> float:
         if counts.size == 3:
@@ -122,7 +123,7 @@ def _of_classes(number: Callable[[Counts, Counts, Counts], Counts]) -> Formula:
 
 
 def _share(part: Counts, whole: Counts) -> Counts:
-    """Their quotient, 0 where the whole is."""
+    """Returns `part / whole`, element-wise, and 0 where `whole` is 0."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
@@ -145,13 +146,13 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def formula_of(text: str, names: Sequence[str]) -> str:
-    """The formula of a manifest for an expression over sums of these names."""
+    """Returns a manifest's text of the formula that is an expression over sums of these names."""
     return f"={','.join(names)}: {text}"
 
 
 @cache
 def formula(text: str) -> Formula:
-    """The formula of a manifest: one of `FORMULAS`, or an expression over sums. ValueError where it is neither."""
+    """Returns the formula of a manifest's text: one of `FORMULAS`, or an expression over sums. ValueError for any other text."""
     if not text.startswith("="):
         if text not in FORMULAS:
             raise ValueError(f"the runtime knows {', '.join(FORMULAS)}")
@@ -170,7 +171,7 @@ def formula(text: str) -> Formula:
 
 
 def expression(text: str, names: Collection[str]) -> Callable[[Mapping[str, float]], float]:
-    """An expression over numbers of these names as a function of them; ValueError where it has anything else."""
+    """Compiles an expression over numbers of these names to a function of these numbers; ValueError where it contains anything else."""
     try:
         return _compiled(ast.parse(text.strip(), mode="eval").body, names)
     except (SyntaxError, RecursionError, MemoryError):
@@ -208,11 +209,10 @@ _CALLED: Mapping[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": mat
 
 
 class MetricSums:
-    """The loss and the metrics of several batches: those of all their records, however these are batched.
+    """Accumulates the loss and the metrics over batches: the results are those of all records, however these are batched.
 
-    A mean is weighed by its denominator, so that a batch whose
-    denominator is 0, such as one without a label that counts, changes nothing; without one, by the records. Sums are added where that is
-    `adding`, else their mean over batches is taken.
+    A mean is weighted by its denominator, so that a batch whose denominator is 0, such as a batch without a label that counts, changes
+    nothing; a mean without a denominator is weighted by the number of records. Sums are added with `adding`, else averaged over batches.
     """
 
     def __init__(self, record: MetricsRecord, *, adding: bool = False) -> None:
@@ -223,7 +223,7 @@ class MetricSums:
         self._weights: dict[str, float] = {}
 
     def add(self, outputs: Mapping[str, Any], records: int = 1) -> None:
-        """Adds those of a batch of so many records."""
+        """Adds the loss and the metrics of a batch of this many records."""
         for name, value in outputs.items():
             if name in self._denominators.values():
                 continue
@@ -241,7 +241,7 @@ class MetricSums:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def take(self) -> dict[str, float]:
-        """The numbers of all batches since the last time."""
+        """Returns the loss and the metrics of all batches since the last call."""
         found = {name: self._number(name, total) for name, total in self._totals.items()}
         self._totals, self._weights = {}, {}
         return found
@@ -259,7 +259,7 @@ Json: TypeAlias = float | Mapping[str, int] | Sequence[Sequence[int]] | None
 
 
 def json_numbers(numbers: Mapping[str, float]) -> dict[str, Json]:
-    """The numbers as files have them: None where a metric is undefined, counts by name of two classes, or the table of more."""
+    """The numbers as files have them: None for an undefined metric, a confusion's counts by name (two classes) or its table (more)."""
     return {name: _json(value) for name, value in numbers.items()}
 
 

@@ -1,8 +1,8 @@
 """The resources that a manifest's `training` section names: Python code to run, files to read, a folder to write.
 
-An artifact may be anybody's. So what its manifest names counts only where the user has said so: by the plan, by an option of the same
-meaning, or by trusting the artifact. By itself a manifest may name files to read and a folder for checkpoints inside of its own
-folder, and nothing to run.
+An artifact may come from anyone. So the resources that its manifest names are used only where the user has agreed: by the plan, by an
+option of the same meaning, or by trusting the artifact. Without that, a manifest may only name files to read and a checkpoint folder,
+all inside its own folder, and no code to run.
 
     named(record, folder)    train: data: transform: for_lenet of /home/me/lenet/digits.py, which would run
                              train: checkpoint: /home/me/runs, which would be written
@@ -27,7 +27,7 @@ EVERY = (SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT)
 
 @dataclass(frozen=True)
 class Named:
-    """One thing that a manifest names. `setting` is the key of `train:` that the command line can give instead.
+    """A resource that a manifest names. `setting` is the key of `train:` that the command line can give instead.
 
     `function` is the name that is looked up in a Python file; empty where no code is named.
     """
@@ -43,7 +43,7 @@ class Named:
         return f"{self.key}: {self.path}, which would be {'written' if self.setting == CHECKPOINT else 'read'}"
 
     def is_inside(self, folder: Path) -> bool:
-        """Whether it is inside of a folder, links followed, and so are the files of data in it."""
+        """Whether the resource is inside a folder, links followed, and so are the .npy files in it, if it is a folder of data."""
         file, colon, _ = str(self.path).rpartition(":")
         path = Path(file) if colon and file.endswith(".npz") and not self.path.exists() else self.path
         inside = path.glob("*.npy") if self.setting != CHECKPOINT and path.is_dir() else ()
@@ -51,12 +51,12 @@ class Named:
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:
-    """Where the files are that a manifest names: where its plan was when it was compiled, else in the artifact itself."""
+    """Returns the folder of the files that a manifest names: the folder of its plan when it was compiled, else the artifact itself."""
     return Path(os.path.normpath(folder / record.folder)) if record.folder else folder
 
 
 def named(record: TrainingRecord, base: Path) -> list[Named]:
-    """All that it names, relative paths in the folder `base`."""
+    """Returns all resources that a training record names; relative paths are in the folder `base`."""
     settings, found = record.settings.seen_from(base), list[Named]()
     if isinstance(settings.schedule, Python):
         file, _, function = settings.schedule.function.rpartition(":")
@@ -81,20 +81,20 @@ def _of_data(spec: Spec, setting: str) -> Iterator[Named]:
 
 
 def outside(folder: Path, record: TrainingRecord, settings: Collection[str] = EVERY) -> list[Named]:
-    """Settings of the record that point outside the artifact or at code."""
+    """The resources of these settings that are code or are outside the artifact."""
     found = named(record, base_folder(folder, record))
     return [one for one in found if one.setting in settings and (one.function or not one.is_inside(folder))]
 
 
 def refusal(folder: Path, manifest: Manifest, found: Sequence[Named], help: str) -> UsageError:
-    """The error that lists what is not used; `help` says the ways to have it used."""
+    """Returns the error that lists the resources that are not used; `help` states how to have them used."""
     head = f"{folder}: it names code, or files outside of its folder, which are used only where you say so"
     plan = f" {manifest.plan.name}" if manifest.plan is not None else ""
     return UsageError("\n".join([head, *(f"  {one}" for one in found), f"  help: {help.format(plan=plan)}"]))
 
 
 def carried_code(folder: Path, manifest: Manifest) -> list[Violation]:
-    """A violation for each Python file inside of the artifact that its manifest would have run: an artifact is data."""
+    """Returns a violation for each Python file inside the artifact that its manifest would have run: an artifact is data."""
     if manifest.training is None:
         return []
     found = named(manifest.training, base_folder(folder, manifest.training))

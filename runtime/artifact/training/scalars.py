@@ -1,4 +1,4 @@
-"""The numbers that an optimizer's functions are fed each step besides tensors, by the optimizer's own numbers and the rate of the step.
+"""The scalar inputs of an optimizer's functions at each step, computed from the optimizer's own numbers and the rate of the step.
 
 scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
 """
@@ -21,11 +21,11 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "forget": lambda step, hyper: (step + 1) ** hyper["beta2_decay"],
     "bound": lambda step, hyper: (step + 1) ** -0.5,
 }
-"""Maps each name of a number that an optimizer's function reads to its computation; `hyper` has the optimizer's numbers and `lr`, the
-rate of the step.
+"""Maps the name of each scalar input of an optimizer's functions to its computation; `hyper` has the optimizer's numbers and `lr`, the rate
+of the step.
 """
 NUMBERS = frozenset((*SCALARS, "ratio"))
-"""The inputs of an optimizer's functions that are one number."""
+"""The inputs of an optimizer's functions that are single numbers."""
 _SHARED = ("lr", "scale")
 
 
@@ -46,18 +46,21 @@ class OptimizerRecord(BaseModel):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All numbers; those of others are named after these: `adam.beta1`."""
+        """Maps names to all numbers; those of `others` have their optimizer's name before them: `adam.beta1`."""
         others = {f"{of}.{name}": value for of, own in self.others.items() for name, value in own.hyper.items()}
         return {"lr": self.lr, **self.hyper, **others}
 
 
 def scalar_name(optimizer: str, scalar: str) -> str:
-    """The name of a scalar of an optimizer, `adam.bias1`; those of the training's own, whose name is empty, have none before."""
+    """The name of an input for an optimizer's scalar: `adam.bias1`; no prefix for `lr`, `scale`, and the training's own optimizer ("")."""
     return f"{optimizer}.{scalar}" if optimizer and scalar not in _SHARED else scalar
 
 
 def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict[str, np.float32]:
-    """The scalars of a step, counted from 0: computed in float64, then rounded. `hyper` are an OptimizerRecord's, with the step's `lr`."""
+    """The scalars of a step, counted from 0: computed in float64, then rounded to float32.
+
+    `hyper` has the numbers of an OptimizerRecord, with the step's `lr`.
+    """
     import numpy as np
 
     found = {}

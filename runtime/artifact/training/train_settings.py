@@ -1,4 +1,5 @@
-"""The keys of a plan's `train:` that the runtime reads: an artifact has them under the plan's names, and a command's options win over them.
+"""The keys of a plan's `train:` that the runtime reads: an artifact stores them under the plan's names, and a command's options override
+them.
 
 settings = record.settings.merged(LoopSettings(batch=64, steps=100))
 """
@@ -150,13 +151,13 @@ class LoopSettings(DataSettings):
         return {name: one for name, one in handler(self).items() if one is not None}
 
     def total_steps(self, batches: int | None) -> int | None:
-        """The number of steps where an epoch has so many batches; None where that is not known and epochs are counted."""
+        """The number of steps where an epoch has `batches` batches; None where that is unknown and `steps` is not set."""
         if self.steps is not None or batches is None:
             return self.steps
         return (self.epochs or 1) * batches
 
     def merged(self, said: LoopSettings) -> Self:
-        """The same with what another one says."""
+        """Returns these settings, overridden by the keys that `said` sets."""
         more = {name: getattr(said, name) for name in said.model_fields_set}
         if {"steps", "epochs"} & more.keys():
             more = {"steps": None, "epochs": None, **more}
@@ -173,7 +174,7 @@ class LoopSettings(DataSettings):
         return self.model_copy(update=more)
 
     def seen_from(self, base: Path) -> Self:
-        """The same with its paths joined to a folder."""
+        """Returns these settings with their paths joined to the folder `base`."""
         more: dict[str, object] = {
             "data": self.data and self.data.seen_from(base),
             "test": self.test and self.test.seen_from(base),

@@ -14,9 +14,10 @@ AGAIN = "compile the model again"
 
 @dataclass(frozen=True)
 class CallNode:
-    """A collective node of a rank, with what the file declares of its input and output.
+    """A collective or lookup node of a rank, with the types that the file declares of its input and output.
 
-    Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
+    The values of a coalesced node are sent as one vector: `input` and `output` are then the types of that vector, and `parts` has the types
+    of each value's input and output. `looked_up`: a lookup's values with their types.
     """
 
     call: AnyCall
@@ -30,12 +31,12 @@ class CallNode:
 
     @property
     def collective(self) -> CollectiveCall:
-        """The call of a collective."""
+        """The call, which must be that of a collective."""
         assert isinstance(self.call, CollectiveCall)
         return self.call
 
     def on(self, rank: int) -> CallNode:
-        """The node on another rank of its file."""
+        """The same node on another rank that has the same file."""
         return self if rank == self.rank else replace(self, rank=rank)
 
     def violation(self, fact: str, help: str = AGAIN) -> Violation:

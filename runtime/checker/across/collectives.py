@@ -52,7 +52,7 @@ def call_nodes(
 
 
 def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
-    """The type of the one vector in which several values are sent; None if a shape is not fixed or the types differ."""
+    """The type of the vector in which several values are sent together; None if a shape is not fixed or the types differ."""
     shapes = [type[1] for type in types if type is not None and type[1] is not None]
     kinds = {type[0] for type in types if type is not None}
     numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]
@@ -66,7 +66,7 @@ def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
 
 
 def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
-    """Every disagreement of collective nodes with the manifest and among the ranks; `calls` holds the ranks that can be read."""
+    """Yields each disagreement of collective nodes with the manifest or between ranks; `calls` maps each readable rank to its nodes."""
     records = {one.tag: one for one in manifest.collectives}
     groups = {rank: manifest.groups_of(rank) for rank in range(manifest.ranks)}
     by_tag: dict[int, dict[int, CallNode]] = {}
@@ -143,7 +143,7 @@ def _result_type(call: CollectiveCall, given: ValueType, ranks: int) -> ValueTyp
 
 
 def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
-    """The declared output must be what the op makes of the input, at all sample sizes."""
+    """Yields a violation if the declared output's shape is not the op's result for the input's shape, at one of the sample sizes."""
     call = node.call
     if isinstance(call, LookupCall) or call.kind.boxes:
         return  # its output does not follow from its input and the number of ranks
@@ -169,7 +169,7 @@ def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: in
 def _check_list(
     manifest: Manifest, record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode]
 ) -> Iterator[Violation]:
-    """The nodes of the ranks of one list fit together."""
+    """Yields violations where the nodes of one list's ranks do not fit together."""
     there = [nodes[rank] for rank in ranks if rank in nodes]
     if record.op != EXCHANGE:
         for rank in ranks:
@@ -196,7 +196,7 @@ def _check_list(
 
 
 def _check_cover(node: CallNode) -> Iterator[Violation]:
-    """The boxes that a rank takes are all of its output, each element once."""
+    """Yields a violation unless the boxes that a rank takes cover its output, each element once."""
     if not node.collective.result:
         return
     boxes = [shard.box for shard in node.collective.takes]
@@ -212,7 +212,7 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
 
 
 def _check_coalesced(first: CallNode, node: CallNode) -> Iterator[Violation]:
-    """Values that travel as one are the same ones in the same order on all ranks: only their positions identify them."""
+    """Checks that two ranks coalesce the same values in the same order: only their positions identify them."""
     for place, (one, other) in enumerate(zip_longest(first.call.outputs, node.call.outputs)):
         if one != other:
             fact = (
@@ -225,7 +225,7 @@ def _check_coalesced(first: CallNode, node: CallNode) -> Iterator[Violation]:
 
 
 def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:
-    """What one rank gives to another is what that one takes from it, box by box."""
+    """Checks that the boxes that one rank gives to another have the shapes of those that the other takes from it, in order."""
     gives = [shard for shard in giver.collective.gives if shard.peer == taker.rank]
     takes = [shard for shard in taker.collective.takes if shard.peer == giver.rank]
     if len(gives) != len(takes):

@@ -12,7 +12,7 @@ from partc.runtime.errors import Violation
 
 
 def check_constants(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    """The constants that a rank cannot compute; of ranks that share a file all are looked at."""
+    """Yields the constants that a rank cannot compute; every rank of a shared file is checked."""
     files = {id(model): model for model in models.values()}
     nodes = {key: [*filter(is_rank_constant, model.graph.node)] for key, model in files.items()}
     for rank, model in models.items():

@@ -1,4 +1,4 @@
-"""A layout of the manifest, resolved by rank: the rank's shard as fractions of the dims, and the index of its partial value.
+"""A layout of the manifest, resolved for each rank: the rank's shard as fractions of the dims, and the index of its partial value.
 
 mesh [2], cuts [[0], []] on ranks 4 and 5    rank 4 has [0 to 1/2, 0 to 1], rank 5 [1/2 to 1, 0 to 1]
 """
@@ -19,7 +19,7 @@ Shard = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class RankShard:
-    """What a rank has of a value: its shard, and the number of its partial value."""
+    """The shard of a value on a rank, and the index of the rank's partial value."""
 
     shard: Shard
     term: int
@@ -27,7 +27,7 @@ class RankShard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What each rank has; how many partial values there are, and what reduces them."""
+    """The shard of each rank, the number of partial values (`terms`), and the reductions that combine them."""
 
     shards: Mapping[int, RankShard]
     terms: int
@@ -35,7 +35,7 @@ class ShardLayout:
 
 
 def layout_of(record: LayoutRecord, known: dict[str, ShardLayout]) -> ShardLayout:
-    """What each rank has in a layout; ValueError where the layout is not sound. Those in `known` are not made again."""
+    """Resolves a layout for each of its ranks; ValueError where its mesh does not fit the number of ranks. `known` caches the results."""
     key = record.model_dump_json()
     if key not in known:
         ranks = ranks_of(record.ranks)

@@ -1,13 +1,14 @@
 """Checks the rows of tasks: every microbatch runs once through every task, in a possible order, and equally on all ranks.
 
-1. A cell is a function and a microbatch, and is named so.
+1. A cell is a call of a function for a microbatch, and is named after both.
 2. Every function of a file is called once for each microbatch, 0 to m - 1.
 3. A stage's F of a microbatch comes before its B, and B before W.
-4. Ranks that share stages run their tasks in one order.
-5. A task reads what tasks of its own microbatch make. Sums of gradients alone go on from one call of a function to its next.
-6. `ir/schedule.txt`, by which people know the rows, has the same ones: each task of a rank's stages, and no task of a rank is in no row.
+4. Ranks that share stages run their tasks in the same order.
+5. A task reads only values that tasks of its own microbatch make, but sums of gradients pass from one call of a function to its next.
+6. `ir/schedule.txt`, which shows the rows to users, has the same rows: each row has the tasks of the rank's stages that the rank runs, and
+   every task that a rank runs is in one of the rows.
 
-That messages meet, and that rows do not wait for each other, is proven of all communication (`ordering.py`).
+That each message has both ends, and that rows do not wait for each other, is proven for all communication (`ordering.py`).
 
     rank_0001.onnx: rank 1, cell 4: 1B0 appears twice, first in cell 2
         1F0 1B0 1F1 1B0 1B1
@@ -44,7 +45,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class _File:
-    """The row of a rank file, and the ranks whose it is."""
+    """The row of a rank file, with the ranks that run the file."""
 
     file: str
     ranks: tuple[int, ...]
@@ -52,17 +53,17 @@ class _File:
 
     @property
     def label(self) -> str:
-        """The ranks as people read them."""
+        """The ranks as text: `ranks 0-3`."""
         return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks_text(self.ranks)}"
 
     def wrong(self, at: int, fact: str, law: str) -> Violation:
-        """A violation with its cell marked."""
+        """A violation of `law` at the cell `at`, with the cell marked."""
         text = f"{self.label}, cell {at + 1}: {fact}\n{marked(self.row.cells, at)}\n  {law}"
         return Violation(self.file, text, help=_AGAIN)
 
 
 def check_rows(subject: Subject) -> Iterator[Violation]:
-    """What is wrong with the rows of an artifact; of one kind the first of each row."""
+    """Yields the faults of an artifact's rows: for each row the first fault of each kind."""
     found = [
         _File(file, tuple(ranks), subject.rows[ranks[0]])
         for file, ranks in subject.manifest.by_file(subject.rows).items()
@@ -90,7 +91,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
 
 
 def _row_violations(one: _File, count: int) -> Iterator[Violation]:
-    """One violation for each law that the row breaks by itself, at its first cell."""
+    """Yields one violation for each law that a row breaks by itself, at the first cell that does; `count`: the number of microbatches."""
     first: dict[Task, int] = {}
     told = set[str]()
 
@@ -127,7 +128,7 @@ def _row_violations(one: _File, count: int) -> Iterator[Violation]:
 
 
 def _unlike(files: Sequence[_File]) -> Iterator[Violation]:
-    """Rows of another order than those of other ranks of the same stages."""
+    """Yields the rows whose order of tasks differs from that of other ranks with the same stages."""
     firsts: dict[frozenset[int], _File] = {}
     by_stage: dict[int, _File] = {}
     for one in files:
@@ -150,9 +151,9 @@ def _first_unlike(one: _File, other: _File) -> Violation | None:
 
 
 def _not_as_stated(files: Sequence[_File], stated: Mapping[int, tuple[str, ...]], text: str) -> Iterator[Violation]:
-    """The first cell that is not the one of the file `text`, which has the tasks of a rank's own stages.
+    """Yields for each row the first cell that differs from the file `text`, whose rows have the tasks of a rank's own stages.
 
-    A rank has no call of a task in which it has nothing to do, and may have calls of other stages, whose values it takes part in.
+    A rank has no call of a task in which it has no work, and may have calls of other stages, in whose values it takes part.
     """
     every = {cell for cells in {*stated.values()} for cell in cells}
     for one in files if stated else ():
@@ -181,7 +182,7 @@ def _body(cell: str) -> str:
 
 
 def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
-    """The first task that reads a value of another microbatch, and the first that does not continue a sum of gradients."""
+    """Yields the first task that reads a value of another microbatch or does not continue a sum of gradients."""
     by_function: dict[str, list[int]] = {}
     for at, call in enumerate(one.row.calls):
         by_function.setdefault(call.node.op_type, []).append(at)
@@ -217,7 +218,7 @@ def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Vio
 
 
 def _sums(call: Call) -> dict[str, int]:
-    """Maps each input of a body that is added to an output to the place of that output."""
+    """Maps each input of a body that is added to an output to the index of that output."""
     places = {name: k for k, name in enumerate(call.body.function.output)}
     return {
         term: places[node.output[0]]
@@ -229,7 +230,7 @@ def _sums(call: Call) -> dict[str, int]:
 
 
 def check_microbatches(subject: Subject) -> Iterator[Violation]:
-    """Statements of rank files that differ from the number of microbatches of the rows."""
+    """Yields the places in rank files that state another number of microbatches than the rows have."""
     files = subject.manifest.by_file(subject.rows)
     rows = [subject.rows[ranks[0]] for ranks in files.values()]
     count = 1 + max((task.microbatch for row in rows for task in row.tasks if task is not None), default=0)

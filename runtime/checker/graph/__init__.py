@@ -1,1 +1,1 @@
-"""One rank file by itself: nodes, weights, types, and what it declares."""
+"""Checks of one rank file by itself: nodes, weights, types, and declared values."""

@@ -13,7 +13,7 @@ ValueType: TypeAlias = tuple[str, Shape]
 
 
 def type_of(type: TypeProto) -> ValueType:
-    """A type as the manifest writes it, and shape: `("tensor(float)", ["batch", 10])`; None if not known."""
+    """Returns a type as the manifest writes it, and its shape, None if unknown: `("tensor(float)", ["batch", 10])`."""
     tensor = type.tensor_type
     if not type.HasField("tensor_type") or not tensor.HasField("shape"):
         return type_text(type), None
@@ -22,7 +22,7 @@ def type_of(type: TypeProto) -> ValueType:
 
 
 def declared_types(model: ModelProto) -> dict[str, ValueType]:
-    """What a rank file declares of its values: inputs, outputs, value_info and initializers."""
+    """Maps each value to the type that a rank file declares for it: inputs, outputs, value_info and initializers."""
     graph = model.graph
     types: dict[str, ValueType] = {}
     for tensor in graph.initializer:

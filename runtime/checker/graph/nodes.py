@@ -1,13 +1,13 @@
-"""Checks one rank's graph: each value made once and before its use, known ops, sound functions.
+"""Checks one rank's graph: each value is made once and before its use, ops are known, functions are valid.
 
 A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that no node makes
-is distinguished from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
-plain ops: it neither communicates nor calls another one.
+is distinguished from one that is made too late, since the remedies differ. A function of the model sees only its inputs, and consists of
+plain ops: it neither communicates nor calls another function.
 
 Checks the targets of a rank file: every op reads values of its own target, and every copy is read.
 
-A value lies on the target of the node that makes it, what a Copy makes on that to which it leads; on the CPU lie inputs, outputs, all that
-is communicated, sizes, and operands that kernels read on the host. A file without targets has no copies.
+A value is on the target of the node that makes it, the output of a Copy on the target to which it copies. Inputs, outputs, communicated
+values, sizes, and operands that kernels read on the host are on the CPU. A file without targets has no copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from partc.runtime.errors import ArtifactError, Violation
 
 
 def check_graph(file: str, model: ModelProto) -> list[Violation]:
-    """Dangling, late and doubly made values, graph outputs without a producer, ops or domains that no one knows, unsound functions."""
+    """Returns the faults of a graph: values without a producer, made too late or twice, unknown ops or domains, and invalid functions."""
     return [*_check_scope(file, model.graph, set()), *_check_ops(file, model), *_check_functions(file, model)]
 
 
@@ -69,7 +69,11 @@ def _check_nodes(
     outer: set[str],
     lost: str,
 ) -> Iterator[Violation]:
-    """`made` are the values that are there before the nodes, `results` those that must be there after them."""
+    """Checks that nodes read existing values, and make each value once.
+
+    `made`: the values that exist before the nodes; `results`: the values that must exist after them; `outer`: the values of the graphs
+    around; `lost`: the message about a value without a producer.
+    """
     later: set[str] | None = None
     for node in nodes:
         missing = [name for name in node.input if name not in made and name and name not in outer]
@@ -112,7 +116,7 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
 
 
 def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
-    """Calls of the model's functions with other inputs, outputs or attributes than they have."""
+    """Yields calls of the model's functions whose inputs, outputs or attributes are not those of the function."""
     return _check_calls(file, model, all_nodes(model.graph.node))
 
 
@@ -125,7 +129,7 @@ def _check_calls(file: str, model: ModelProto, nodes: Iterable[NodeProto]) -> It
 
 
 def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:
-    """What keeps a node from being a call of a function."""
+    """Yields the reasons why a node is not a valid call of a function."""
     for kind, there, formal in (("input", node.input, function.input), ("output", node.output, function.output)):
         if len(there) != len(formal):
             yield f"it has {len(there)} {kind}s, and {function.domain}.{function.name} has {len(formal)}"
@@ -138,7 +142,7 @@ def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:
 
 
 def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
-    """Functions are each there once, and their bodies sound in themselves."""
+    """Checks that each function is defined once, and that its body is valid by itself."""
     seen = set()
     plain = _known_ops() if model.functions else set()
     for function in model.functions:
@@ -180,9 +184,9 @@ _SIZES = ("Shape", "Size")
 
 
 def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
-    """Nodes without a target or with an unknown one, operands that lie elsewhere, copies that nothing reads or that lead nowhere.
+    """Yields nodes without a known target, operands on another target, copies that nothing reads, and copies to the value's own target.
 
-    `kept`: the tensors of the state that the ranks of the file keep.
+    `kept`: the state that the ranks of the file keep.
     """
     graph = model.graph
     if not any(map(target_of, graph.node)):
@@ -242,7 +246,7 @@ def _faults(file: str, node: NodeProto, lying: Mapping[str, str], read: set[str]
 
 
 def _target_of_outputs(file: str, node: NodeProto) -> str:
-    """The target on which a node's outputs lie."""
+    """The target in whose memory a node's outputs are."""
     if is_copy(node):
         try:
             return copied_to(node, file)

@@ -1,4 +1,4 @@
-"""Reads one rank file, and holds it against ONNX itself."""
+"""Reads one rank file, and checks it with ONNX's own checker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGAIN = "compile the model again"
 
 
 def read_rank(subject: Subject) -> list[Violation]:
-    """Reads the rank file of a subject into its `file`, with the nodes of tasks in place of calls; why there is none otherwise."""
+    """Reads the rank file of a subject into its `file`, with tasks inlined; returns the reasons where it cannot be read."""
     file = subject.file.name
     try:
         model = read_model(subject.folder / file)
@@ -42,7 +42,7 @@ def read_rank(subject: Subject) -> list[Violation]:
 
 
 def check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
-    """Whether a rank file is the program of the ranks that the manifest says."""
+    """Yields a violation if a rank file names other ranks than those whose program it is in the manifest."""
     said = metadata_of(model, OF_RANKS)
     ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
     if said and said != ranks:
@@ -51,7 +51,7 @@ def check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Vi
 
 
 def check_onnx(file: str, model: ModelProto) -> list[Violation]:
-    """What `onnx.checker` refuses of a rank file, which is a sound graph."""
+    """Returns a violation if `onnx.checker` refuses a rank file, whose graph is valid by the checks of nodes."""
     register()
     try:
         onnx.checker.check_model(as_plain_onnx(model))

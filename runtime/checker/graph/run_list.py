@@ -1,16 +1,17 @@
-"""Proves that a run list runs its rank file as the file's order of nodes does.
+"""Proves that running a run list gives the same results as running the rank file's nodes in the file's order.
 
-Played step by step, for the main graph and for the function of each task:
+The steps are simulated one by one, for the main graph and for the function of each task:
 
-    values       a step reads what is there: what was there before, what an earlier step has made, and what has arrived and was waited for
-    segments     a segment states what its nodes read of others, its weights, and what later steps read; its nodes have one target, and one
-                 thread where several would lose additions; running statistics that a node writes over are among what it gives
-    order        messages, collectives, lookups and tasks begin in the order of the file, all of them, and what begins is waited for
+    values       a step reads only values that exist: from before the row, made by an earlier step, or received and waited for
+    segments     a segment states the outside values that its nodes read, its weights, and the values that later steps read; its nodes
+                 have one target, and one thread where several would lose additions; running statistics that a node overwrites are
+                 among its outputs
+    order        messages, collectives, lookups and tasks begin in the order of the file, all of them, and each is waited for
     updates      once a tensor is overwritten nothing reads its old value: no later step, no other node of the update, no message, and no
-                 collective that has begun and was not waited for; the guard is there before
-    groups       nodes that run as one are of one function, attributes and numbers, none reads what another makes, and each operand
-                 is next to that of the node before in a buffer, and so is each result
-    outputs      at the end all outputs are there
+                 collective that has begun and was not waited for; the guard exists before the update
+    groups       nodes that run as one have the same function, attributes and scalars, none reads a value that another makes, and each
+                 operand and each result is next in a buffer to that of the node before
+    outputs      at the end all outputs exist
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _AGAIN = "compile the model again"
 def check_run_list(
     folder: Path, file: str, manifest: Manifest, kept: Sequence[StateRecord], model: ModelProto | None = None
 ) -> list[Violation]:
-    """What is wrong with the run list of the rank file `file`, which is a sound graph; nothing where it has none.
+    """Returns the faults of the run list of the rank file `file`, whose graph is valid; empty where it has no list.
 
-    `kept`: the state of the file's ranks. `model`: the file, where it is read already.
+    `kept`: the state of the file's ranks. `model`: the file, if it has already been read.
     """
     name = run_list_file(file)
     if name not in manifest.files:
@@ -67,7 +68,7 @@ def check_run_list(
 
 
 class _WrongListError(Exception):
-    """A fact about a list, with the node that it is about."""
+    """A fault of a run list, with the node that it concerns."""
 
     def __init__(self, fact: str, node: NodeProto | None = None) -> None:
         super().__init__(fact)
@@ -75,7 +76,7 @@ class _WrongListError(Exception):
 
 
 class _Player:
-    """Plays the rows of a list; each row stops at the first step that is wrong."""
+    """Simulates the rows of a run list; a row stops at its first wrong step."""
 
     def __init__(
         self, file: str, model: ModelProto, run: RunList, manifest: Manifest, kept: Sequence[StateRecord]
@@ -89,7 +90,7 @@ class _Player:
         self.following = {one.next: one.value for one in kept if one.next}
         self.functions = {one.name: one for one in model.functions if one.domain == OPTIMIZER}
         self.next_to: dict[str, str] = {}
-        """Maps each value to the one that follows it in memory: in a buffer of the list, or among the values of one collective."""
+        """Maps each value to the value that follows it in memory: in a buffer of the list, or among the values of one collective."""
         for node in self.nodes:
             if node.domain == DOMAIN and node.op_type in COLLECTIVES and len(node.output) > 1:
                 call = read_call(node, file)
@@ -107,7 +108,7 @@ class _Player:
         self.weights = (fixed - inputs) | {*names_of(model)}
 
     def play(self) -> Iterator[Violation]:
-        """The violations."""
+        """Simulates all rows, and yields the violations."""
         rows: dict[str, Callable[[], None]] = {self.main: self._main}
         for name, calls in self._calls_by_name().items():
             rows[name] = lambda name=name, calls=calls: self._task(name, calls)  # type: ignore[misc]
@@ -143,7 +144,7 @@ class _Player:
 
 
 class _Row:
-    """The state of a row that is played."""
+    """The state of a row while it is simulated."""
 
     def __init__(
         self,
@@ -159,16 +160,16 @@ class _Row:
         ends = ((at, node) for at, node in enumerate(nodes) if node.domain == DOMAIN and not is_copy(node))
         self.ends = {integer_of(node, TAG, 0): at for at, node in ends}
         self.begun: list[int] = []
-        """The nodes of messages, collectives, lookups and tasks, as they begin."""
+        """The indices of messages, collectives, lookups and tasks among the nodes, in the order in which they begin."""
         self.pending: dict[int, tuple[list[str], list[str]]] = {}
-        """Maps each tag that was not waited for to its operands and its results."""
+        """Maps the tag of each communication that has begun and was not waited for to its operands and its results."""
         self.leaving: set[str] = set()
         """Values that messages may read to the end of the step."""
         self.done: set[int] = set()
         self.overwritten: set[str] = set()
 
     def play(self, name: str) -> None:
-        """Raises for the first step that is wrong."""
+        """Simulates the row `name`; raises for the first step that is wrong."""
         run = self.player.run
         for cell in run.rows[name].split():
             letter, number = parsed_step(cell)
@@ -295,13 +296,16 @@ class _Row:
             self.make(cell, [at], made)
 
     def begin(self, cell: str, at: int) -> None:
-        """Notes that communication or a task begins."""
+        """Records that communication or a task begins; raises if it is out of the order of the file."""
         if self.begun and at <= self.begun[-1]:
             raise _WrongListError(f"{cell} begins out of the order of the file", self.nodes[at])
         self.begun.append(at)
 
     def run_nodes(self, cell: str, numbers: Sequence[int], given: Collection[str] | None = None) -> set[str]:
-        """Runs nodes one after the other, of which others then have `given`; what they read that they do not make."""
+        """Simulates nodes one after the other, and returns the values that they read from elsewhere.
+
+        Afterwards the values `given` exist, by default all that the nodes make.
+        """
         inside, needed = set[str](), set[str]()
         for at in numbers:
             outer = [name for name in reads(self.nodes[at]) if name not in inside]

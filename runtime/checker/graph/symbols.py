@@ -1,4 +1,4 @@
-"""Dims as numbers, at a few legal sizes of the symbols: equal expressions may be written in many ways."""
+"""Compares dims as numbers, at a few legal sizes of the symbols, because equal expressions may be written in many ways."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Bindings: TypeAlias = dict[str, int]
 """Sizes of the symbols."""
 _SAMPLES = 3
 _LARGER = (3, 6, 12, 24, 48, 96)
-"""At how many steps from the least size the samples are that replace those at which a value is empty."""
+"""The steps from the least size to the larger samples, which replace samples at which a value is empty."""
 
 
 def samples(manifest: Manifest, larger: bool = False) -> list[Bindings]:
-    """A few legal sizes of the symbols, no two of them alike where the laws let them differ; with `larger`, also larger ones."""
+    """Returns a few samples of legal sizes of the symbols, different where the laws allow it; with `larger`, also larger ones."""
     found = []
     for number in (*range(_SAMPLES), *(_LARGER if larger else ())):
         sizes: Bindings = {}
@@ -30,9 +30,9 @@ def samples(manifest: Manifest, larger: bool = False) -> list[Bindings]:
 
 
 def filled_samples(manifest: Manifest, dims: Iterable[str], count: int) -> list[Bindings]:
-    """`count` samples at which none of the dims is 0 that is more at others; the first samples where there are none such.
+    """Returns `count` samples at which no dim is 0 that is larger at others; if there are too few, the first samples.
 
-    A Reshape copies a dim where an empty one was computed, and onnx then infers another shape than the one that larger sizes have.
+    A Reshape copies its input's dim where the computed target is 0, and onnx then infers another shape than at larger sizes.
     """
     texts: list[int | str] = [*dict.fromkeys(dims)]
     tried = samples(manifest, larger=True)
@@ -43,7 +43,7 @@ def filled_samples(manifest: Manifest, dims: Iterable[str], count: int) -> list[
 
 
 def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
-    """The dims at these sizes; None for those that the symbols do not tell."""
+    """The dims at these sizes; None for dims that the symbols do not determine."""
     found: list[int | None] = []
     for dim in shape or []:
         if isinstance(dim, int):

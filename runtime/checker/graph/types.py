@@ -1,8 +1,8 @@
-"""Checks the types inside a rank file: the types that are inferred again from inputs and weights are those that the file declares.
+"""Checks the types inside a rank file: the types inferred anew from inputs and weights must be those that the file declares.
 
-Inference begins at the graph's inputs, the weights, what arrives from other ranks, and what ops without an ONNX schema make; all
-that lies between is inferred by onnx, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
-A dim unknown on both sides is equal to any.
+Inference starts from the graph's inputs, the weights, the values received from other ranks, and the outputs of ops without an ONNX
+schema; onnx infers all other types, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
+A dim that is unknown on either side is equal to any.
 
     h [batch/2, 8] = MatMul(x [batch/2, 4], w [4, 7])       declared [batch/2, 8], and the node makes [batch/2, 7]
 """
@@ -27,17 +27,17 @@ _SIZES = 2
 _LONG = 1 << 16
 """The number of elements from which a vector counts as long: shapes, and values that shapes are computed from, are shorter."""
 _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
-"""Ops whose shapes onnx infers more reliably than the file states them."""
+"""Ops whose outputs are taken as declared, since onnx does not infer their shapes reliably."""
 _WEIGHTS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3, "DeformConv": 1}
-"""The operand whose dims are the kernel's where no attribute says it."""
+"""Maps each op to the index of its weight, whose dims are the kernel's if no attribute states them."""
 _POOLS = {"AveragePool", "LpPool", "MaxPool"}
 _UNKNOWN = TypeProto()
 
 
 def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _SIZES) -> list[Violation]:
-    """The first node that makes another type or shape than the file declares; the file is a sound graph.
+    """Returns a violation for the first node that makes another type or shape than the file declares; the graph must be valid.
 
-    Held against each other at so many sizes of the symbols.
+    The types are compared at `count` sizes of the symbols.
     """
     model = _with_constants(model, manifest, file)
     stated = _declared(model)
@@ -85,10 +85,10 @@ def _outputs_of(
 
 
 def as_plain_onnx(model: ModelProto) -> ModelProto:
-    """The model as `onnx.checker` can take it: without external data, the ops that only onnxruntime has in a domain of their own, and
-    those that the standard has deprecated, too, which onnxruntime still runs: GroupNormalization of opset 18.
+    """Returns the model in a form that `onnx.checker` accepts: without external data, and with nonstandard ops in a domain of their own.
 
-    What the checker says of external data is checked elsewhere; of an output that has no shape it demands one, though the standard
+    Nonstandard are the ops that only onnxruntime has, and those that the standard has deprecated and onnxruntime still runs, such as
+    GroupNormalization of opset 18. External data are checked elsewhere. The checker demands a shape of every output, though the standard
     has values of unknown rank.
     """
     plain = without_weights(model)
@@ -110,7 +110,7 @@ def _is_of_onnx(op_type: str, opset: int) -> bool:
 
 
 def without_weights(model: ModelProto, read_here: bool = False) -> ModelProto:
-    """A copy whose external weights are graph inputs; with `read_here` those alone that onnxruntime does not read."""
+    """Returns a copy whose external weights are graph inputs; with `read_here`, only those weights that onnxruntime does not read."""
 
     def left(tensor: TensorProto) -> bool:
         return is_read_here(tensor) if read_here else tensor.data_location == TensorProto.EXTERNAL
@@ -128,7 +128,10 @@ def without_weights(model: ModelProto, read_here: bool = False) -> ModelProto:
 
 
 def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
-    """The declared values where onnx loses a size, such as slices that begin where a node says: what follows is inferred from these."""
+    """Returns the values at which onnx loses a size that the file declares, such as slices with a computed begin.
+
+    The types after them are inferred from their declared types.
+    """
     lost: set[str] = set()
     unknown: set[str] = set()
     for node in model.graph.node:
@@ -141,7 +144,7 @@ def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Ma
 
 
 def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
-    """The dims of a tensor, None for one that is not told; with `names` a name tells one."""
+    """The dims of a tensor, None for an unknown dim, and [None] for an unknown shape; with `names`, a named dim is known, as 0."""
     tensor = type.tensor_type
     if not type.HasField("tensor_type") or not tensor.HasField("shape"):
         return [None]
@@ -152,9 +155,9 @@ def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
 
 
 def _does_not_fit(node: NodeProto, types: Mapping[str, TypeProto]) -> bool:
-    """Whether a window of a convolution or pooling covers more than its padded input; `types` by value, with dims in numbers.
+    """Whether a window of a convolution or pooling covers more than its padded input; `types` maps values to types with dims as numbers.
 
-    onnx rounds the number of such windows towards 0, a file's expressions round it down: what such a node makes is taken as declared.
+    The number of such windows is rounded towards 0 by onnx, and down by a file's expressions: the node's outputs are taken as declared.
 
         MaxPool <kernel_shape = [2]> of [n, 4, w] with w = 1        declared [n, 4, floor(w/2)], onnx says [n, 4, 1]
     """
@@ -183,7 +186,7 @@ def _does_not_fit(node: NodeProto, types: Mapping[str, TypeProto]) -> bool:
 def _inferred(model: ModelProto, believed: Collection[str] = ()) -> dict[str, TypeProto]:
     """The types of the values that nodes make, by name, with dims as numbers where the sizes of the symbols determine them.
 
-    What is `believed` is taken as declared, as what comes from other ranks is.
+    Values in `believed` are taken as declared, like values received from other ranks.
     """
     light = ModelProto()
     light.CopyFrom(model)
@@ -200,9 +203,9 @@ def _inferred(model: ModelProto, believed: Collection[str] = ()) -> dict[str, Ty
 
 
 def _infer(model: ModelProto) -> ModelProto:
-    """The model with inferred types. Numbers in vectors are followed only where sizes are not known without.
+    """Returns the model with inferred types; the numbers in vectors are propagated only if some size is unknown without them.
 
-    And not where such a vector is long: onnx makes a dim, of a hundred bytes, of each of its elements.
+    They are not propagated if a vector is long: onnx makes a dim, of a hundred bytes, of each of its elements.
     """
     made = onnx.shape_inference.infer_shapes(model)
     graph = made.graph
@@ -216,7 +219,7 @@ def _infer(model: ModelProto) -> ModelProto:
 
 
 def _with_constants(model: ModelProto, manifest: Manifest, file: str) -> ModelProto:
-    """The model as the first of its ranks reads it, with its constants by rank as weights, so that slices by them have a size."""
+    """Returns the model as the first of its ranks reads it, with rank constants as weights, so that slices by them have a known size."""
     if not any(map(is_rank_constant, model.graph.node)):
         return model
     rank = next((rank for rank in range(manifest.ranks) if file.endswith(manifest.program(rank))), 0)
@@ -230,7 +233,7 @@ def _with_constants(model: ModelProto, manifest: Manifest, file: str) -> ModelPr
 
 @functools.cache
 def _standard_ops() -> frozenset[str]:
-    """The ops that onnx has a schema of, in any opset."""
+    """The ops that have a schema in onnx, in any opset."""
     return frozenset(schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain)
 
 
@@ -241,12 +244,12 @@ def _is_stated(node: NodeProto, model: ModelProto) -> bool:
     if node.op_type == "STFT" and all(one.name != "onesided" for one in node.attribute):
         return True  # onnx infers all frequencies, and the op's default is one side of them
     if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):
-        return True  # of a dim that is smaller than the number of outputs onnx says what cannot be, and nothing runs
+        return True  # for a dim smaller than the number of outputs onnx infers impossible sizes, and such a node never runs
     return bool(node.domain) or node.op_type not in _standard_ops() or node.op_type in _OPAQUE
 
 
 def _at(model: ModelProto, manifest: Manifest, sizes: Mapping[str, int]) -> ModelProto:
-    """The model, its own copy, with the dims of declared types as numbers."""
+    """Replaces the dims of declared types by numbers, in place, and returns the model."""
     known: dict[str, int | None] = {}
     for port in (*model.graph.value_info, *model.graph.input, *model.graph.output):
         if not port.type.HasField("tensor_type") or not port.type.tensor_type.HasField("shape"):
@@ -264,7 +267,7 @@ def _at(model: ModelProto, manifest: Manifest, sizes: Mapping[str, int]) -> Mode
 
 
 def _type(type: TypeProto) -> tuple[str, Shape]:
-    """Type and shape; None for a shape of unknown rank, an empty text for a dim that is not told."""
+    """Type and shape; None for a shape of unknown rank, an empty text for an unknown dim."""
     tensor = type.tensor_type
     text = (
         type_text(type) if type.WhichOneof("value") and (not type.HasField("tensor_type") or tensor.elem_type) else ""

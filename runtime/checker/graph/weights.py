@@ -1,7 +1,7 @@
 """Checks a rank file's weights: external tensors are inside their files, each exactly at its own offset, with the right contents.
 
-A weight says which part of which tensor it is (`fc1.weight[0:8, 16:32]`), and so does the file that has its data, for each tensor by
-its name there. What stands in the rank file itself has a hash beside it.
+A weight's metadata state which part of which tensor it is (`fc1.weight[0:8, 16:32]`). So do the metadata of the file that has its data,
+for each tensor by its name there. A weight inside the rank file itself has a hash in its metadata.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _StoredShard:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The shards of weights that have these bytes: of a table and a product in blocks one."""
+        """The shards of weights that have these bytes: several for a table and a product in blocks that share them."""
         return self.shard, *self.shard.split("; ")
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """The data of a weights file: where it begins and ends, and the tensors by begin and end; None in a file without a header."""
+    """The data of a weights file: its begin and end; `tensors` maps begin and end to the tensors there, None if there is no header."""
 
     begin: int
     end: int
@@ -57,9 +57,9 @@ def check_weights(
     wrong: Collection[str] = (),
     kept: Sequence[StateRecord] = (),
 ) -> Iterator[Violation]:
-    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's.
+    """Yields weights whose bytes are not inside the folder and the file's data, or are another tensor's.
 
-    The files `wrong` are not those of the manifest, which is said elsewhere, and are not read. `kept` is the state of the file's ranks.
+    Files in `wrong` differ from the manifest, which another check reports, and are not read. `kept`: the state of the file's ranks.
     """
     yield from _named_otherwise(file, model, kept)
     opened: dict[str, _Weights | None] = {}
@@ -93,7 +93,7 @@ def check_weights(
 
 
 def _named_otherwise(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
-    """Weights with another name than the tensor that they say they are; `training/state.py` holds those of the state."""
+    """Yields weights that have another name than the tensor in their metadata; `training/state.py` checks those of the state."""
     state = {record.value for record in kept}
     for tensor in model.graph.initializer:
         text = metadata_of(tensor, PIECE)

@@ -1,1 +1,1 @@
-"""The promises of training: state, copies, updates in place, microbatches."""
+"""Checks of a training: state, copies, updates in place, microbatches."""

@@ -1,11 +1,11 @@
 """Checks the manifest's record of training: names that exist, numbers that the update nodes have, a schedule that can be followed.
 
-outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
-scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
-optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it, and the scalars
-           that they read are the optimizer's, each in its place
+outputs    the loss, the metrics and the guard are outputs; there is a guard exactly if steps may be skipped
+scalars    the runtime can compute each, and each is one number; every scalar that an update node reads is listed
+optimizer  a number that update nodes also have as an attribute equals that attribute, since the runtime derives scalars from it; the
+           scalars that they read are the optimizer's, each at its own input
 schedule   its least rate is not above the optimizer's
-batch      where the settings name one, every input may have so many records
+batch      if the settings state one, every input may have this many records
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from partc.runtime.errors import Violation
 _AGAIN = "compile the model again"
 _COUNTS = ("step",)
 _OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
-"""Attributes that a plan may give each parameter of its own."""
+"""Attributes that a plan may set for each parameter by itself."""
 _FED = SCALARS.keys() - {"scale"}
-"""Scalars that the runtime alone makes; a scale may be made of the gradients, too."""
+"""Scalars that only the runtime computes; a scale may also be computed from the gradients."""
 _ANY = "*"
 
 
@@ -93,7 +93,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 
 def _fits(shape: Shape, found: Formula) -> bool:
-    """Whether a shape is that of a vector of as many sums as the formula takes."""
+    """Whether a shape is that of a vector with a number of sums that the formula accepts."""
     return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and found.fits(shape[0])
 
 
@@ -158,7 +158,7 @@ def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Col
 
 
 def _other_scalars(fed: Mapping[str, str], of: str) -> Iterator[str]:
-    """The scalars of an optimizer in whose place a node reads something else."""
+    """Yields the scalar inputs where a node reads another value than the optimizer's scalar; `fed` maps each scalar to the value read."""
     for scalar, name in fed.items():
         if name != scalar_name(of, scalar):
             yield f"it reads '{name}' as '{scalar}', which is the scalar '{scalar_name(of, scalar)}'"
@@ -169,7 +169,7 @@ def _title(optimizer: str) -> str:
 
 
 def _rounded(number: float) -> float:
-    """As float32, in which attributes are."""
+    """Rounds to float32, the type of attributes; NaN where the number is too large."""
     try:
         found: float = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:

@@ -1,16 +1,16 @@
-"""Proves that slots keep apart: a row of a step of a decoder reads and writes its own slot's row of each cache alone.
+"""Proves that slots stay separate: a row of a decoder's step reads and writes only its own slot's row of each cache.
 
-Tokens and caches have slots as their first dim. From there they are followed through each rank's file, as long as that dim is kept: an op
-that picks, joins, reorders or reduces along it brings one slot's numbers to another one, and is a violation.
+Tokens and caches have slots as their first dim. They are followed through each rank's file as long as that dim is kept: an op that
+picks, joins, reorders or reduces along it moves one slot's numbers to another slot, and is a violation.
 
     k = MatMul(h, w)               keeps rows
-    k = Gather(h, order), axis 0   brings rows to others: a violation
+    k = Gather(h, order), axis 0   moves rows to others: a violation
     m = ReduceMax(h), axis 0       likewise
 
-Where a Reshape, or an op by its letters (`partc.factors`), moves the first dim, a value is not followed further. Of positions the largest
-may be taken: it is how far all slots read, and masks end at each one's own.
+A value is not followed further where a Reshape, or an op by its factors (`partc.factors`), moves the first dim. The maximum of
+positions is allowed: all slots read up to it, and masks end at each slot's own position.
 
-A prefill has one slot of each rank: the row that it is told, of caches that have one row in its files (`state.py`).
+A prefill runs one slot of each rank: the row that it is given, of caches that have one row in its files (`state.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALONG = {
     "Concat": None,
     "Split": 0,
 }
-"""Ops along one axis, with the one where none is given; None: by an operand or always given."""
+"""Maps each op along one axis to its default axis; None if the axis is an operand or is always stated."""
 _AXES = frozenset(
     {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare"}
 )
@@ -42,7 +42,7 @@ _AGAIN = "compile the model again"
 
 
 def check_slots(subject: Subject) -> Iterator[Violation]:
-    """Every node by which one slot's numbers come to another one; of a program of a decoder alone."""
+    """Yields every node that moves one slot's numbers to another slot; only for a program of a decoder."""
     manifest = subject.manifest
     if not any(one.kind == CACHE for one in manifest.state):
         return
@@ -51,7 +51,7 @@ def check_slots(subject: Subject) -> Iterator[Violation]:
 
 
 class _File:
-    """One rank file. `dealt`: whether slots are dealt out to ranks: then a Slice may take those of a rank."""
+    """One rank file. `dealt`: whether slots are distributed over ranks, so that a Slice may take those of a rank."""
 
     def __init__(self, file: str, rank: int, model: ModelProto, manifest: Manifest) -> None:
         self.file, self.graph = file, model.graph
@@ -64,7 +64,7 @@ class _File:
         self.positions = {port.name for port in manifest.inputs} - self.ids
 
     def mixed(self) -> Iterator[Violation]:
-        """The nodes that mix slots."""
+        """Yields the nodes that mix slots."""
         graph, given = self.graph, self.ids | {one.value for one in self.caches}
         rows = {port.name for port in graph.input if port.name in given | self.positions}
         numbers = rows & self.positions
@@ -87,7 +87,7 @@ class _File:
                 numbers.update(kept if of_positions else ())
 
     def _mixes(self, node: NodeProto, rows: set[str]) -> str:
-        """What a node does along the first dim of a value that has slots there, in words; empty where it does nothing."""
+        """Returns the verb for a node's action along the first dim of a value that has slots there; empty where it has no action."""
         kind, data = node.op_type, node.input[0] if node.input else ""
         if node.domain == DOMAIN or (kind != "Concat" and data not in rows):
             return ""
@@ -109,7 +109,7 @@ class _File:
         return integer_of(node, "axis", _ALONG[node.op_type] or 0)
 
     def _kept(self, node: NodeProto, rows: set[str]) -> list[str]:
-        """The outputs of a node that have slots as their first dim, too: by the letters of its operands, of a Reshape by its target."""
+        """Returns the outputs of a node that also have slots as their first dim, by the op's factors, or for a Reshape by its target."""
         if node.domain == DOMAIN:
             return [*node.output] if node.op_type == "AllReduce" else []
         if node.op_type == "Reshape":
@@ -126,7 +126,7 @@ class _File:
         return [name for name, letters in made if name and letters and letters[0] in first]
 
     def _numbers(self, node: NodeProto, at: int, default: Sequence[int] = ()) -> Sequence[int]:
-        """A constant operand of whole numbers; `default` where it is not a constant."""
+        """The integers of a constant operand; `default` where it is not a constant."""
         tensor = self.constants.get(node.input[at]) if len(node.input) > at else None
         if tensor is None or tensor.external_data:
             return default
