@@ -23,7 +23,8 @@ def load(
     `known` is called with the names of a torch module's parameters and buffers before the module is exported, which may take minutes.
     With `cache` a decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` the graph that torch
     exports runs on small inputs, and is refused where its outputs differ from the module's. `keep`: whether the export of a folder is
-    stored for the next command. `weights`: True reads a folder's weights from the folder itself, False reads none, a path reads them from another folder.
+    stored for the next command. `weights`: True reads a folder's weights from the folder itself, False reads none, a path reads them from
+    another folder.
     """
     if weights is not True and not path.is_dir():
         fact = "--weights and --no-weights are for the folder of a model of transformers"

@@ -1,14 +1,14 @@
-"""What the masks of a decoder let each token see: all up to itself, later ones, or what is not proven.
+"""Classifies the masks of a decoder: a token attends all entries up to itself, later ones too, or nothing is proven.
 
-A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every position that a
-step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more than `MOST` positions
-those are taken that lie evenly apart, the last one among them: a window shows there first.
+A mask depends on positions, the number of tokens and constants alone, and a plan bounds them. So it is evaluated for every position that a
+step can have (any for one token, a multiple of the chunk for a chunk) and compared with a causal mask. Of more than `MOST` positions an
+evenly spaced selection with the last one is evaluated: a window shows there first.
 
-Attention of single ops has its mask between the product of queries and keys and the Softmax:
+Attention written as single ops has its mask between the product of queries and keys and the Softmax:
 
     Softmax(Where(mask, q kT, -inf))    Softmax(q kT * scale + mask)    Softmax(q kT): none
 
-Where something else stands there, or a mask is made of anything else, nothing is proven, and nothing refused.
+Where other ops stand there, or a mask depends on other values, nothing is proven, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
 _LARGEST = 1 << 28
-"""The most bytes of a constant; a mask may read the shape of what is looked up in a table of tokens."""
+"""The most bytes of a constant; a mask may read the shape of rows that are looked up in a table of tokens."""
 _AWAY, _NEAR = -1e4, -100.0
-"""What is added to scores that do not count is at most the first, and to those that do more than the second."""
+"""The number added to the score of an excluded entry is at most the first, and to that of an attended entry more than the second."""
 _SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _OF_CACHE = (*_MOVING, "Mul", "Slice", "Transpose")
 
 
 class Sight(enum.Enum):
-    """Which tokens a mask lets each token see: all up to itself and no other; later ones, too; others, or what is not known."""
+    """The entries that a mask lets each token attend: exactly those up to itself; also later ones; or anything else, or unknown ones."""
 
     CAUSAL = enum.auto()
     LATER = enum.auto()
@@ -43,7 +43,7 @@ class Sight(enum.Enum):
 
 
 def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm, hides: bool = False) -> Sight:
-    """What a mask lets each token see, at every position that a step can have; `hides`: it is true of what a token does not see."""
+    """Evaluates a mask at every position that a step can have; `hides`: the mask is true where an entry is excluded."""
     nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
         return Sight.UNKNOWN
@@ -74,21 +74,21 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
 
 
 def _given(positions: Positions) -> tuple[ir.Value, ...]:
-    """The inputs of a step of which a mask may be made."""
+    """Returns the inputs of a step that a mask may depend on."""
     return positions.position, positions.count, positions.ids
 
 
 def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The positions in batches of a size, the last of which repeats its last one."""
+    """Yields the positions in batches of `size`; the last batch is filled up with its last position."""
     for begin in range(0, len(every), size):
         some = [*every[begin : begin + size]]
         yield some + some[-1:] * (size - len(some))
 
 
 def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> dict[ir.Node, bool] | None:
-    """The nodes that make a value of the given ones and constants, in order, each with whether its numbers count, or its shape alone.
+    """Returns the nodes that compute a value from `given` and constants, in order, each with whether its elements count or its shape alone.
 
-    None where the value is made of anything else, or of the numbers of tokens and not of their count.
+    Returns None where the value depends on anything else, or on the tokens' ids and not only on their count.
     """
     needed, waiting = dict[ir.Node, bool](), [(value, True)]
     while waiting:
@@ -115,7 +115,7 @@ def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> di
 def _evaluator(
     graph: ir.Graph, nodes: Mapping[ir.Node, bool], value: ir.Value, positions: Positions
 ) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
-    """What makes the value for positions and a number of tokens."""
+    """Returns a function of positions and a number of tokens that computes the value in onnxruntime."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper
@@ -155,7 +155,7 @@ def _evaluator(
 
 
 def is_of_cache(value: ir.Value | None) -> bool:
-    """Whether a value is what a decoder's cache holds."""
+    """Whether a value is the content of a decoder's cache, perhaps scaled or with its dims moved."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type == "TensorScatter":
             return True
@@ -166,7 +166,7 @@ def is_of_cache(value: ir.Value | None) -> bool:
 
 
 def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[ir.Node]:
-    """The Softmaxes over scores of a cache's keys by which a token is found to see later ones."""
+    """Returns the Softmaxes over scores of a cache's keys in which a token is proven to attend later entries."""
     known: dict[tuple[ir.Value, bool], Sight] = {}
     found = []
     for node in graph:
@@ -182,7 +182,7 @@ def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[
 
 
 def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tuple[ir.Value, bool]] | None:
-    """The masks of the scores of keys of a cache, each with whether it hides; None of other scores, or of what is not known."""
+    """Returns the masks on the scores of a cache's keys, each with whether it hides; None for other scores, or an unknown form."""
     found, value = list[tuple[ir.Value, bool]](), softmax.inputs[0]
     while value is not None and (producer := value.producer()) is not None:
         operands = [one for one in producer.inputs if one is not None]
