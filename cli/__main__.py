@@ -1,4 +1,4 @@
-"""The process of `partc`, also as `python -m partc.cli`: it listens for signals before it imports anything else.
+"""The process of `partc`, also as `python -m partc.cli`: it installs signal handlers before it imports anything else.
 
 As `python -m partc.cli` it imports nothing from the folder where it is started.
 """
@@ -24,7 +24,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The entry point of the console script."""
     run(_command)
 
 

@@ -1,6 +1,6 @@
-"""One rank of a job as the launcher starts it, `python -P -m partc.cli.job JOB`: it notes signals before it imports anything else.
+"""One rank of a job as the launcher starts it, `python -P -m partc.cli.job JOB`: it records signals before it imports anything else.
 
-A training that saves takes them over; any other rank then ends by them, as by default.
+A training that saves then handles them; any other rank ends on them, as by default.
 """
 
 import gc

@@ -108,7 +108,7 @@ def _own(of: ir.Node | ir.Value) -> dict[str, str]:
 
 
 def _place(node: ir.Node, value: ir.Value | None) -> tuple[bool, int] | None:
-    """Returns whether the value is an input of the node, and its index; None where it is no operand."""
+    """Returns whether the value is an input of the node, and its index; None where it is not an operand."""
     for is_input, values in ((True, node.inputs), (False, node.outputs)):
         for k, operand in enumerate(values):
             if operand is not None and operand is value:

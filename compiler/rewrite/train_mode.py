@@ -35,7 +35,7 @@ _STANDARD = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class Modes:
-    """The states that training changes besides parameters: pairs of running `statistics` and their new values; and the input `step`, or None.
+    """The states that training changes besides parameters: pairs of `statistics` and their new values, and the input `step` or None.
 
     A step of several microbatches must feed each its own number as `step`, else they would have the same masks.
     """

@@ -135,7 +135,7 @@ def quiet() -> Iterator[None]:
 def without_gradients() -> Iterator[None]:
     """A context without gradients, in which a `with torch.no_grad()` has no effect: else torch makes it a call, and loses its modules.
 
-    Attention layers would then use inference kernels that are no ops of ONNX: these are off, too.
+    Attention layers would then use inference kernels that are not ops of ONNX: these are off, too.
     """
     import torch
 
