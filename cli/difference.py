@@ -299,7 +299,7 @@ def exceeded(thresholds: Sequence[Threshold], found: Sequence[Difference]) -> li
 
 
 def common_sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """Returns the requested sizes, and typical ones (the first artifact's) for the rest. Raises UsageError where an artifact forbids one."""
+    """Returns the requested sizes, with the first artifact's typical ones for the rest. Raises UsageError where an artifact forbids one."""
     typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
     problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
     sizes = {**typical, **given}

@@ -1,9 +1,10 @@
 """Ends a command on a signal: from the process's first line on, with a sentence and an exit code in place of the system's default.
 
 A handler raises `Stopped` in the main thread, so that files and processes are cleaned up on the way out. If the process has not ended
-`_PATIENCE` seconds later (the main thread is in a library call, or the exception was lost), or at a second signal, a thread ends it. While a
-compiled module is initialized, a signal is delayed. Parts of a command that end in another way (a training saves first) install their own
-handlers while they run; they call `must_end` for a signal that asks for the end, after which the process has the same time.
+`_PATIENCE` seconds later (the main thread is in a library call, or the exception was lost), or at a second signal, a thread ends it.
+While a compiled module is initialized, a signal is delayed. Parts of a command that end in another way (a training saves first) install
+their own handlers while they run; they call `must_end` for a signal that asks for the end, after which the process has the same
+time.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1                     128 + the signal's number
     SIGTERM, SIGUSR1, before a training's first step     75: nothing is lost, start it again

@@ -129,8 +129,8 @@ def _train(
 def _training(torch_model: TorchModel, training: Training) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the module is in the plan's training mode; afterwards it is as before.
 
-    Yields the module's tensors, of which the plan's parameters require gradients. A module without weights of its own is called with copies of
-    those that are stored.
+    Yields the module's tensors, of which the plan's parameters require gradients. A module without weights of its own is called with copies
+    of those that are stored.
     """
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet, without_dropout

@@ -170,7 +170,7 @@ class _Unsharded:
         return [found[name] for name in names]
 
     def _noise(self, feeds: Mapping[str, Array], scores: Array) -> float:
-        """Returns the most by which rounding may change the difference of two scores; rounding of activations to int8 changes each of them."""
+        """Returns the most by which rounding may change the difference of two scores; rounding activations to int8 changes both."""
         if self._unrounded is None:
             return TIE
         exact = self._unrounded.run([self._scores], {**feeds})[0]

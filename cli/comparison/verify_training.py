@@ -218,8 +218,8 @@ def compared(
 ) -> list[Compared]:
     """Compares every tensor; without tolerances, the tolerance of the training state depends on its change since `begun`.
 
-    It is a thousandth of the largest change, plus a few units in the last place of the largest element: a step may change a parameter by less
-    than the parameter's own rounding.
+    It is a thousandth of the largest change, plus a few units in the last place of the largest element: a step may change a parameter by
+    less than the parameter's own rounding.
     """
     found: list[Compared] = []
     for name, array in whole.items():

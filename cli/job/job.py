@@ -72,8 +72,8 @@ class GenerationJob:
     """The command line of `partc generate`.
 
     The prompts are `texts`, `ids`, files of `features`, or a `file` of prompts; `decoder_ids` is the decoder's prompt of a model with an
-    encoder. `output` is the file of the answers, if any. `options` apply to each `Request`. `requests` are the prompts' requests, where this
-    process has read them; ranks that it starts get them from rank 0.
+    encoder. `output` is the file of the answers, if any. `options` apply to each `Request`. `requests` are the prompts' requests, where
+    this process has read them; ranks that it starts get them from rank 0.
     """
 
     texts: tuple[str, ...] = ()

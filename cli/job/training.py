@@ -136,7 +136,7 @@ class _Training:
                 hand_over(self.job, {"step": trainer.step, "checkpoint": source, "metrics": json_numbers(metrics)})
 
     def test_batches(self) -> Callable[[], Iterator[tuple[dict[str, Any], int]]] | None:
-        """Returns a function that gives the batches of an evaluation, after a check that its records fit the model; None where there are none."""
+        """Checks that an evaluation's records fit the model, and returns a function that gives its batches; None where there are none."""
         if self.options.only_train or self.inputs.test is None:
             return None
         self.inputs.evaluation_loader(self.trainer)
@@ -239,7 +239,7 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 
 
 def signals_of(job: Job, manifest: Manifest) -> AbstractContextManager[StopSignals | None]:
-    """A context that records the signals that ask to stop, where the training has a folder to save to, and with a trace the signal for that.
+    """A context that records the signals that ask to stop, where the training has a folder to save to, and with a trace its signal.
 
     Any other signal ends the training as it ends any process.
     """

@@ -143,7 +143,7 @@ class TrainingInputs:
         )
 
     def callbacks(self, stall: float) -> Callbacks | None:
-        """Returns the functions of the user's file that rank 0 calls; None where there is none, or evaluations or training are excluded."""
+        """Returns the functions of the user's file that rank 0 calls; None without one, or where the job only evaluates or only trains."""
         from partc.runtime.training.callbacks import Callbacks
 
         if self.settings.callbacks is None or self.options.only_test or self.options.only_train:

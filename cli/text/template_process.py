@@ -1,6 +1,6 @@
 """The process in which a chat template is compiled and run: `python -P -m partc.cli.text.template_process`.
 
-It takes a line of JSON and answers with one. A template is a program of whoever made the model, and a filter or an operator of it may
+It reads a line of JSON and answers with one. A template is a program by the model's author, and a filter or an operator in it may
 compute for hours in one call, which no thread can interrupt. So the process limits its own memory, and the kernel ends it when a line has
 taken its CPU time.
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _prompt(template: Any, values: dict[str, Any], most: int) -> str:
-    """The text of a conversation; ValueError where it is longer than `most` letters or is not text."""
+    """Returns the text of a conversation. Raises ValueError where it is longer than `most` letters or is not valid text."""
     parts, letters = list[str](), 0
     for part in template.generate(**values):
         parts.append(part)
@@ -76,7 +76,7 @@ def _prompt(template: Any, values: dict[str, Any], most: int) -> str:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Lowers a limit of this process, which may already be lower."""
+    """Lowers a limit of this process, unless it is lower already."""
     before = resource.getrlimit(kind)[1]
     limit = most if before == resource.RLIM_INFINITY else min(most, before)
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
@@ -84,7 +84,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _refuse(text: str) -> NoReturn:
-    """Refuses a conversation, for templates."""
+    """The function with which a template refuses a conversation."""
     raise ValueError(text)
 
 
