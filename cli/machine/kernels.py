@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _IR_VERSION, _OPSET = 10, 21
 _LONGEST, _MOST, _LEAST = 0.1, 200, 5
-"""Of one measurement: the most seconds, the most runs and the fewest runs."""
+"""The limits of one measurement: the most seconds, the most runs and the fewest runs."""
 _WARM = 2
 _TELLS = 1e-4
 """The seconds from which on the clock of a thread is exact enough."""

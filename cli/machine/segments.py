@@ -31,7 +31,7 @@ from partc.runtime.program.sessions import SegmentSession
 from partc.runtime.program.steps import Segment, StartCollective
 
 _SECONDS, _MOST, _WARM = 4.0, 30, 2
-"""Of the passes over one file: the most seconds, the most passes, and the number of warm-up passes."""
+"""The limits of the passes over one file: the most seconds, the most passes, and the number of warm-up passes."""
 _SEED = 7
 
 

@@ -10,7 +10,7 @@ from partc.runtime.units import count, size_text
 
 
 def slot_lines(manifest: Manifest, unfused: Sequence[str] = ()) -> Iterator[str]:
-    """Yields lines for the rank with the most cache memory; none for an artifact that does not generate, or another program than the main one.
+    """Yields lines for the rank with the most cache memory; none for an artifact that does not generate, or a program other than the main.
 
     `unfused`: the attention nodes that read the caches of all slots up to the longest sequence.
     """

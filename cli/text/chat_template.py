@@ -123,7 +123,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def find_chat_template(tokenizer: str) -> ChatTemplate | None:
     """Returns the template next to a tokenizer, from a file or from `tokenizer_config.json`; None without one.
 
-    Of several templates it takes the default one, and for requests with tools the one for tools.
+    If there are several, it takes the default one, and for requests with tools the one for tools.
     """
     config, file = tokenizer_settings(tokenizer), Path(tokenizer).with_name(_FILE)
     special = {

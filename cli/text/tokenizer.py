@@ -77,7 +77,7 @@ def bytes_of(tokenizer: Any, token: int) -> bytes | None:
 def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
     """Raises InputError where the tokenizer does not belong to a model with a vocabulary of this size.
 
-    That is where it has more tokens, or so few that padding does not explain the difference.
+    It has more tokens then, or so few that padding does not explain the difference.
     """
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if size <= vocabulary <= max(size + _PADDED, size * 1.1):
