@@ -1,6 +1,7 @@
 """One of the ranks that `partc measure` starts: all measure at the same time, as they compute in a job, and rank 0 prints the medians.
 
 It is started once more as the only rank of a job, which then has the host's memory for itself.
+
 The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER/request.json` is the list of measurements.
 """
 

@@ -4,13 +4,11 @@
   `{"op": "Send", "value": "h", "bytes": "96*batch", "at": 6144, "times": 8, "ends": [[0, 4, 17], ...]}`: 0 to 4 with the tag 17.
 - Ranks have coordinates on the plan's mesh, and lists of ranks lie along some of its axes. On `{"pp": 2, "dp": 2, "tp": 2}` rank 5 is at
   pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] lie along dp.
-- The memory of a class of ranks is a curve over a step, and the largest values at its maximum. It is the curve of `partc inspect` before
+- The memory of a class of ranks is a curve over a step, with the largest values at its maximum. It is the curve of `partc inspect` before
   arenas are laid out: its maximum is below the peak, which also counts the memory that arenas reserve.
 - The schedule of a pipeline is a grid: the begin and end of each task on each list of ranks, in units in which a rank's F, B and W take 1.
-
-- A step over time: as `partc simulate` plays it, and one step as a trace measured it.
-
-  The measured step is the one whose time is nearest to the median. Times are seconds from the begin of the step.
+- A timeline is a step as `partc simulate` plays it, and one step as a trace measured it: the one whose time is nearest to the median.
+  Times are seconds from the begin of the step.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 On a node:
     partc.group      [3, 1, 0]                                  the order of the node's ranks, where it is not ascending
     partc.follows    true                                       a constant or shape arithmetic: it runs on every rank that reads it
-    partc.cuts       [{"ranks": [0, 1], "mesh": [2], "axes": {"k": [0]}}]    shards of factors that no spec gives
+    partc.cuts       [{"ranks": [0, 1], "mesh": [2], "axes": {"k": [0]}}]    the sharding of factors, where no operand's spec gives it
     partc.terms      {"y": {"sum": [[0, 1], [2, 3]]}}           the output is partial: each of these sets of ranks reduces it
     partc.reduced    ["y"]                                      the plan wants the output reduced at this node, whoever reads it
 On an input of the model:
@@ -19,7 +19,7 @@ On a weight:
 On the model:
     partc.declared   {"placements": ..., "symbols": ...}        declarations of a `model.py` (`ir/declared.py`), by `partc export`
     partc.untrainable  [["'head'", "has a hook", "", ""]]       why its training would differ from its module's (`ir/graph.py`)
-    partc.changed_by_forward  'center', 'steps'                 buffers that its module's forward changes, the graph not; a text
+    partc.changed_by_forward  'center', 'steps'                 buffers and numbers that forward changes, the graph not; a text
     partc.mesh       [["dp", 2], ["tp", 4]]                     the names of the mesh's axes
     partc.kept       {"w": [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]}    the layout of stored weights, where readers use another
     partc.symbols    {"batch": {"divisor": 8, "remainder": 0, "min": 8, "max": 512}}

@@ -2,6 +2,7 @@
 
 Weights in files next to the model stay there: they are memory-mapped and read once, when the artifact is written. The file's opset stays,
 from 7 to 26: placement works with any of them, and a conversion that is not needed can only do harm. Opset 6 becomes 7.
+
 The checks cover the structure that every graph must have: each value defined once, weights with data, the attributes that ops require.
 """
 

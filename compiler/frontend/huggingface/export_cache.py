@@ -5,8 +5,10 @@
 The key is a hash of everything that an export depends on: the folder's name (messages show it), its configuration, the names, types and
 shapes of its weights, the versions of the libraries, and the code of this package that exports. When an entry is used, the weights are
 read from the folder as it is then. A folder's export is not stored where values of its weights decide the graph, or where weights are
-converted. `PARTC_CACHE` names another folder than `~/.cache/partc`; if it is empty, nothing is stored. An entry begins with the SHA-256 of
-its other bytes: a damaged entry is removed. Entries in another user's folder are not read.
+converted.
+
+`PARTC_CACHE` names another folder than `~/.cache/partc`; if it is empty, nothing is stored. An entry begins with the SHA-256 of its other
+bytes: a damaged entry is removed. Entries in another user's folder are not read.
 """
 
 from __future__ import annotations

@@ -78,8 +78,9 @@ def absent_as(dtype: ir.DataType, shape: Sequence[int], name: str, kept: ir.Data
 def taken(model: Any, files: Mapping[str, InFile], where: str, absent: bool = False) -> FolderWeights:
     """Returns the tensors of all weights. The names of a tied weight share one tensor; they are untied where the folder's values differ.
 
-    `absent`: no data is read, and only names and shapes are compared with the model's. Raises CompileError with all weights that the folder
-    lacks or has in another shape.
+    `absent`: no data is read, and only names and shapes are compared with the model's.
+
+    Raises CompileError with all weights that the folder lacks or has in another shape.
     """
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     origins, unused = _origins(model, files, wanted)

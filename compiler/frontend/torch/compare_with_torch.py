@@ -1,6 +1,6 @@
 """Runs an exported graph and its torch module on small inputs, and refuses a graph whose outputs differ from torch's.
 
-Inputs are drawn with a fixed seed: ordinary numbers, zeros, tiny ones (1e-6 to 1e-30) and large ones (1e3); ids cover all rows of their
+Inputs are drawn with a fixed seed: ordinary numbers, zeros, tiny ones (1e-6 to 1e-30) and large ones (1e3), ids from all rows of their
 tables. The tolerance of an element is 2e-6 of itself plus 2e-6 of the output's largest element (float32). Beyond it, the effect of rounding
 on the graph is allowed, which is measured only where it is needed (`comparison/rounding.py`). On large inputs, elements that are not finite
 in torch are not compared.
