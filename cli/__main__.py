@@ -7,12 +7,12 @@ import os
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # python -m has put it first
+    # `python -m` has put the current folder first
     del sys.path[0]
 
 try:
     from partc.cli.interruption import run
-except KeyboardInterrupt:  # Python's own handler, which is there before any of partc's
+except KeyboardInterrupt:  # by Python's own handler, before partc installs its own
     os.write(2, b"stopped by SIGINT\n")
     os._exit(130)
 

@@ -244,7 +244,7 @@ def _watch(read: int) -> None:
 
 
 def _end_now(number: int) -> None:
-    # which steps other processes have taken is not known here
+    # the steps of other processes are not known here
     of_others = Stopped(number, f"stopped by {signal.Signals(number).name}", 128 + number)
     os._exit(_print(of_others if _state.noted else stopped(number)))
 

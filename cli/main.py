@@ -110,7 +110,7 @@ def _invoke(arguments: Sequence[str]) -> int:
     try:
         if _COMPLETION in os.environ:
             partc.main(list(arguments), prog_name="partc", complete_var=_COMPLETION)
-        # not by `partc.main`, which ends the process where nobody reads its output, and forgets by what it was interrupted
+        # not by `partc.main`, which ends the process where its output has no reader, and loses the reason of an interrupt
         with partc.make_context("partc", list(arguments)) as ctx:
             code = partc.invoke(ctx)
         if sys.stdout is not None:

@@ -36,7 +36,7 @@ def torch_outputs(case: Case) -> tuple[Arrays, list[str]]:
     values = {spec.name: np.asarray(case.values[spec.name]) for spec in case.torch_model.inputs}
     try:
         made = case.torch_model.run(values)
-    except Exception as error:  # whatever forward raises of these inputs
+    except Exception as error:  # forward may raise anything for these inputs
         return {}, [f"torch's forward does not take these inputs, and is not compared: {_line(error)}"]
     names = {port.name for port in case.report.manifest.outputs} - {*drawn_outputs(case.source.model)}
     return {name: array for name, array in made.items() if name in names}, []
@@ -78,7 +78,7 @@ def torch_training(
                     **_statistics(torch_model, tensors),
                 }
                 found.values |= {name: one.detach().cpu().numpy().copy() for name, one in kept.items()}
-    except Exception as error:  # whatever a module raises where it is trained
+    except Exception as error:  # a module may raise anything in training
         return TorchTraining(notes=[f"torch does not train the module, and is not compared: {_line(error)}"])
     if missing := [name for name in options if name not in tensors]:
         found.notes.append(f"torch has no parameter of its own for {', '.join(missing[:3])}, which the plan separates")

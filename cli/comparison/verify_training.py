@@ -49,7 +49,7 @@ _UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     """Compares three steps of the unsharded model with three of the compiled one; rounding is measured where they are not close.
 
-    For a loss that ranks sum, the unsharded model's gradients are those of the sum of the parts' means.
+    For a loss that sums the ranks' means, the unsharded model's gradients are those of the sum of its parts' means.
     """
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed

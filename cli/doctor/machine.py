@@ -1,4 +1,4 @@
-"""Checks cores, memory, temporary files and limits of this machine, as this process may use them, and its Python packages."""
+"""Checks cores, memory, temporary files and limits of this machine, as this process may use them, onnxruntime, and Python packages."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _INSTALL = (
     'pip install "partc[mpi]" installs a library and its launcher into this environment; --in-process needs neither'
 )
 _VARIABLES = {"OMPI_COMM_WORLD_SIZE": Kind.OPEN_MPI, "PMI_SIZE": Kind.HYDRA}
-"""Maps the environment variable by which a launcher numbers its ranks to the launcher's family."""
+"""Maps the environment variable in which a launcher gives a process the number of ranks to the launcher's family."""
 _RANKS = 2
 _START = 60.0
 _FAMILIES = (
@@ -82,7 +82,7 @@ def mpi() -> Iterator[Finding]:
     yield Finding("launcher", OK, f"{launcher.path}, {starts}")
     if library is None:
         return
-    # srun starts ranks of any library, and of a kind that is not known nothing can be said
+    # srun starts ranks of any library, and an unknown kind cannot be checked
     is_known = None not in (library.kind, starts.kind) and starts.kind is not Kind.SLURM
     if is_known and library.kind is not starts.kind:
         yield Finding(

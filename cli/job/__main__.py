@@ -12,7 +12,7 @@ from partc.runtime.training.stopping import StopSignals
 
 def main() -> None:
     """Runs the rank to its end."""
-    # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
+    # The launching process handles Ctrl-C; a SIGINT to one rank alone is to end that rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with StopSignals(traces=True) as early:
         from partc.cli.job.job import Job

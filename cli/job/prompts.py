@@ -110,7 +110,7 @@ def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any]
     if wrong:
         raise InputError(f"'{wrong[0]}' is {json.dumps(said[wrong[0]])}")
     options = {**record.defaults.options, **job.options, **said}
-    if "logit_bias" in options:  # whose tokens JSON has as texts
+    if "logit_bias" in options:  # JSON has its tokens as texts
         options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
     if record.encoder is None and ids is not None:
         return Request(ids, **options)

@@ -255,7 +255,7 @@ def _run_every(job: Job, manifest: Manifest, watch: Watch | None, signals: StopS
     world = LocalWorld(manifest.ranks, job.stall)
     every = [TrainingInputs(job, manifest) for _ in range(world.size)]
     for inputs in every:
-        inputs.run_code()  # before the threads: imports are no affair of several at once
+        inputs.run_code()  # before the threads start: imports must not run at the same time
     threads = RankThreads(world)
     jobs = [
         partial(run_training, job, world.transport(rank), watch, every[rank], signals) for rank in range(world.size)

@@ -15,7 +15,7 @@ from partc.cli.output import console
 
 def command_of(job: Job, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> list[str]:
     """Returns the command line that starts the ranks of a job; `-v` shows it, and `-vv` also shows the job, many lines of JSON."""
-    # -P: modules are never looked for in the folder where the job is started, which may be anybody's
+    # -P: modules are not imported from the current folder, which may belong to another user
     program = [sys.executable, "-P", "-m", "partc.cli.job", job.dumps()]
     command = command_line(launcher, ranks, hosts, extra, program)
     console.detail(shlex.join(command if console.verbose() > 1 else [*command[:-1], "JOB"]))

@@ -81,7 +81,7 @@ class _ServerJob:
             given = dataclasses.replace(
                 job,
                 run_dir=str(run_dir.folder),
-                serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # commands are public
+                serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # command lines are public
             )
             command, environment = (
                 command_of(given, launcher, ranks, hosts, extra),

@@ -52,7 +52,7 @@ def report(find: Callable[[Transport], Mapping[str, Any]]) -> int:
     transport = MpiTransport(begin(watch), _STALL)
     try:
         found = find(transport)
-    except PartcError as error:  # which the other ranks have, too
+    except PartcError as error:  # the other ranks have it, too
         found = {_FAILURE: str(error).partition("\n")[0]}
     transport.close()
     if transport.rank == 0:

@@ -58,7 +58,7 @@ def measure(
         folder = Path(name)
         _compile_tiny(folder)
         found = _run(folder, ranks, {"threads": threads, "links": links, "artifacts": artifacts})
-        own = {"threads": found["threads"], "links": [], "artifacts": []}  # by itself a rank would take all cores
+        own = {"threads": found["threads"], "links": [], "artifacts": []}  # a rank alone would use all cores
         alone = _run(folder, 1, own) if found["ranks"] > 1 else None
     machine = _machine(out, found, alone, links)
     write_text(out, machine_text(machine))

@@ -57,7 +57,7 @@ def _found(folder: Path, transport: Transport) -> dict[str, Any]:
 
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
     """Measures on this rank; each measurement starts on all ranks at once."""
-    working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
+    working = max(1, len(usable_cores()) // threads)  # more ranks would share cores, which the simulation models
     session, _, _ = overhead(threads)
     in_step, node, view = overhead(threads, apart=True)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {

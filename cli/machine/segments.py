@@ -104,7 +104,7 @@ def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -
     of_merged = [name in sizes.merged for name in segment.outputs]
 
     def run() -> list[Tensor]:
-        for formal in merged:  # as in a step, since only a run tells how many rows there are
+        for formal in merged:  # as in a step, since the number of rows is known only at run time
             binding.bind_output(formal, "cpu")
         runner.session.run_with_iobinding(binding)
         for value, is_merged in zip(binding.get_outputs(), of_merged, strict=True) if merged else ():

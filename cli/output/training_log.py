@@ -67,7 +67,7 @@ class TrainingLog:
         self._is_csv = bool(metrics) and str(metrics).endswith(".csv")
         self._columns: list[str] = []
         if metrics:
-            self._file = open_to_append(metrics)  # open as long as training goes on
+            self._file = open_to_append(metrics)  # it stays open during the training
 
     def begins(self, trainer: Trainer, loader: Loader, settings: LoopSettings) -> None:
         """Prints the sizes of the training; the number of records is unknown where they come as a stream."""

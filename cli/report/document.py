@@ -6,9 +6,9 @@
   pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] lie along dp.
 - The memory of a class of ranks is a curve over a step, with the largest values at its maximum. It is the curve of `partc inspect` before
   arenas are laid out: its maximum is below the peak, which also counts the memory that arenas reserve.
-- The schedule of a pipeline is a grid: the begin and end of each task on each list of ranks, in units in which a rank's F, B and W take 1.
+- The schedule of a pipeline is a grid: the start and end of each task on each list of ranks, in units in which a rank's F, B and W take 1.
 - A timeline is a step as `partc simulate` plays it, and one step as a trace measured it: the one whose time is nearest to the median.
-  Times are seconds from the begin of the step.
+  Times are seconds from the start of the step.
 """
 
 from __future__ import annotations

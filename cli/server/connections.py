@@ -108,7 +108,7 @@ class Connections:
         clock, starting, queue = loop.create_task(self._watch()), set[asyncio.Task[None]](), Queue(listener)
         try:
             while True:
-                try:  # connections that wait are accepted in one turn of the loop, which has the bytes of all others to read
+                try:  # one turn of the loop accepts all waiting connections, and reads the others' bytes
                     end, _ = await loop.sock_accept(listener)
                 except OSError:  # its client has gone, or the process has no more files or memory
                     queue.forget()
@@ -342,7 +342,7 @@ class Connection(asyncio.BufferedProtocol):
         sends = self.state is State.BODY or self._ahead or (self.state is State.HEAD and self._size)
         self._enter(State.CLOSING)
         self._ahead.clear()
-        self.write = _ignore  # of an application that does not know yet
+        self.write = _ignore  # for an application that does not know it yet
         if (cycle := self._http.cycle) is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()

@@ -55,7 +55,7 @@ class ChatTemplate:
         letters: int = MOST_LETTERS,
         options: Mapping[str, Any] = _ANSWER_BEGINS,
     ) -> str:
-        """Returns the text of a conversation, up to the begin of the answer.
+        """Returns the text of a conversation, up to the start of the answer.
 
         Raises InputError where the template refuses it or makes too many letters. `options`: further variables of the template.
         """
@@ -96,7 +96,7 @@ class ChatTemplate:
             answers.register(process.stdout, select.POLLIN)
             in_time = bool(answers.poll(seconds * 1000))
             line = process.stdout.readline() if in_time else b""
-        except (OSError, ValueError):  # the process has ended, or `close` has
+        except (OSError, ValueError):  # the process has ended, or `close` has ended it
             pass
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)

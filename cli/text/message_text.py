@@ -25,7 +25,7 @@ T = TypeVar("T")
 MARK_LETTERS = 32
 """The most letters of a mark."""
 _BEFORE = "\n"
-"""A prefix for a text that is encoded by itself, whose tokens are removed again: some tokenizers add a space at the begin of a text."""
+"""A prefix for a text that is encoded by itself, whose tokens are removed again: some tokenizers add a space at the start of a text."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def main() -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they mean the server, which ends this process by its input
+        signal.signal(number, signal.SIG_IGN)  # they are for the server, which ends this process by closing its input
     _limit(resource.RLIMIT_AS, MOST_MEMORY)
     _limit(resource.RLIMIT_CORE, 0)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -54,7 +54,7 @@ def main() -> None:
                 }
         except MemoryError:
             answer = {"error": f"it needs more than {MOST_MEMORY >> 20} MiB of memory"}
-        except Exception as error:  # whatever its filters and operators raise
+        except Exception as error:  # filters and operators may raise anything
             answer = {"error": f"{error}" or type(error).__name__}
         data = json.dumps(answer).encode()
         signal.setitimer(signal.ITIMER_PROF, 0.0)

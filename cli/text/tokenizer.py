@@ -40,10 +40,10 @@ def open_tokenizer(path: str | None) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at once needs no threads of its own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time needs no threads
     try:
         return Tokenizer.from_file(path)
-    except Exception as error:  # what tokenizers raises has no class of its own
+    except Exception as error:  # errors of tokenizers have no common class
         raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None
 
 
@@ -130,7 +130,7 @@ class TextStream:
         self._tokens.append(token)
         try:
             added = self._stream.step(self._tokenizer, token) or ""
-        except Exception:  # it refuses tokens whose text changes what is before them
+        except Exception:  # it refuses tokens whose text changes the text before them
             self._begin()
             added = self._tokenizer.decode([token])
         self._text += added

@@ -185,7 +185,7 @@ def _pythonic(text: str, at: int) -> tuple[list[Call], int]:
         return [], at
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # for escapes that Python does not know
             body = ast.parse(source, mode="eval").body
         if not isinstance(body, ast.List):
             return [], at

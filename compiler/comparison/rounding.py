@@ -96,7 +96,7 @@ def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[N
     No op of random numbers is used: onnxruntime has none for some opsets.
     """
 
-    own = f"{_TABLE}.{out}"  # a program may have a value `h.shape` itself
+    own = f"{_TABLE}.{out}"  # a program may have its own value `h.shape`
 
     def node(op: str, inputs: Sequence[str], word: str) -> NodeProto:
         return helper.make_node(op, inputs, [f"{own}.{word}"], name=f"{own}.{word}")

@@ -146,7 +146,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
     if has_older_forms(proto):
         proto, problems = modern(proto, where)
         _raise(problems)
-    _raise(_more_than_are_read(len(proto.graph.node), where))  # before anything goes through them
+    _raise(_more_than_are_read(len(proto.graph.node), where))  # before any check iterates over them
     if broken := not_text(proto):
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
@@ -241,7 +241,7 @@ def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
 def _without_calls(model: ir.Model, where: str) -> ir.Model:
     try:
         return inline_calls(model)
-    except Exception as error:  # the inliner raises its own kinds for recursive calls and for calls that do not fit
+    except Exception as error:  # the inliner raises errors of its own for recursive calls and wrong arguments
         fact = f"its functions cannot be written out where they are called: {error}"
         raise CompileError(Problem(where, fact, help="see onnx.checker.check_model, or export it again")) from error
 

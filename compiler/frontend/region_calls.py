@@ -168,7 +168,7 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
             continue
         problems += _misfits(call.where, key, spec, list(own[name].shape))
         parameter = own[name]
-        if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, seen from the module
+        if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, relative to the module
             name = parameter.name.removeprefix(f"{paths[0]}.") if paths[0] else parameter.name
         found[name] = spec
     return found

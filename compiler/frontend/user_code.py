@@ -73,7 +73,7 @@ class UserFile:
         return self.path.name
 
     def line(self, *names: str) -> str:
-        """Returns `model.py:12`, the line that binds the first of these globals that exists; `model.py` where none exists."""
+        """Returns a text such as `model.py:12`: the line that binds the first existing one of these globals; `model.py` without any."""
         found = next((self.lines[name] for name in names if name in self.lines), None)
         return f"{self.name}:{found}" if found is not None else self.name
 
@@ -81,7 +81,7 @@ class UserFile:
 def _code(source: bytes, path: Path) -> CodeType:
     try:
         return compile(source, str(path), "exec")
-    except (SyntaxError, ValueError) as error:  # for bytes that are not text Python does not name the file
+    except (SyntaxError, ValueError) as error:  # Python does not name the file where its bytes are not text
         if isinstance(error, SyntaxError) and error.filename:
             raise
         raise SyntaxError(str(error), (str(path), 1, 0, "")) from error
@@ -110,7 +110,7 @@ def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it is, `exit()` and GeneratorExit too, user code has raised it
+    except BaseException as error:  # user code has raised it, even `exit()` or GeneratorExit
         problem = _problem(error, path, recorder)
         if problem is None:
             raise
@@ -144,7 +144,7 @@ def _fact(error: BaseException) -> str:
         return f"the file ends the program: SystemExit({error.code!r})"
     try:
         text = str(error).strip()
-    except Exception:  # a class of the user's, whose own text fails
+    except Exception:  # the user's class may fail to make its text
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -40,7 +40,7 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
     nodes = [node for node in nodes if shaped[node].shape is not None and _axes(node, shaped[node]) != ()]
     if not nodes:
         return
-    whole = {node: (_axes(node, shaped[node]), shaped[node].dtype) for node in nodes}  # an extreme may read another
+    whole = {node: (_axes(node, shaped[node]), shaped[node].dtype) for node in nodes}  # an extreme may read another one
     for node, path in node_paths(model).items():
         node.name = path
     module = modules(model)

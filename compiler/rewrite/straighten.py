@@ -49,7 +49,7 @@ def _there(back: ir.Node) -> ir.Node | None:
     if first is None or source is None or source.shape is None or back.outputs[0].shape is None:
         return None
     if first.device_configurations or back.device_configurations:
-        return None  # what an annotation says, it says of these nodes
+        return None  # annotations are for these nodes
     dims, made = source.shape, back.outputs[0].shape
     return first if len(dims) == len(made) and all(map(same, dims, made)) else None
 
@@ -69,7 +69,7 @@ def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
     if not inner or order[0] != 0 or len(made) <= len(merged) or len(source) <= inner:
         return None
     if any(node.device_configurations for node in (first, turn, last)):
-        return None  # what an annotation says, it says of these nodes
+        return None  # annotations are for these nodes
     kept = all(same(source[-k], merged[-k]) and same(turned[-k], made[-k]) for k in range(1, inner + 1))
     return (first, turn, last) if kept and not _copies_a_dim(last) else None
 

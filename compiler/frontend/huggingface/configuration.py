@@ -27,7 +27,7 @@ def attribute(config: Any, name: str, kind: type, default: object = None) -> obj
     for of_text in (False, True):
         try:
             value = getattr(text_of(config) if of_text else config, name, None)
-        except Exception:  # a property may raise, such as NotImplementedError of a model without such a size
+        except Exception:  # a property may raise, such as NotImplementedError where the model has no such size
             continue
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
@@ -38,7 +38,7 @@ def text_of(config: Any) -> Any:
     """Returns the configuration of the text model; the configuration itself where it has no text model, or several."""
     try:
         return config.get_text_config(decoder=True)
-    except Exception:  # several text models, or a class of the user's own
+    except Exception:  # several text models, or a class that the user wrote
         return config
 
 

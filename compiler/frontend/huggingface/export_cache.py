@@ -134,7 +134,7 @@ def read(key: str, where: str) -> Export | None:
         facts = json.loads(next(one.value for one in proto.metadata_props if one.key == _FACTS))
         export = _export(proto, facts, path, where)
     except Exception:  # protobuf raises its own kinds, by version
-        with contextlib.suppress(OSError, PartcError):  # a folder that may only be read
+        with contextlib.suppress(OSError, PartcError):  # the folder may be read-only
             remove_file(path)
         return None
     with contextlib.suppress(OSError):

@@ -160,7 +160,7 @@ def keeps_states(module: Any) -> bool:
         return False
     try:
         layers = DynamicCache(config=module.config).layers
-    except Exception:  # kinds of layers that the cache has no class for
+    except Exception:  # the cache has no class for a kind of layer
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
@@ -179,7 +179,7 @@ def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
         for name in (name for name in tensors if name not in _SIDES):
             kind, _, at = name.partition("_")
             layer, index = cache.layers[k], int(at or 0)
-            getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # which a step overwrites
+            getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # a step overwrites it
             getattr(layer, f"is_{kind}_states_initialized")[index] = layer.has_previous_state[index] = True
             if kind == "conv":
                 layer.conv_kernel_size[index] = tensors[name].shape[-1]
@@ -216,14 +216,14 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
             device=device,
         )
         for name, one in step.inputs.items()
-        if name != ENCODER_MASK  # numbers of a mask decide how it is read
+        if name != ENCODER_MASK  # the model treats a mask by its values
     }
     try:
         unfused, short = settings.unfused_attention(module), short_frequencies(module)
         with torch.no_grad(), quiet(), unfused, short, no_padding(module.config):
             _, grown, *crossing = step.run(given, [])
         found = [_tensors(layer) for layer in grown]
-    except Exception as error:  # what a model of another kind of cache raises
+    except Exception as error:  # a model with another kind of cache may raise anything
         raise _refusal(module, where, f"{kind} runs with no such cache: {_reason(error)}") from error
     if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
         raise _refusal(module, where)

@@ -217,7 +217,7 @@ def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str)
         if not file.stored.dtype.name.startswith("float8"):
             continue
         scale, shape = found.pop(f"{name}{suffix}", None), file.stored.shape
-        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # of activations, which stay floats
+        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # scales of activations, which stay floats
         rows = [[*shape[:1]], [*shape[:1], 1]]
         of_rows = scale is not None and not size and [*scale.stored.shape] in rows
         block = size if isinstance(size, list) and len(size) == 2 else [1, *shape[1:]] if of_rows else [*shape]

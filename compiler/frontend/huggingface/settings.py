@@ -73,7 +73,7 @@ def settle(module: torch.nn.Module, setting: str) -> bool:
     """Applies a setting to the models of `transformers` in a module; returns whether any could take it."""
     models = list(of_transformers(module))
     match setting:
-        case "cache":  # an encoder and a decoder have copies of the configuration
+        case "cache":  # encoder and decoder have copies of the configuration
             models = models if is_of_transformers(module) else []
             for one in models:
                 one.config.use_cache = False

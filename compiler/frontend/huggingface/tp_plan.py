@@ -28,7 +28,7 @@ def tp_plan(module: torch.nn.Module) -> tuple[TpPlanEntry, ...]:
     for model in of_transformers(module):
         path = paths[id(model)]
         if any(not outer or path.startswith(f"{outer}.") for outer in taken):
-            continue  # the model around it has its entries
+            continue  # the outer model has its entries
         taken.append(path)
         found += _entries(model, f"{path}." if path else "")
     return tuple(found)

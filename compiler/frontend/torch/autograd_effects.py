@@ -88,7 +88,7 @@ def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgra
     import torch
 
     signature = program.graph_signature
-    # torch's exporter forgets that an instance_norm by the statistics of its input moves the running ones
+    # torch's exporter does not report that an instance_norm with its input's statistics updates the running ones
     norms = [node for node in program.graph.nodes if node.target is torch.ops.aten.instance_norm.default]
     moved = [str(one) for node in norms if node.args[5] for one in node.args[3:5]]
     own = {signature.inputs_to_buffers[one]: True for one in moved if one in signature.inputs_to_buffers}

@@ -202,7 +202,7 @@ def _cases(graph: GraphSessions, torch_model: TorchModel) -> Iterator[tuple[str,
             values = {spec.name: _drawn(spec, sizes, kind, below[spec.name]) for spec in torch_model.inputs}
             try:
                 want = torch_model.run(values)
-            except Exception:  # whatever a module raises of sizes or numbers that it does not take
+            except Exception:  # a module may raise anything for sizes or values that it rejects
                 continue
             yield kind, values, want
             break

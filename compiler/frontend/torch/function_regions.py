@@ -123,7 +123,7 @@ def _take_out(node: ir.Node) -> None:
     assert value is not None
     graph, made = node.graph, node.outputs[0]
     assert isinstance(graph, ir.Graph)
-    if made in graph.outputs:  # the output of the model keeps its name: its maker makes it
+    if made in graph.outputs:  # the model's output keeps its name: its producer gets it
         made.name, value.name = None, made.name
     made.replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(node, safe=True)

@@ -71,7 +71,7 @@ class GraphSessions:
             for name, (value, tensor) in weights.items()
             if tensor is not None
             and tensor.size > _SMALL
-            # in training onnxruntime writes new statistics into what it is fed
+            # in training onnxruntime writes new statistics into its feeds
             and all(node.op_type != "BatchNormalization" for node, _ in value.uses())
         }
         count = len(graph.inputs)
@@ -117,7 +117,7 @@ class GraphSessions:
         feeds = {name: array for name, array in {**values, **self._fed}.items() if name in taken}
         try:
             return dict(zip(names, session.run([*names], feeds), strict=True))
-        except Exception as error:  # each of onnxruntime's is a class of its own
+        except Exception as error:  # onnxruntime's errors have no common class
             raise NotRunError(one_line(error)) from error
 
     def _session(self, names: Sequence[str], seed: int) -> Any:
@@ -135,7 +135,7 @@ class GraphSessions:
                 proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in more)
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
-            # a BatchNormalization in training that follows a product is folded into it as if it were not in training
+            # onnxruntime folds a BatchNormalization after a product into it, even in training mode
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._sessions[seed, more] = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]

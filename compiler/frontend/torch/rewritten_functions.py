@@ -54,7 +54,7 @@ def _dropouts() -> dict[object, Callable[..., Tensor]]:
 
     channels = functools.partial(_drop_channels, 2)
     alpha_of_channels = functools.partial(_drop_alpha, 2)
-    # Tensors of these numbers of dims have no dim of records.
+    # Tensors with these numbers of dims have no batch dim.
     of_functional: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
         functional.dropout: functional.dropout,
         functional.dropout1d: lambda x, p, train: _drop_channels(1 if x.dim() == 2 else 2, x, p, train),

@@ -74,7 +74,7 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
 
     called: list[str] = []
     function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    kind.forward = detaching  # of its class: what torch traces by bytecode would take one of the module for a submodule
+    kind.forward = detaching  # on the class: a trace by bytecode would take an instance's `forward` for a submodule
     try:
         yield called
     finally:
@@ -86,7 +86,10 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
 
 
 def observe_apart(module: torch.nn.Module, recorder: Recorder, arguments: Mapping[str, Any]) -> Observer:
-    """Runs a copy of the module under an observer, for a forward that torch traced by bytecode, of which the first observer saw nothing."""
+    """Runs a copy of the module under a new observer, and returns that observer.
+
+    This is for a forward that torch traced by bytecode: the observer of the trace has seen nothing of it.
+    """
     import torch
 
     try:
@@ -188,7 +191,7 @@ def _mode(observer: Observer) -> Callable[[], Any]:
                 observer.detached(args, shown)
                 return shown
             self.off = self.off and not on
-            # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
+            # branches of a `torch.cond` turn gradients off themselves (`traced_blocks.py`)
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
                 traced: Callable[..., Any] = functions.get(func, func)

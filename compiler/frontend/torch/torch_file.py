@@ -56,7 +56,7 @@ def restored(model: ir.Model) -> ir.Model:
         and value not in outputs
     ]
     for value in made:
-        if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # its name is that of the caller's proto
+        if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # it shares its name with the caller's proto
             value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(value.const_value))
     name_by_use(model, made)
     return model

@@ -65,7 +65,7 @@ _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's do
 _IN_ANOTHER = "its forward has sizes that torch does not follow; export it in a module of your own, with a dynamic batch, tokens and past"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
-# Paths and source lines of the machine that exports, and what repeats the graph in another form.
+# Paths and source lines of the exporting machine, and metadata that repeat the graph in another form.
 _DROPPED = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.onnx.original_node_name")
 
 
@@ -107,7 +107,7 @@ def export(
     program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
-    model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
+    model: ir.Model = program.model.clone()  # in torch's own model, `==` of two values may add a node
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
@@ -203,7 +203,7 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
             if dim is None and not by_axis:
                 continue
             is_plain = dim is None or isinstance(dim, str | int | Symbol)
-            # a `torch.export.Dim` has a name; `Dim.AUTO` and its like have none
+            # a `torch.export.Dim` has a name; `Dim.AUTO` and similar ones have none
             found[name][int(axis)] = dim if is_plain else getattr(dim, "__name__", None)
     return found
 

@@ -76,7 +76,7 @@ def _inference_as_blocks() -> Iterator[None]:
         inferring.pop()
 
     was = grad_mode._enter_inference_mode, grad_mode._exit_inference_mode
-    functools.update_wrapper(enter, was[0])  # the graph's code has these names
+    functools.update_wrapper(enter, was[0])  # the graph's code uses these names
     functools.update_wrapper(leave, was[1])
     grad_mode._enter_inference_mode, grad_mode._exit_inference_mode = enter, leave
     try:

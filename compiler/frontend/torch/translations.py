@@ -353,7 +353,7 @@ def floor_divided(x: Any, other: Any) -> Any:
     x, other = _operands(x, other)
     zero = _like(x, 0)
     if not x.dtype.is_floating_point():
-        rest = op.Mod(x, other)  # of the sign of the divisor
+        rest = op.Mod(x, other)  # with the sign of the divisor
         return op.Div(op.Sub(x, rest), other)
     rest = op.Mod(x, other, fmod=1)
     exact = op.Div(op.Sub(x, rest), other)

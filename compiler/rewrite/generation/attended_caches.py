@@ -144,7 +144,7 @@ class _Attended:
         build, none = self.build, self.build.constant("no_axes", [0])
         zero, one = build.constant("zero", 0), build.constant("one", 1)
         ids = self._ids()
-        source, axis = (query, 2) if ids is None else (ids, 1)  # what ids give is proven without the model's other ops
+        source, axis = (query, 2) if ids is None else (ids, 1)  # a count from ids needs no other ops for its proof
         before, new = (
             build.op(word, "Squeeze", [build.op(f"{word}_1", "Shape", [value], start=dim, end=dim + 1), none])
             for word, value, dim in (("past", self.node.inputs[self.at], 2), ("tokens", source, axis))

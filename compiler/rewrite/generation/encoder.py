@@ -109,7 +109,7 @@ class Encoder:
             self._measured(build, value, form)
         drop_unread(graph, [value for value in found.values() if value is not None])
         for value in (value for node in graph for value in node.outputs):
-            value.shape = None  # of other sizes from now on: the pass `shapes` infers them
+            value.shape = None  # its sizes change: the pass `shapes` infers them
         self.source.shape = ir.Shape([form.rows, *self._sizes()])
         return found
 

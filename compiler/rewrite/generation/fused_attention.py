@@ -129,7 +129,7 @@ def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
     scale, is_half = None, kinds[:1] == ["Cast"]
     if kinds[is_half:] == ["Mul", "Cast", "Slice"]:
         scale = between[-3].inputs[1]
-        for _ in range(4 + is_half):  # Cast, Clip, Round, Div, and of 16 bits the Cast before them
+        for _ in range(4 + is_half):  # Cast, Clip, Round, Div, and for 16 bits the Cast before them
             made_by = None if new is None else new.producer()
             new = None if made_by is None else made_by.inputs[0]
     elif kinds != ["Slice"]:

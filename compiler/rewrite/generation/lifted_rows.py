@@ -80,7 +80,7 @@ class Lifting:
             self.lifted[made] = self.ranks.get(made, 99)
         elif node.op_type == "Expand" and data in self.lifted and node.inputs[1] not in self.sizes:
             repeats = made in self.batched and self.ranks.get(made) == self.lifted[data] + 1
-            return [] if repeats else None  # [tokens] for each of a batch
+            return [] if repeats else None  # [tokens] for each sequence of a batch
         elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
             assert node.inputs[1] is not None
             self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def _first_is_one(shape: ir.Value | None) -> bool:
 
 
 def once(value: ir.Value, build: NodeBuilder) -> None:
-    """Removes each Tile that repeats a first dim of 1 for each sequence, and changes Reshapes to 1: the value has the batch there."""
+    """Removes each Tile that repeats a first dim of 1 for each sequence, and changes Reshapes to 1: `value` has the batch there."""
     waiting, followed = [value], {value}
     while waiting:
         for node, k in [*waiting.pop().uses()]:
@@ -151,7 +151,7 @@ def once(value: ir.Value, build: NodeBuilder) -> None:
             elif node.outputs[0] not in followed and _keeps_first(node, k, followed):
                 followed.update(node.outputs)
                 if node.op_type == "Reshape":
-                    _copy_first(node, build)  # and goes on there
+                    _copy_first(node, build)  # it continues there
                 else:
                     waiting += node.outputs
 

@@ -48,17 +48,17 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     if nodes is None:
         return Sight.UNKNOWN
     run, causal = _evaluator(graph, nodes, mask, positions), True
-    # of a prompt that is read token by token the model, too, sees more than one, if it can
+    # where a prompt is read token by token, two tokens are tried as well, if the model takes them
     widths = (form.tokens, 2) if form.rules.chunk == 1 and not positions.takes_one else (form.tokens,)
     for width in widths:
         every = range(0, form.rules.length, width)
         for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
             found = run(some, width)
-            if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
+            if found.ndim == 5 and found.shape[2] == 1:  # queries grouped by their head of keys
                 found = found[:, :, 0]
             found = found.reshape(
                 *[1] * (4 - found.ndim), *found.shape
-            )  # the same of every head, and of every sequence
+            )  # the same for every head, and for every sequence
             found = ~found if hides and found.dtype == np.bool_ else found
             seen = found if found.dtype == np.bool_ else found > _NEAR
             entries, tokens = np.arange(max(some) + width), np.arange(width)
@@ -176,7 +176,7 @@ def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[
         for key in masks:
             if key not in known:
                 known[key] = sight_of(graph, key[0], positions, form, key[1])
-        if all(known[key] is Sight.LATER for key in masks):  # also where there is none
+        if all(known[key] is Sight.LATER for key in masks):  # also where there is no mask
             found.append(node)
     return found
 
@@ -196,7 +196,7 @@ def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tupl
         if producer.op_type not in _SCALING or len(rest) != 1:
             return None
         value = rest[0]
-        given = [one for one in made if _makers(graph, one, ()) is None]  # what is no constant
+        given = [one for one in made if _makers(graph, one, ()) is None]  # without constants
         if producer.op_type == "Where" and operands[0] in given:
             found.append((operands[0], value is operands[2]))
         elif producer.op_type == "Add":

@@ -112,7 +112,7 @@ class Positions:
             if 0 not in axes and not lifting.of(counted, 1 + len(axes)):
                 continue
             rows = self._rows_of(steps)
-            # a dim of 1 before the tokens takes the batch; without one the batch is a dim more
+            # the batch replaces a dim of 1 before the tokens, or is an additional dim
             left = [axis for axis in axes if axis] if 0 in axes else [axis + 1 for axis in axes]
             if left:
                 word = f"rows_{'_'.join(map(str, left))}"

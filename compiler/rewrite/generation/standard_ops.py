@@ -26,7 +26,7 @@ def use_standard_ops(model: ir.Model) -> None:
     halves = dict[ir.Value, ir.Value]()
     for node in list(model.graph):
         if node.device_configurations or node.outputs[0].is_graph_output():
-            continue  # what an annotation says, it says of these nodes
+            continue  # annotations are for these nodes
         if node.op_type == "Mul":
             _use_norm(node)
         elif node.op_type == "Add":

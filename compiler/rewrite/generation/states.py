@@ -40,7 +40,7 @@ def renew(
     shape, none = ir.Shape([rows, *sizes]), build.constant("none", 0)
     cache = ir.Value(name=state.name, type=ir.TensorType(kind), shape=shape, const_value=zeros)
     for reader in [reader for reader, _ in state.uses() if reader.op_type == "Shape"]:
-        positions.measure(reader, (rows, *sizes))  # else each stage that asks for the batch would read the state
+        positions.measure(reader, (rows, *sizes))  # else each stage that needs the batch size would read the state
     graph.inputs.remove(state)
     graph.register_initializer(cache)
     axes = build.constant(f"state_axes_{len(sizes)}", [*range(1, 1 + len(sizes))])

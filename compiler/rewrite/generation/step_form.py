@@ -5,8 +5,8 @@
 
 Before an encoder's sequence begins, `encode` computes the encoder of one slot of each run (`encoder.py`).
 
-Each form has narrow variants: a prefill of fewer tokens for the end of a prompt, and a decode of the first few slots, for when no other
-slot has a sequence. Each variant has its own program, so that a step computes no more rows than it needs, up to the next size.
+Each form has narrow variants: a prefill of fewer tokens for the end of a prompt, and a decode of fewer consecutive slots, where no
+other slot has a sequence. Each variant has its own program, so that a step computes no more rows than it needs, up to the next size.
 
     prefill_4     tokens [runs, 4]        prefill_16, ..
     decode_2      tokens [2 runs, 1]      decode_1, decode_4, ..
