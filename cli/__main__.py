@@ -1,4 +1,4 @@
-"""The process of `partc`, also as `python -m partc.cli`: it listens for signals before it imports anything else.
+"""The process of `partc`, also as `python -m partc.cli`: it installs signal handlers before it imports anything else.
 
 As `python -m partc.cli` it imports nothing from the folder where it is started.
 """
@@ -7,12 +7,12 @@ import os
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # python -m has put it first
+    # `python -m` has put the current folder first
     del sys.path[0]
 
 try:
     from partc.cli.interruption import run
-except KeyboardInterrupt:  # Python's own handler, which is there before any of partc's
+except KeyboardInterrupt:  # by Python's own handler, before partc installs its own
     os.write(2, b"stopped by SIGINT\n")
     os._exit(130)
 
@@ -24,7 +24,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The entry point of the console script."""
     run(_command)
 
 

@@ -1,8 +1,8 @@
-"""What differs between two artifacts: facts of their programs, the changes between these, and the thresholds of a review.
+"""Compares two artifacts: the facts of their programs, the changes between these, and the thresholds of a review.
 
-Facts say where nodes run, how they are cut, what travels and what it costs. They are read from the manifest and from one rank file of each
-kind. Alike changes of numbered names become one row: `layers.*.mlp.in.MatMul`, 48 times. A threshold is `bytes>5%`, `memory>100MB`,
-`messages>0` or `placement>0`.
+Facts are the ranks of nodes, their shardings, the communication and its cost. They are read from the manifest and from one rank file of
+each kind. Equal changes of names that differ in numbers become one row: `layers.*.mlp.in.MatMul`, 48 times. A threshold is `bytes>5%`,
+`memory>100MB`, `messages>0` or `placement>0`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEASURES = {
     "weights": "weights of the largest rank, without the optimizer's state",
     "time": "time of a step on the machine",
 }
-"""By name what is measured of a program; the time, in nanoseconds, where a machine is given."""
+"""Maps the name of each measure of a program to its description; the time, in nanoseconds, is measured where a machine is given."""
 TIME = "time"
 IN_BYTES = ("bytes", "memory", "weights")
 _CUT = re.compile(r"(?:^|, |; )(\S+ in \d+) by ")
@@ -50,7 +50,7 @@ _CUT = re.compile(r"(?:^|, |; )(\S+ in \d+) by ")
 
 @dataclass(frozen=True)
 class Fact:
-    """What one thing is, as text to compare, and why."""
+    """One fact as a text to compare, with its reason."""
 
     text: str
     why: str = ""
@@ -58,7 +58,7 @@ class Fact:
 
 @dataclass
 class Facts:
-    """A program's facts by kind and name, and its measures at chosen sizes. `unknown`: what `bytes` and `memory` leave out."""
+    """A program's facts by kind and name, and its measures at chosen sizes. `unknown`: the values that `bytes` and `memory` leave out."""
 
     placement: dict[str, Fact] = field(default_factory=dict)
     layouts: dict[str, Fact] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Facts:
 
 
 KINDS = ("placement", "layouts", "shards", "communication")
-"""The fields of `Facts` that hold facts by name."""
+"""The fields of `Facts` that map names to facts."""
 
 
 def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | None = None) -> Facts:
-    """The facts of the program that the artifact is seen from, with the time of a step that a `machine` is simulated to take.
+    """Returns the facts of the artifact's program; with a `machine`, also the simulated time of a step.
 
     Raises UsageError where a dim is not a whole number at the sizes.
     """
@@ -128,7 +128,7 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
 
 
 def _nodes(model: ModelProto) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """Path, target, cuts, and the rule that placed it, for each compute node that has a path."""
+    """Yields path, target, shardings and placement rule of each compute node that has a path."""
     nodes = chain(model.graph.node, *(function.node for function in model.functions))
     for node in nodes:
         said = {entry.key: entry.value for entry in node.metadata_props}
@@ -137,7 +137,7 @@ def _nodes(model: ModelProto) -> Iterator[tuple[str, str, tuple[str, ...], str]]
 
 
 def _add_communication(found: Facts, artifact: Artifact, sizes: Mapping[str, int]) -> None:
-    """What travels, by op, value and ends: its bytes for a rank, and the cause. What several messages move is added up."""
+    """Adds the communication by op, value and ranks: its bytes for a rank, and its cause. The bytes of several messages are summed."""
     manifest = artifact.manifest
     texts: dict[str, list[str]] = {}
     causes: dict[str, str] = {}
@@ -160,7 +160,7 @@ _NONE = Fact("")
 
 @dataclass(frozen=True)
 class Change:
-    """What is otherwise in the second artifact: `before` is empty where it is new, `after` where it is gone; `why` it is so there."""
+    """A fact that differs in the second artifact: `before` is empty where it is new, `after` where it is gone; `why` is its reason."""
 
     kind: str
     name: str
@@ -171,7 +171,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure of both artifacts."""
+    """One measure of both artifacts."""
 
     name: str
     before: int
@@ -179,18 +179,18 @@ class Measured:
 
     @property
     def grown(self) -> int:
-        """How much larger it is in the second."""
+        """The second artifact's value minus the first one's."""
         return self.after - self.before
 
     @property
     def percent(self) -> float:
-        """The same in percent of the first; infinite where that is 0."""
+        """The growth in percent of the first artifact's value; infinite where that is 0."""
         return 0.0 if not self.grown else 100 * self.grown / self.before if self.before else float("inf")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two programs of one name; a program that one artifact lacks is one without facts."""
+    """The differences of two programs of one name; a program that one artifact lacks has no facts there."""
 
     program: str
     changes: tuple[Change, ...]
@@ -202,7 +202,7 @@ class Difference:
 
 
 def difference(program: str, first: Facts, second: Facts) -> Difference:
-    """Every fact that one has and the other has not, or not so, in the order in which the programs have them."""
+    """Returns every fact that differs between the programs or that one of them lacks, in the programs' order, and their measures."""
     changes = []
     for kind in KINDS:
         before: dict[str, Fact] = getattr(first, kind)
@@ -217,7 +217,10 @@ def difference(program: str, first: Facts, second: Facts) -> Difference:
 
 
 def grouped_changes(changes: Iterable[Change]) -> list[tuple[Change, int]]:
-    """The changes, those whose names and reasons differ in numbers alone as one with `*` for these, and how many each row stands for."""
+    """Groups changes whose names and reasons differ only in numbers into one, with `*` in place of these.
+
+    Returns each with the number of changes that it stands for.
+    """
     rows: dict[tuple[str, str, str], list[Change]] = {}
     for one in changes:
         rows.setdefault((_NUMBER.sub("*", one.name), one.before, one.after), []).append(one)
@@ -225,13 +228,13 @@ def grouped_changes(changes: Iterable[Change]) -> list[tuple[Change, int]]:
 
 
 def _merged(some: Sequence[Change]) -> Change:
-    """One change for several: where the names differ there is a `*`, and so in the reasons."""
+    """Merges several changes into one: numbers that differ in their names or reasons become `*`."""
     name, why = (_starred([getattr(one, key) for one in some]) for key in ("name", "why"))
     return Change(some[0].kind, name, some[0].before, some[0].after, why)
 
 
 def _starred(texts: Sequence[str]) -> str:
-    """A text with `*` for each number in which the texts differ; the first one, where they differ in more than numbers."""
+    """Returns a text with `*` for each number in which the texts differ; the first text where they differ in more than numbers."""
     if len({_NUMBER.sub("*", text) for text in texts}) > 1:
         return texts[0]
     columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
@@ -246,7 +249,7 @@ _WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 
 @dataclass(frozen=True)
 class Threshold:
-    """How much a measure may grow, with `percent` in percent of the first artifact's; or how many facts of a kind may change."""
+    """The most growth of a measure, with `percent` in percent of the first artifact's value; or the most changed facts of a kind."""
 
     text: str
     name: str
@@ -254,7 +257,7 @@ class Threshold:
     percent: bool = False
 
     def exceeded(self, found: Difference) -> str:
-        """By how much a difference is beyond it, as a sentence; empty where it is not."""
+        """Returns a sentence on how far a difference exceeds the threshold; empty where it does not."""
         if self.name in KINDS:
             number = len(found.of(self.name))
             return f"{self.text}: {number:,} changed" if number > self.most else ""
@@ -265,7 +268,7 @@ class Threshold:
 
 
 def parse_threshold(text: str) -> Threshold:
-    """A threshold from its text; ValueError says what is wrong."""
+    """Reads a threshold from its text. Raises ValueError with the problem."""
     form = _FORM.fullmatch(text)
     known = ", ".join([*MEASURES, *KINDS])
     if form is None:
@@ -286,7 +289,7 @@ def parse_threshold(text: str) -> Threshold:
 
 
 def exceeded(thresholds: Sequence[Threshold], found: Sequence[Difference]) -> list[str]:
-    """What is beyond the thresholds in any program, with its name where there are several."""
+    """Returns a sentence for each exceeded threshold in any program, with the program's name where there are several."""
     return [
         f"{one.program}: {text}" if len(found) > 1 else text
         for one in found
@@ -296,7 +299,7 @@ def exceeded(thresholds: Sequence[Threshold], found: Sequence[Difference]) -> li
 
 
 def common_sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """The given sizes, else the first artifact's typical ones; UsageError where either forbids one."""
+    """Returns the requested sizes, with the first artifact's typical ones for the rest. Raises UsageError where an artifact forbids one."""
     typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
     problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
     sizes = {**typical, **given}
@@ -311,7 +314,7 @@ def common_sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict
 def differences(
     old: Artifact, new: Artifact, sizes: Mapping[str, int], machine: Machine | None = None
 ) -> tuple[list[Difference], int]:
-    """What differs between the programs of each name, and of how many values the size is not known."""
+    """Returns the differences of the programs of each name, and the number of values of unknown size."""
     found, unknown = [], 0
     for name in dict.fromkeys([*old.programs, *new.programs]):
         facts = [

@@ -1,15 +1,15 @@
-"""The end of a command by a signal: from the first line of the process on, a sentence and an exit code in place of the system's default.
+"""Ends a command on a signal: from the process's first line on, with a sentence and an exit code in place of the system's default.
 
 A handler raises `Stopped` in the main thread, so that files and processes are cleaned up on the way out. If the process has not ended
-`_PATIENCE` seconds later, because the main thread is in a call of a library, or the exception was lost, or at a second signal, a thread
-ends it. While a compiled module is initialized a signal waits for that. Parts of a command that end in another way (a training saves first)
-put handlers of their own in place while they run; they call `must_end` for a signal that asks for the end, from which on the same time is
-left.
+`_PATIENCE` seconds later (the main thread is in a library call, or the exception was lost), or at a second signal, a thread ends it.
+While a compiled module is initialized, a signal is delayed. Parts of a command that end in another way (a training saves first) install
+their own handlers while they run; they call `must_end` for a signal that asks for the end, after which the process has the same
+time.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1                     128 + the signal's number
     SIGTERM, SIGUSR1, before a training's first step     75: nothing is lost, start it again
 
-This module imports little: it is the first that the command's process imports.
+This module imports little: it is the first one that the command's process imports.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ASK_TO_STOP = ("SIGTERM", "SIGUSR1")
 """Signals by which schedulers ask a training to stop."""
 _TRACE = "SIGUSR2"
-"""The signal that asks a training for a trace; there is none before the first step."""
+"""The signal that asks a training for a trace; before the first step it is ignored."""
 _TRY_AGAIN = 75
 _PATIENCE = 10.0
-"""Seconds in which a command cleans up."""
+"""The seconds in which a command must clean up."""
 _STACK = 1 << 18
 _BETWEEN = 0.01
 _BEGINS = ("create_module", "exec_module")
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has asked the command to end; `exit_code` and the text are those of the command's end."""
+    """A signal asks the command to end; `exit_code` and the text are for the command's end."""
 
     def __init__(self, number: int, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -48,21 +48,21 @@ class Stopped(KeyboardInterrupt):
 
 
 class _State:
-    """What the process does, for the sentence of its end."""
+    """The state of the process, from which the sentence of its end is made."""
 
     listens = False
     number = 0
-    """The signal that has come."""
+    """The signal that was received, or 0."""
     noted = 0
-    """The signal for which `must_end` was called."""
+    """The signal for which `must_end` was called, or 0."""
     wake = -1
-    """The end of the pipe that `_watch` reads."""
+    """The end of the pipe that is written to; `_watch` reads the other end."""
     resent = 0
-    """How often it was sent again by `_again`."""
+    """The number of signals that `_again` has sent again and `_watch` has not read yet."""
     training = False
-    """Whether the command is a training that takes no steps yet in this process."""
+    """Whether the command is a training that has not begun its steps in this process."""
     step = staticmethod(lambda: 0)
-    """The last step of a training in this process."""
+    """Returns the last step of a training in this process."""
 
 
 def run(command: Callable[[list[str]], int]) -> None:
@@ -90,7 +90,7 @@ def run(command: Callable[[list[str]], int]) -> None:
 
 
 def _open_standard_files() -> None:
-    """Opens the null device where the standard input or output is closed: what is opened next would take its number."""
+    """Opens the null device where standard input or output is closed: else the next opened file would take its number."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -101,7 +101,7 @@ def _open_standard_files() -> None:
 
 
 def listen(arguments: list[str]) -> None:
-    """Puts the handlers in place, in the main thread. A signal that is ignored at the start (nohup) stays ignored."""
+    """Installs the handlers, in the main thread. A signal that is ignored at the start (nohup) stays ignored."""
     _state.listens, _state.training = True, arguments[:1] == ["train"]
     sys.unraisablehook = _unraisable
     for number in _numbers(lambda handler: handler is not signal.SIG_IGN):
@@ -119,7 +119,7 @@ def listen(arguments: list[str]) -> None:
 
 
 def restore() -> None:
-    """Gives the signals that are still this module's their defaults: this process is a child, or one rank of a job."""
+    """Resets the signals that this module still handles to their defaults: this process is a child, or one rank of a job."""
     if not _state.listens:
         return
     _state.listens = False
@@ -135,12 +135,12 @@ def ignore() -> None:
 
 
 def takes_steps(step: Callable[[], int]) -> None:
-    """Records that a training in this process begins its steps, of which `step` returns the last: a stop loses work."""
+    """Records that a training in this process begins its steps: from now on a stop loses work. `step` returns the last step."""
     _state.training, _state.step = False, step
 
 
 def must_end(number: int) -> None:
-    """Lets `_watch` end this process in `_PATIENCE` seconds, by a signal that another handler than this module's has noted."""
+    """Makes `_watch` end this process in `_PATIENCE` seconds, for a signal that another module's handler has received."""
     if _state.wake >= 0 and not _state.noted:
         _state.noted = number
         with contextlib.suppress(OSError):
@@ -148,7 +148,10 @@ def must_end(number: int) -> None:
 
 
 def stopped(number: int, step: int = 0, lost: str = "") -> Stopped:
-    """The end of the command by a signal: after a step, with what that has lost, where steps are taken by other processes."""
+    """Returns the exception that ends the command for a signal.
+
+    Where other processes take the steps, `step` is the last one and `lost` a text of the work that is lost.
+    """
     name, step = signal.Signals(number).name, step or _state.step()
     if _state.training and not step:
         code = _TRY_AGAIN if name in _ASK_TO_STOP else 128 + number
@@ -159,23 +162,26 @@ def stopped(number: int, step: int = 0, lost: str = "") -> Stopped:
 
 
 def of_interrupt(error: BaseException) -> Stopped:
-    """The end of the command by an interrupt that nothing has caught."""
+    """Returns the exception that ends the command, for an interrupt that no code has caught."""
     return error if isinstance(error, Stopped) else stopped(_state.number or signal.SIGINT)
 
 
 def refuse_stopped() -> None:
-    """Raises the exception of a signal that has come, where a library has caught it, before other handlers take the signals over."""
+    """Raises the exception of a received signal that a library has swallowed, before other handlers take over the signals."""
     if came := swallowed():
         raise came
 
 
 def swallowed() -> Stopped | None:
-    """The end of the command where a signal has come, but its exception has not: a library has caught it, and what it did is not whole."""
+    """Returns the exception of a signal that was received where no exception has arrived; None where no signal was.
+
+    A library has then caught the exception, and its own work is incomplete.
+    """
     return stopped(_state.number) if _state.number else None
 
 
 def _numbers(of: Callable[[object], bool]) -> list[int]:
-    """The signals of `_NAMES` on this system whose handler is such."""
+    """Returns the signals of `_NAMES` on this system whose handler satisfies `of`."""
     numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
     return [number for number in numbers if of(signal.getsignal(number))]
 
@@ -208,7 +214,7 @@ def _begins_native_module(frame: FrameType | None) -> bool:
 
 
 def _unraisable(error: sys.UnraisableHookArgs) -> None:
-    """Sends a signal again whose exception is lost, since it was raised in a finalizer."""
+    """Sends a signal again if its exception was raised in a finalizer, and so was lost."""
     if isinstance(error.exc_value, Stopped):
         _thread.start_new_thread(_again, (error.exc_value.number, _thread.get_ident()))
     else:
@@ -222,7 +228,7 @@ def _again(number: int, thread: int) -> None:
 
 
 def _watch(read: int) -> None:
-    """Reads the numbers of the signals that come, whatever the main thread does, and ends a process that does not end by itself."""
+    """Reads the numbers of received signals, whatever the main thread does, and ends a process that does not end by itself."""
     first, until = 0, 0.0
     while not first or select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         for number in os.read(read, 64):
@@ -238,13 +244,13 @@ def _watch(read: int) -> None:
 
 
 def _end_now(number: int) -> None:
-    # which steps other processes have taken is not known here
+    # the steps of other processes are not known here
     of_others = Stopped(number, f"stopped by {signal.Signals(number).name}", 128 + number)
     os._exit(_print(of_others if _state.noted else stopped(number)))
 
 
 def _print(error: Stopped) -> int:
-    """Prints a sentence where nothing else can be relied on; the exit code."""
+    """Prints the sentence with one system call, where nothing else can be relied on; returns the exit code."""
     with contextlib.suppress(OSError):
         os.write(2, f"{error}\n".encode())
     return error.exit_code

@@ -1,7 +1,7 @@
-"""The entry of the command `partc`: its list of commands, and what an error becomes.
+"""The entry of the command `partc`: its list of commands, and the handling of errors.
 
-A command's module is imported when the command runs, so that `partc --help` and a wrong option answer at once. An error
-made for the user prints its text and no traceback; anything else is a bug in partc and says so.
+A command's module is imported when the command runs, so that `partc --help` and a wrong option respond at once. An error
+made for the user prints its text and no traceback; any other error is reported as a bug in partc.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing any."""
+        """Writes the list of commands, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -94,12 +94,12 @@ def partc() -> None:
 
 
 def main() -> None:
-    """The process of a command, where `__main__`, which begins before anything is imported, is not its entry."""
+    """The entry of a process that does not start in `__main__`, which would install signal handlers before any import."""
     run(invoke)
 
 
 def invoke(arguments: Sequence[str]) -> int:
-    """Runs `partc ARGUMENTS` and prints its error, if any; the exit code."""
+    """Runs `partc ARGUMENTS`, prints its error, if any, and returns the exit code."""
     console.begin(arguments)
     code = _invoke(arguments)
     console.end(code)
@@ -110,7 +110,7 @@ def _invoke(arguments: Sequence[str]) -> int:
     try:
         if _COMPLETION in os.environ:
             partc.main(list(arguments), prog_name="partc", complete_var=_COMPLETION)
-        # not by `partc.main`, which ends the process where nobody reads its output, and forgets by what it was interrupted
+        # not by `partc.main`, which ends the process where its output has no reader, and loses the reason of an interrupt
         with partc.make_context("partc", list(arguments)) as ctx:
             code = partc.invoke(ctx)
         if sys.stdout is not None:
@@ -137,7 +137,7 @@ def _invoke(arguments: Sequence[str]) -> int:
 
 
 def _ended(stopped: Stopped) -> int:
-    """Prints by what the command was stopped; its exit code."""
+    """Prints the reason why the command was stopped; returns its exit code."""
     with contextlib.suppress(OSError):  # the terminal may have gone
         console.failure(str(stopped))
     return stopped.exit_code

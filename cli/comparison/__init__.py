@@ -1,1 +1,1 @@
-"""The comparison of a compiled model with the unsharded model."""
+"""Compares a compiled model with the unsharded model."""

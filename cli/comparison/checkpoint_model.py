@@ -1,6 +1,6 @@
-"""A model with the weights of a checkpoint, in its inference form: BatchNormalization uses its running statistics, Dropout does nothing.
+"""Writes a model with the weights of a checkpoint, in inference form: BatchNormalization uses its running statistics, Dropout does nothing.
 
-Weights are read from the checkpoint when they are written, one at a time where they have a file of their own.
+Weights are read from the checkpoint when they are written, one at a time where each has a file of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: int = INLINE_BYTES) -> int:
-    """Writes the model with the checkpoint's parameters and statistics into `path`; how many of its weights were replaced.
+    """Writes the model with the checkpoint's parameters and statistics to `path`; returns the number of weights that were replaced.
 
-    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError where a file
-    that is read would be overwritten, DamagedError for a damaged checkpoint.
+    Large weights go into a file next to it, named `path` with `.data` appended. Raises CheckpointError with all weights that do not fit,
+    CompileError where a file that is read would be overwritten, and DamagedError for a damaged checkpoint.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.frontend import load
@@ -78,5 +78,5 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
 
 
 def _of_the_model(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
-    """What a checkpoint has of the model itself."""
+    """Returns the records of the checkpoint's parameters and statistics, which belong to the model itself."""
     return {name: one for name, one in checkpoint.index.tensors.items() if one.kind in ("parameter", "statistics")}

@@ -1,8 +1,8 @@
 """Finds the first value inside of a compiled model that differs from the unsharded model, and its rank.
 
-Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a shard of a value of the
-model, and run once. Values are then compared in the order of the whole program; partial values are not, but what they are reduced to
-is. What rounding does to the unsharded model is measured on the same values.
+Both artifacts are copied with one more output for each value that a node makes and that is a shard of a value of the model, and run once.
+Then the values are compared in the order of the unsharded program; partial values are skipped, but the values that they are reduced to are
+compared. The effect of rounding on the unsharded model is measured on the same values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHARE = {"float16": 1e-2, "float64": 1e-9}
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program and the artifact that was written of it, with the devices that its targets are asked to be."""
+    """A compiled program and its artifact, with the device that each target runs on."""
 
     program: Complete
     folder: Path
@@ -43,7 +43,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A value of the model on a rank, by the name of the output that shows it."""
+    """A value of the model on a rank, with the name of the output that shows it."""
 
     output: str
     value: str
@@ -53,7 +53,7 @@ class _Seen:
 
 @dataclass
 class _Look:
-    """What is shown of an artifact, and by value the node that makes it."""
+    """The values of an artifact that are shown, and for each value the node that makes it."""
 
     seen: list[_Seen] = field(default_factory=list)
     makers: dict[str, str] = field(default_factory=dict)
@@ -62,9 +62,9 @@ class _Look:
 def first_difference(
     whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path, noisy: bool = True
 ) -> str:
-    """A line that names the first value that differs, its maker and the rank; empty where none does.
+    """Returns a line that names the first value that differs, its maker and the rank; empty where none does.
 
-    `inputs` are those of one step, with its scalars.
+    `inputs` are the inputs of one step, with its scalars.
     """
     look, reference = _shown(whole, scratch / "inside_whole", inputs)
     others = [_shown(whole, scratch / "inside_whole", inputs, draw + 1)[1] for draw in range(_DRAWS if noisy else 0)]
@@ -85,13 +85,16 @@ def first_difference(
 
 
 def gradients_alone(whole: Compiled, inputs: Mapping[str, Any], scratch: Path) -> Arrays:
-    """The gradients of all parameters in the first step of a program of one rank."""
+    """Returns the gradients of all parameters in the first step of a program of one rank."""
     look, reference = _shown(whole, scratch / "inside_whole", inputs, only_gradients=True)
     return {one.value: reference[one.output] for one in look.seen}
 
 
 def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path) -> tuple[Arrays, Arrays]:
-    """The gradients of all parameters in the first step, of both; where ranks hold a shard alike, of each element the worst."""
+    """Returns the gradients of all parameters in the first step, of the unsharded and of the compiled program.
+
+    Where several ranks have the same shard, each element is the one with the largest difference.
+    """
     want = gradients_alone(whole, inputs, scratch)
     inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs, only_gradients=True)
     have: Arrays = {}
@@ -113,7 +116,7 @@ def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], sc
 def _shown(
     compiled: Compiled, out: Path, inputs: Mapping[str, Any], seed: int = 0, only_gradients: bool = False
 ) -> tuple[_Look, Arrays]:
-    """One step of a copy that shows what is inside; with a seed the operands are changed by units in the last place."""
+    """Runs one step of a copy that shows its inner values; a nonzero seed changes operands by units in the last place."""
     from partc.cli.job.outputs import flatten
     from partc.runtime import load_local
 
@@ -133,7 +136,7 @@ def _shown(
 
 
 def _names(program: Complete, only_gradients: bool) -> dict[int, dict[str, ShardedValue]]:
-    """By rank and name there the copies of values that it has; partial values are left out."""
+    """Maps each rank to a map of names in its file to the values that it has; partial values are left out."""
     from partc.compiler.emit.names import Names
 
     learned = program.training.parameters if program.training is not None else ()
@@ -182,7 +185,7 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
 
 
 def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
-    """How a value on a rank differs; None where it does not, or cannot be compared."""
+    """Returns a text of how a value on a rank differs; None where it does not, or cannot be compared."""
     if have is None:
         return None
     at = _place(one, whole.shape)
@@ -200,7 +203,7 @@ def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) 
 
 
 def _place(one: _Seen, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """Where a rank's shard lies in the global value; None where that is of other dims than its layout."""
+    """Returns the slices of a rank's shard in the global value; None where the value's dims do not fit its layout."""
     try:
         box = one.copy.layout.box(one.copy.group.index(one.rank), shape)
     except ValueError:

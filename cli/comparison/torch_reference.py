@@ -1,7 +1,7 @@
-"""Torch itself as the reference of `partc verify`: outputs of a module, and a training by autograd and torch.optim.
+"""Runs torch itself as the reference of `partc verify`: the outputs of a module, and a training by autograd and torch.optim.
 
-The training is of the whole batch, in the model's own precision, without dropout and late updates: what a plan says of microbatches, ranks
-and rounding is compared with the unsharded model (`verify_training.py`). BatchNorm layers train where the plan trains them.
+The training takes the whole batch, in the model's own precision, without dropout and late updates: the plan's microbatches, ranks and
+rounding are compared with the unsharded model (`verify_training.py`). BatchNorm layers train where the plan trains them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Arrays: TypeAlias = dict[str, Array]
 
 
 def torch_outputs(case: Case) -> tuple[Arrays, list[str]]:
-    """The outputs that the module makes of the inputs, by name; and lines that say what is not compared with torch."""
+    """Returns the module's outputs for the inputs, by name, and lines that name the parts that are not compared with torch."""
     from partc.compiler.frontend.torch.graph_sessions import drawn_outputs
 
     if case.torch_model is None:
@@ -36,7 +36,7 @@ def torch_outputs(case: Case) -> tuple[Arrays, list[str]]:
     values = {spec.name: np.asarray(case.values[spec.name]) for spec in case.torch_model.inputs}
     try:
         made = case.torch_model.run(values)
-    except Exception as error:  # whatever forward raises of these inputs
+    except Exception as error:  # forward may raise anything for these inputs
         return {}, [f"torch's forward does not take these inputs, and is not compared: {_line(error)}"]
     names = {port.name for port in case.report.manifest.outputs} - {*drawn_outputs(case.source.model)}
     return {name: array for name, array in made.items() if name in names}, []
@@ -44,7 +44,10 @@ def torch_outputs(case: Case) -> tuple[Arrays, list[str]]:
 
 @dataclass
 class TorchTraining:
-    """The losses of all steps and the tensors after the last by the names that an artifact's training has, the first step's gradients."""
+    """The losses of all steps, the tensors after the last step, and the gradients of the first step.
+
+    Names are those in an artifact's training.
+    """
 
     values: Arrays = field(default_factory=dict)
     gradients: Arrays = field(default_factory=dict)
@@ -54,7 +57,7 @@ class TorchTraining:
 def torch_training(
     torch_model: TorchModel, training: Training, loss: str, records: Mapping[str, Array], steps: int, folder: Path
 ) -> TorchTraining:
-    """Trains the module by a plan's rules, some steps of the same batch, and puts its tensors back; `folder`: that of the plan."""
+    """Trains the module by a plan's rules, `steps` times on the same batch, and restores its tensors; `folder`: the plan's folder."""
     from partc.runtime.artifact.training.lr_schedule import rate_of
 
     found = TorchTraining()
@@ -75,7 +78,7 @@ def torch_training(
                     **_statistics(torch_model, tensors),
                 }
                 found.values |= {name: one.detach().cpu().numpy().copy() for name, one in kept.items()}
-    except Exception as error:  # whatever a module raises where it is trained
+    except Exception as error:  # a module may raise anything in training
         return TorchTraining(notes=[f"torch does not train the module, and is not compared: {_line(error)}"])
     if missing := [name for name in options if name not in tensors]:
         found.notes.append(f"torch has no parameter of its own for {', '.join(missing[:3])}, which the plan separates")
@@ -124,9 +127,10 @@ def _train(
 
 @contextmanager
 def _training(torch_model: TorchModel, training: Training) -> Iterator[dict[str, torch.Tensor]]:
-    """Within, the module is as the plan trains it; its tensors, of which the plan's parameters take gradients. After it all is as before.
+    """A context in which the module is in the plan's training mode; afterwards it is as before.
 
-    A module without weights of its own is called with copies of those that are stored.
+    Yields the module's tensors, of which the plan's parameters require gradients. A module without weights of its own is called with copies
+    of those that are stored.
     """
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet, without_dropout
@@ -167,7 +171,7 @@ def _training(torch_model: TorchModel, training: Training) -> Iterator[dict[str,
 
 
 def _tensors(torch_model: TorchModel) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name: the module's own, or copies of those that are stored."""
+    """Maps names to parameters and buffers: the module's own, or copies of those that are stored."""
     module = torch_model.module
     if not torch_model.stored:
         return {
@@ -180,14 +184,14 @@ def _tensors(torch_model: TorchModel) -> dict[str, torch.Tensor]:
 
 
 def _statistics(torch_model: TorchModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The buffers as the last step has left them."""
+    """Returns the floating-point buffers after the last step."""
     buffers = dict(torch_model.module.named_buffers(remove_duplicate=False))
     now = {name: tensors[name] for name in buffers} if torch_model.stored else buffers
     return {name: one for name, one in now.items() if one.is_floating_point()}
 
 
 def _loss(rules: TrainRules, outputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Torch's loss of a batch, as the plan's."""
+    """Computes the plan's loss of a batch with torch's functions."""
     import torch
     from torch.nn import functional
 
@@ -226,7 +230,7 @@ def _loss(rules: TrainRules, outputs: Mapping[str, torch.Tensor], given: Mapping
 
 
 def _classes() -> dict[str, tuple[Any, Callable[[Mapping[str, float]], dict[str, Any]]]]:
-    """By a plan's optimizer torch's class, and its options of the plan's numbers."""
+    """Maps each optimizer of a plan to torch's class, and a function from the plan's numbers to that class's options."""
     from torch import optim
 
     def adam(hyper: Mapping[str, float]) -> dict[str, Any]:
@@ -251,13 +255,13 @@ def _classes() -> dict[str, tuple[Any, Callable[[Mapping[str, float]], dict[str,
 
 
 def _unlike(optimizer: Optimizer) -> str:
-    """The type of an optimizer that torch does not have; empty where it has it."""
+    """Returns the type of an optimizer that torch lacks; empty where torch has it."""
     known = optimizer.type in _classes() and not optimizer.hyper.get("nesterov")
     return "" if known else optimizer.type
 
 
 def _optimizer(tensor: torch.Tensor, own: ParameterOptions, common: Optimizer) -> torch.optim.Optimizer:
-    """Torch's optimizer of a parameter."""
+    """Returns torch's optimizer for one parameter."""
     chosen = own.optimizer or common
     made, options = _classes()[chosen.type]
     decay = chosen.weight_decay if own.weight_decay is None else own.weight_decay

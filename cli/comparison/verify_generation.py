@@ -1,8 +1,8 @@
-"""`partc verify` of a plan that generates: the tokens behind several prompts at once against those of the unsharded model behind each.
+"""`partc verify` for a plan that generates: compares the tokens after several prompts at once with those of the unsharded model for each.
 
-The unsharded model is run by torch where it is a torch module, else by onnxruntime, with a past that grows, and with its encoder, if it has
-one, in each step. Two tokens whose
-scores differ by less than rounding does are both right: behind such a place a sequence is not compared, and a note says so.
+The unsharded model runs in torch where it is a torch module, else in onnxruntime, with a past that grows, and where it has an encoder, with
+the encoder in each step. Two tokens whose scores differ by less than rounding are both right: after such a position a sequence is not
+compared, and a note says so.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from partc.runtime import Request
 
 TIE = 1e-4
-"""Two scores that differ by less are equal; more where products round activations to int8, and a value halfway is rounded either way."""
+"""Scores that differ by less count as equal; the margin is larger where products round activations to int8, which may round either way."""
 _PROMPTS, _TOKENS, _LONGEST = 6, 16, 40
 _STEP = 64
-"""Tokens of a step whose scores are in memory at once."""
+"""The most tokens of a step whose scores are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The tokens behind a prompt, by how much each one's score is above the next best one's, and by how much rounding may change that."""
+    """The tokens after a prompt, the margin of each token's score over the next best score, and the effect of rounding on that margin."""
 
     tokens: list[int]
     margins: list[float]
@@ -41,7 +41,7 @@ class Reference:
 
 
 def verdict(case: Case, seed: int) -> Verdict:
-    """Every token of random prompts; as many prompts as make slots change hands."""
+    """Compares every token after random prompts; there are more prompts than slots, so that slots are reused."""
     from partc.compiler.comparison.compare import compare
 
     record = case.report.manifest.generation
@@ -66,7 +66,7 @@ def verdict(case: Case, seed: int) -> Verdict:
 
 
 def perplexity(case: Case, ids: Sequence[int]) -> float:
-    """The perplexity of a text by the unsharded model, in pieces as long as a sequence of the plan, each from an empty past."""
+    """Returns the unsharded model's perplexity of a text, in pieces as long as a sequence of the plan, each from an empty past."""
     record = case.report.manifest.generation
     assert record is not None
     alone = _Unsharded(case, record)
@@ -75,7 +75,10 @@ def perplexity(case: Case, ids: Sequence[int]) -> float:
 
 
 def _request(rng: np.random.Generator, record: GenerationRecord, size: int, count: int) -> Request:
-    """A random prompt of so many tokens; of a model with an encoder what that is given, behind which the decoder begins as it does."""
+    """Returns a request with a random prompt of `size` tokens.
+
+    For a model with an encoder the random values are the encoder's input, and the prompt is the decoder's start.
+    """
     from partc.runtime import Request
 
     encoder = record.encoder
@@ -99,7 +102,7 @@ def _in_process(case: Case, prompts: Sequence[Request], count: int) -> list[list
 
 
 def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[int]]:
-    """The same by `partc generate`, through files as a user would."""
+    """Runs the prompts with `partc generate`, through files as a user would."""
     from partc.cli.job.job import GenerationJob, Job, Reporting
     from partc.cli.launch.launch import launch
     from partc.cli.launch.launcher import WITHOUT_MPI, Hosts
@@ -119,7 +122,7 @@ def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[i
 
 
 def _line(case: Case, number: int, request: Request) -> dict[str, Any]:
-    """A request as a line of a file of prompts; an array is a file beside it."""
+    """Returns a request as a line of a file of prompts; an array goes into a file next to it."""
     from partc.runtime.files.writers import new_file
 
     if request.encoder is None:
@@ -133,12 +136,12 @@ def _line(case: Case, number: int, request: Request) -> dict[str, Any]:
 
 
 def _whole(tokens: list[int], count: int) -> list[int]:
-    """An answer that ended before, filled up."""
+    """Returns an answer, filled up with -1 to `count` tokens."""
     return tokens + [-1] * (count - len(tokens))
 
 
 class _Unsharded:
-    """The model itself, a sequence at a time."""
+    """The unsharded model; it runs one sequence at a time."""
 
     def __init__(self, case: Case, record: GenerationRecord) -> None:
         self._torch = case.torch_model
@@ -158,7 +161,7 @@ class _Unsharded:
         self._scores = record.logits or made[0]
 
     def _run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The scores and the caches of a step, by torch itself where the model is a torch module."""
+        """Returns the scores and the caches of a step; torch runs it where the model is a torch module."""
         names = [self._scores, *self._caches.values()]
         if self._torch is None:
             made: list[Array] = self._session.run(names, {**feeds})
@@ -167,14 +170,14 @@ class _Unsharded:
         return [found[name] for name in names]
 
     def _noise(self, feeds: Mapping[str, Array], scores: Array) -> float:
-        """By how much rounding may change the difference of two scores: that of activations to int8 changes each by as much at most."""
+        """Returns the most by which rounding may change the difference of two scores; rounding activations to int8 changes both."""
         if self._unrounded is None:
             return TIE
         exact = self._unrounded.run([self._scores], {**feeds})[0]
         return max(TIE, 2 * float(np.abs(exact[0, -1] - scores[0, -1]).max()))
 
     def tokens(self, request: Request, count: int) -> Reference:
-        """The likeliest tokens behind a prompt; behind one that stops -1."""
+        """Returns the likeliest tokens after a prompt, filled up with -1 after a token that stops."""
         encoder, prompt = self._record.encoder, request.prompt
         encoded = (
             {} if encoder is None else {encoder.input: self._typed(encoder.input, np.asarray(request.encoder)[None])}
@@ -195,7 +198,7 @@ class _Unsharded:
         return Reference(_whole(found.tokens, count), found.margins + [1.0] * missing, found.noise + [TIE] * missing)
 
     def surprise(self, ids: Sequence[int]) -> float:
-        """The sum of the negative logarithms of the probability of each token after the first, behind those before it."""
+        """Returns the sum of the negative logarithms of each token's probability after the tokens before it, from the second token on."""
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
         total, step = 0.0, 1 if self._record.states else _STEP
         for begin in range(0, len(ids) - 1, step):
@@ -214,7 +217,7 @@ class _Unsharded:
         return total
 
     def _feeds(self, ids: Array, past: Mapping[str, Array], before: int, entries: int) -> dict[str, Array]:
-        """The inputs of a step of tokens behind `before` others."""
+        """Returns the inputs of a step whose tokens follow `before` others."""
         width = ids.shape[1]
         positions = {
             "encoder_attention_mask": np.ones((1, entries)),
@@ -225,7 +228,10 @@ class _Unsharded:
         return feeds | {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
 
     def _empty(self, name: str) -> Array:
-        """A past of one sequence without a token: the first dynamic dim after that grows; another one is that of the cache."""
+        """Returns an empty past of one sequence: the first dynamic dim after the batch, which grows, has size 0.
+
+        Any other dynamic dim has the cache's size.
+        """
         dims = [*(self._given[name].shape or ())]
         grows = next((k for k, dim in enumerate(dims) if k and not isinstance(dim, int)), 0)
         sizes = [dim if isinstance(dim, int) else self._sizes[name][k] for k, dim in enumerate(dims)]

@@ -1,4 +1,4 @@
-"""`partc verify` of a plan that does not train: the outputs of the unsharded model against those of the compiled one."""
+"""`partc verify` for a plan that does not train: compares the outputs of the unsharded model with those of the compiled one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Every output of the unsharded model against the compiled one's; what rounding does is measured where they are not close.
+    """Compares every output of the unsharded model with the compiled one's; the effect of rounding is measured where they are not close.
 
     Outputs of a torch module are compared with torch's.
     """
@@ -67,7 +67,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 
 
 def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The outputs of the compiled model on MPI ranks, through files as a user would."""
+    """Returns the outputs of the compiled model on MPI ranks, through files as a user would."""
     import numpy as np
     from partc.cli.job.job import InferenceJob, Job, Reporting
     from partc.cli.launch.launch import launch
@@ -95,7 +95,7 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
 def run_unsharded(
     path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True
 ) -> dict[str, Any]:
-    """The outputs of the model in one session, as `unsharded_session` makes it."""
+    """Returns the outputs of the model in one session of `unsharded_session`."""
     from partc.runtime.errors import PartcError
 
     names = [port.name for port in manifest.outputs]

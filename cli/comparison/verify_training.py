@@ -1,8 +1,8 @@
-"""`partc verify` of a plan that trains: three steps of the unsharded model on one rank against three of the compiled one.
+"""`partc verify` for a plan that trains: compares three steps of the unsharded model on one rank with three of the compiled one.
 
-Compared are the loss and the metrics of all steps, every tensor that training keeps (parameters, what the optimizer keeps of
-them, and statistics), and the gradients of the first step, since a small step hides in a parameter's own rounding. Both sides go the way
-of `partc train`, through data, checkpoint and metrics in files. Of a torch module losses, parameters, statistics and gradients are
+It compares the loss and the metrics of all steps, every tensor of the training state (parameters, the optimizer's state of
+them, and statistics), and the gradients of the first step, since a parameter's own rounding hides a small step. Both sides go the way
+of `partc train`, through data, checkpoint and metrics in files. For a torch module, losses, parameters, statistics and gradients are
 compared with torch's own training (`torch_reference.py`).
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 STEPS = 3
 MOST_STEPS = 32
-"""Where steps are skipped, as gradients overflow under the loss scale, others follow; it halves at each."""
+"""The most steps: where gradients overflow under the loss scale, the step is skipped and the scale halves, so more steps follow."""
 SHARE = 1e-3
 _OVERFLOW = (
     "gradients of the first steps overflow under the loss scale, and are not compared; parameters are, after steps that count\n"
@@ -47,9 +47,9 @@ _UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Three steps of the unsharded model against three of the compiled one; what rounding does is measured where they are not close.
+    """Compares three steps of the unsharded model with three of the compiled one; rounding is measured where they are not close.
 
-    Of a sum over ranks the unsharded model's gradients are those of the sum of the parts' means.
+    For a loss that sums the ranks' means, the unsharded model's gradients are those of the sum of its parts' means.
     """
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
@@ -120,7 +120,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 
 @dataclass
 class _Torch:
-    """Torch's training of the module: what the compiled model is compared with, or rows of the unsharded model's own comparison with it."""
+    """Torch's training: values and gradients for the compiled model's comparison, or `rows` of the unsharded model's own with torch."""
 
     values: Mapping[str, Array] = field(default_factory=dict)
     gradients: Mapping[str, Array] = field(default_factory=dict)
@@ -136,9 +136,9 @@ def _against_torch(
     shards: int,
     tolerances: tuple[float | None, float | None],
 ) -> _Torch:
-    """Torch's training, for the compiled model itself where the plan says nothing that torch's has not.
+    """Returns torch's training, to compare the compiled model with, where the plan has nothing that torch's training lacks.
 
-    Else the unsharded model is compiled once more without that, and compared; `rows` then measures rounding where it is asked to.
+    Else the unsharded model is compiled once more without these parts, and compared with torch; `rows(True)` then also measures rounding.
     """
     from partc.cli.comparison.first_difference import gradients_alone
     from partc.cli.comparison.reference import DRAWS, compile_alone, perturbed
@@ -180,7 +180,7 @@ def _against_torch(
 
 
 def _undivided(case: Case, plan: Plan, shards: int) -> tuple[Source, Plan, list[str]]:
-    """The model and the plan without what torch's training has not, and what that is."""
+    """Returns the model and the plan without the parts that torch's training lacks, and the names of these parts."""
     assert plan.train is not None
     rules = plan.train
     late = {pattern: rule for pattern, rule in rules.parameters.items() if rule.staleness}
@@ -216,8 +216,10 @@ def compared(
     atol: float | None,
     noise: Mapping[str, Array] | None = None,
 ) -> list[Compared]:
-    """The comparison of every tensor. Without tolerances a thousandth of the largest change since `begun` counts for what is kept,
-    and a few units in the last place of the largest element: a step may change a parameter by less than its own rounding.
+    """Compares every tensor; without tolerances, the tolerance of the training state depends on its change since `begun`.
+
+    It is a thousandth of the largest change, plus a few units in the last place of the largest element: a step may change a parameter by
+    less than the parameter's own rounding.
     """
     found: list[Compared] = []
     for name, array in whole.items():
@@ -233,7 +235,7 @@ def compared(
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
-    """The inputs of a step as records; UsageError where they are not all of one batch."""
+    """Returns the inputs of a step as records. Raises UsageError where they do not have one batch size."""
     assert manifest.training is not None
     found = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
     records = {name: array for name, array in found.items() if name not in manifest.training.fixed}
@@ -255,7 +257,7 @@ def _trained(
     out: Path,
     mpi: bool,
 ) -> dict[str, Array]:
-    """What an artifact, compiled from the user's plan, logs of its steps, and its tensors after the last."""
+    """Trains an artifact, compiled from the user's plan; returns the logged numbers of its steps, and its tensors after the last one."""
     import click
     from partc.cli.launch.launch import launch, run_here
     from partc.cli.launch.launcher import WITHOUT_MPI, Hosts

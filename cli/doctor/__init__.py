@@ -1,1 +1,1 @@
-"""What `partc doctor` looks at: a file for each kind of cause."""
+"""The checks of `partc doctor`: a file for each kind of cause."""

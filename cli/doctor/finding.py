@@ -1,4 +1,4 @@
-"""A finding of a check about the machine or the installation, and its remedy."""
+"""The result of a check of the machine or the installation, with its remedy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OK, NOTE, FAULT = "ok", "note", "fault"
-"""As it should be; works, with less than there could be; something that partc does fails because of it."""
+"""OK: as it should be. NOTE: it works, but less well than it could. FAULT: something that partc does fails because of it."""
 SECONDS = 20.0
-"""A program that is asked for its version or its devices has so long."""
+"""The time limit of a program that is asked for its version or its devices."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`about` is a word for the first column; `remedy` a sentence for whoever runs the machine, empty where there is nothing to do."""
+    """The result of one check: `about` is a word for the first column, `state` is OK, NOTE or FAULT.
+
+    `remedy` is a sentence for the machine's administrator, empty where there is nothing to do.
+    """
 
     about: str
     state: str
@@ -25,7 +28,10 @@ class Finding:
 def output_of(
     command: Sequence[str], seconds: float = SECONDS, environment: Mapping[str, str] | None = None
 ) -> tuple[bool, str]:
-    """Whether a program ended well in so many seconds, and what it printed: stdout then, else the last line of stderr or why not."""
+    """Runs a program; returns whether it succeeded within `seconds`, and a text.
+
+    The text is its stdout, or after a failure the last line of its stderr, or the reason.
+    """
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=environment

@@ -1,4 +1,4 @@
-"""Cores, memory, temporary files and limits of this machine, as this process may use them."""
+"""Checks cores, memory, temporary files and limits of this machine, as this process may use them, onnxruntime, and Python packages."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FEW_FILES = 256
 _LOW_MEMORY = 1 << 30
 _LOW_DISK = 1 << 28
 _SHARED = 16 << 20
-"""Bytes of /dev/shm that Open MPI takes for a rank, where it gets them."""
+"""Bytes of /dev/shm that Open MPI takes for each rank, where they are available."""
 
 
 def cores() -> Iterator[Finding]:
-    """The cores that this process may use: of the machine, by its affinity, and by limits of its cgroups."""
+    """Checks the cores that this process may use: those of the machine, of its affinity, and of its cgroups' limits."""
     there, usable, most = os.cpu_count() or 1, len(usable_cores()), core_limit()
     text = count(there, "core")
     if usable < there:
@@ -58,7 +58,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Memory that can be had, and /dev/shm, in which Open MPI's processes of one host share memory."""
+    """Checks the available memory, and /dev/shm, in which Open MPI's processes of one host share memory."""
     lines = dict(line.split(":", 1) for line in text_of_system("/proc/meminfo").splitlines() if ":" in line)
     if "MemAvailable" in lines:
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -92,7 +92,7 @@ def memory() -> Iterator[Finding]:
 
 
 def temporary() -> Iterator[Finding]:
-    """The temporary folder, where each job has its own: writable, not full, and with a path that sockets can have."""
+    """Checks the temporary folder, where each job has its own: it must be writable, not full, and have a path short enough for sockets."""
     try:
         folder = tempfile.gettempdir()
         with tempfile.TemporaryDirectory(prefix="partc-doctor-") as name:
@@ -110,7 +110,7 @@ def temporary() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """The system's limits that jobs meet first: open files and processes."""
+    """Checks the system's limits that jobs reach first: open files and processes."""
     with contextlib.suppress(ImportError):
         import resource
 
@@ -146,7 +146,7 @@ _LIBRARIES = "pip install onnxruntime-gpu[cuda,cudnn], or CUDA and cuDNN of the 
 
 
 def providers() -> Iterator[Finding]:
-    """Whether onnxruntime loads, which providers it has, and whether a session begins on the GPUs that the system has."""
+    """Checks whether onnxruntime loads, which providers it has, and whether a session starts on the system's GPUs."""
     there = gpus()
     wanted = _CUDA if there else _CPU
     program = _ASK.replace("{provider}", wanted).replace("{preload}", "onnxruntime.preload_dlls()" if there else "")
@@ -175,11 +175,11 @@ def providers() -> Iterator[Finding]:
 
 
 _TWINS = ("onnxruntime", "onnxruntime-gpu")
-"""Distributions that install the same modules, the later one over the other's files."""
+"""Distributions that install the same modules: the later one overwrites the other's files."""
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter: its version and whether it has 64 bits."""
+    """Checks the interpreter: its version and whether it has 64 bits."""
     needed = metadata.metadata("partc")["Requires-Python"] or ""
     version = platform.python_version()
     where = f"{platform.python_implementation()} {version}, {sys.executable}"
@@ -192,7 +192,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What is missing or older than tested, all at once; optional packages that are not there; two onnxruntimes in one place."""
+    """Checks all packages at once: missing or outdated ones, optional ones that are absent, and two onnxruntimes in one environment."""
     missing, old, there = [], [], []
     for need in map(Requirement, metadata.requires("partc") or ()):
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):

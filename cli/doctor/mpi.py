@@ -1,4 +1,4 @@
-"""The MPI library that mpi4py loads, the launcher that partc takes, whether they match, and whether two ranks meet."""
+"""Checks the MPI library that mpi4py loads, the launcher that partc uses, whether they match, and whether two ranks connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSTALL = (
     'pip install "partc[mpi]" installs a library and its launcher into this environment; --in-process needs neither'
 )
 _VARIABLES = {"OMPI_COMM_WORLD_SIZE": Kind.OPEN_MPI, "PMI_SIZE": Kind.HYDRA}
-"""By the variable that names the ranks to a process, the family of its launcher."""
+"""Maps the environment variable in which a launcher gives a process the number of ranks to the launcher's family."""
 _RANKS = 2
 _START = 60.0
 _FAMILIES = (
@@ -38,12 +38,12 @@ _FAMILIES = (
     (r"Intel\(R\) MPI Library.*?(\d+(?:\.\d+)+)", Kind.HYDRA),
     (r"slurm (\d+(?:\.\d+)+)", Kind.SLURM),
 )
-"""By what a library or a launcher prints of itself, its family; a group is the version."""
+"""Patterns of the text that a library or launcher prints about itself, each with its family; the group is the version."""
 
 
 @dataclass(frozen=True)
 class _Named:
-    """A library or launcher: its family, which is None where what it prints is not known, and its version, `major.minor`."""
+    """A library or launcher: its family, None where its text is not recognized, and its version, `major.minor`."""
 
     kind: Kind | None
     version: str
@@ -60,7 +60,7 @@ def _named(text: str) -> _Named:
 
 
 def mpi() -> Iterator[Finding]:
-    """Library, launcher, their match, and a job of two ranks on this host."""
+    """Checks library, launcher, their match, and a job of two ranks on this host."""
     good, text = output_of([sys.executable, "-P", "-W", "ignore", "-c", _LIBRARY])
     library = _named(text) if good else None
     if library is None:
@@ -82,7 +82,7 @@ def mpi() -> Iterator[Finding]:
     yield Finding("launcher", OK, f"{launcher.path}, {starts}")
     if library is None:
         return
-    # srun starts ranks of any library, and of a kind that is not known nothing can be said
+    # srun starts ranks of any library, and an unknown kind cannot be checked
     is_known = None not in (library.kind, starts.kind) and starts.kind is not Kind.SLURM
     if is_known and library.kind is not starts.kind:
         yield Finding(
@@ -96,7 +96,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def _surrounding(library: _Named) -> Iterator[Finding]:
-    """The launcher that started this process, where it is of another MPI than the library."""
+    """Checks the launcher that started this process: whether it belongs to another MPI than the library."""
     place = surrounding_job(os.environ)
     if place is not None and not is_launched():
         fact, _, help = inherited_variables(os.environ, place).partition("\n  help: ")
@@ -114,7 +114,7 @@ def _surrounding(library: _Named) -> Iterator[Finding]:
 
 
 def _meeting(launcher: Launcher) -> Iterator[Finding]:
-    """Whether two ranks begin, meet, and share memory."""
+    """Checks whether two ranks start, connect, and share memory."""
     with RunDir(_RANKS) as run_dir:
         program = [sys.executable, "-P", "-m", "partc.cli.doctor.ranks", str(run_dir.folder)]
         command = command_line(launcher, _RANKS, Hosts(), (), program)

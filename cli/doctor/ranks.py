@@ -1,4 +1,4 @@
-"""One of the ranks that `partc doctor` starts: it meets the others as a job's ranks do, and rank 0 prints what they found, in JSON.
+"""One of the ranks that `partc doctor` starts: it connects to the others as a job's ranks do, and rank 0 prints the result as JSON.
 
 The launcher starts it as `python -P -m partc.cli.doctor.ranks FOLDER`; the folder names the job, so that its processes can be found.
 """
@@ -18,7 +18,7 @@ _ROUNDS = 50
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the rank, and returns its exit code."""
     end_with_parent(signal.SIGKILL)
     import mpi4py
 

@@ -1,1 +1,1 @@
-"""What one rank of a job does: its inputs, its steps or its training, its outputs."""
+"""The work of one rank of a job: its inputs, its steps or its training, its outputs."""

@@ -1,6 +1,6 @@
-"""One rank of a job as the launcher starts it, `python -P -m partc.cli.job JOB`: it notes signals before it imports anything else.
+"""One rank of a job as the launcher starts it, `python -P -m partc.cli.job JOB`: it records signals before it imports anything else.
 
-A training that saves takes them over; any other rank then ends by them, as by default.
+A training that saves then handles them; any other rank ends on them, as by default.
 """
 
 import gc
@@ -12,7 +12,7 @@ from partc.runtime.training.stopping import StopSignals
 
 def main() -> None:
     """Runs the rank to its end."""
-    # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
+    # The launching process handles Ctrl-C; a SIGINT to one rank alone is to end that rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with StopSignals(traces=True) as early:
         from partc.cli.job.job import Job

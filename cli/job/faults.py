@@ -1,6 +1,6 @@
-"""The line of user code at which a fatal signal ended a rank: an abort, or a segmentation fault in a library that the code calls.
+"""Finds the line of user code at which a fatal signal ended a rank: an abort, or a segmentation fault in a library that the code calls.
 
-faulthandler writes the stacks of all threads into a file of the job's folder on such a signal.
+On such a signal, faulthandler writes the stacks of all threads into a file in the job's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_faults(folder: Path, rank: int) -> None:
 
 
 def fault_of(folder: Path, rank: int) -> str:
-    """The line of the user's code in which a rank was, such as `records.py:12`; empty where there is none."""
+    """Returns the line of the user's code in which a rank was, such as `records.py:12`; empty where there is none."""
     with contextlib.suppress(OSError):
         text = read_regular(folder / f"fault_{rank}").decode(errors="replace")
         calls = text.partition("Current thread")[2].partition("\n\n")[0]

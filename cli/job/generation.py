@@ -1,6 +1,6 @@
-"""One rank of `partc generate`: makes the tokens behind prompts with the other ranks, and on rank 0 shows them as they come.
+"""One rank of `partc generate`: generates the tokens after prompts with the other ranks; rank 0 shows them as they arrive.
 
-Text needs a tokenizer (`cli/text/`). Without one answers are numbers.
+Text needs a tokenizer (`cli/text/`). Without one, answers are token ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run_generation(job: Job, transport: Transport, requests: Sequence[Request], begin: float) -> int:
-    """This rank's part of the job, with the `requests` that rank 0 has read; the exit code."""
+    """Runs this rank of the job, with the `requests` that rank 0 has read; returns the exit code."""
     from partc.runtime import Request, load_generator
 
     text = json.dumps([one.packed() for one in requests]) if transport.rank == 0 else ""
@@ -42,7 +42,7 @@ def run_generation(job: Job, transport: Transport, requests: Sequence[Request], 
 
 
 def run_threads(job: Job, manifest: Manifest) -> int:
-    """The job with all ranks as threads of this process; the exit code."""
+    """Runs the job with all ranks as threads of this process; returns the exit code."""
     from partc.runtime import load_local_generator
 
     assert job.generation is not None
@@ -55,7 +55,7 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 
 
 def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bool, begin: float) -> None:
-    """Makes all tokens; of the ranks one shows them."""
+    """Generates all tokens; the rank with `shows` shows them."""
     assert job.generation is not None
     loaded, started = time.perf_counter() - begin, time.perf_counter()
     shown = _Shown(job, job.generation, requests) if shows else None
@@ -68,7 +68,7 @@ def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bo
 
 @dataclass
 class _Shown:
-    """What the user sees: one prompt's answer as it is made, of several prompts each answer when it ends; or a file of all answers."""
+    """The user's output: for one prompt its answer as it is generated, for several each answer when it ends; or a file of all answers."""
 
     job: Job
     settings: GenerationJob
@@ -82,7 +82,7 @@ class _Shown:
         self.stream = self.tokenizer and TextStream(self.tokenizer)
 
     def add(self, token: NewToken) -> None:
-        """Takes a token, and shows it."""
+        """Records a token, and shows it."""
         tokens = self.tokens.setdefault(token.request, [])
         tokens.append(token.token)
         if token.score is not None:
@@ -102,7 +102,7 @@ class _Shown:
             console.echo(self._line(token.request))
 
     def end(self, loaded: float, taken: float) -> None:
-        """Writes or shows what remains: the answers, and how long it took."""
+        """Writes or shows the rest: the answers, and the time that they took."""
         from partc.cli.job.outputs import hand_over
 
         read, made = sum(one.read for one in self.requests), sum(map(len, self.tokens.values()))

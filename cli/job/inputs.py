@@ -1,9 +1,9 @@
 """Reads a run's inputs: members of an .npz, single .npy files, or random values; each rank reads only its own inputs.
 
-All errors in files, names and sizes of symbols are reported together, before any value is read. Random values depend on the seed
-and the input's name alone, so that all ranks generate the same; where a file binds a symbol they have its size. A sequence `s` is stored
+All errors in files, names and sizes of symbols are reported together, before any value is read. Random values depend only on the seed
+and the input's name, so that all ranks generate the same ones; a symbol that a file binds has the file's size. A sequence `s` is stored
 as the members `s.0`, `s.1` and so on; types that numpy cannot store (bfloat16, float8, int4) are stored as float32, int8 or uint8. A
-sequence or an optional without value is empty.
+sequence or an optional without a value is empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InputReader:
     memory: Memory = field(default_factory=Memory)
 
     def read(self, names: Iterable[str]) -> dict[str, Value]:
-        """The values of these inputs, in the model's types."""
+        """Returns the values of these inputs, in the model's types."""
         return {name: self._value(self.ports[name]) for name in names}
 
     def _value(self, port: Port) -> Value:
@@ -64,11 +64,11 @@ class InputReader:
         return _random(port, self.seed, self.sizes, self.memory)
 
     def generated(self) -> list[str]:
-        """The inputs that get random values."""
+        """Returns the names of the inputs that get random values."""
         return [name for name in self.ports if not self.has(name) and self.ports[name].type.startswith("tensor(")]
 
     def bound(self, symbols: Mapping[str, SymbolRecord]) -> dict[str, tuple[int, str]]:
-        """The sizes of symbols by the shapes that the given inputs have, each with its input."""
+        """Maps each symbol to its size in the shapes of the inputs from files or literals, with the name of that input."""
         found: dict[str, tuple[int, str]] = {}
         for name, port in self.ports.items():
             shape = self._shape(name) if port.shape is not None else ()
@@ -78,11 +78,11 @@ class InputReader:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether an input is given."""
+        """Whether an input has a file or a literal."""
         return name in self.literals or name in self.members or f"{name}.0" in self.members
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a given tensor; () where there is none, or where its file tells none, which reading it then says."""
+        """Returns the shape of an input's tensor; () where it has none, or where its file is broken, which reading it reports later."""
         if name in self.literals:
             return self.literals[name].shape
         if name not in self.members:
@@ -105,9 +105,9 @@ class InputReader:
 def open_inputs(
     manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int], max_bytes: int | None = None
 ) -> InputReader:
-    """The sources of all inputs of the model; UsageError lists all errors in `specs` and `sizes`.
+    """Opens the sources of all inputs of the model. Raises UsageError with all errors in `specs` and `sizes`.
 
-    Data that is not mapped takes at most `max_bytes` of memory, by default half of the machine's.
+    Data that is not memory-mapped takes at most `max_bytes` of memory, by default half of the machine's.
     """
     ports = {port.name: port for port in manifest.inputs}
     members: dict[str, tuple[Path, str | None]] = {}
@@ -154,7 +154,7 @@ def open_inputs(
 
 
 def _literal(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
-    """The value of `name=0.5` by its input; None where `spec` is a file. ValueError where the value does not fit the input."""
+    """Maps the input of `name=0.5` to its value; None where `spec` is a file. Raises ValueError where the value does not fit the input."""
     name, equals, text = spec.partition("=")
     number = literal(text) if equals and name in ports and not Path(spec).exists() and not Path(text).exists() else None
     if number is None:
@@ -166,7 +166,7 @@ def _literal(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
 
 
 def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str | None]]:
-    """The files of one --input, by input; ValueError with the reason if there are none."""
+    """Maps inputs to the files of one --input. Raises ValueError with the reason where there are none."""
     name, equals, file = spec.partition("=")
     if equals and not Path(spec).exists():
         path = Path(file)
@@ -194,7 +194,7 @@ def _choice(noun: str, names: Iterable[str]) -> str:
 
 
 def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-    """A size for every symbol, the given one or the smallest, and the errors in those given."""
+    """Returns a size for every symbol, the requested or else the smallest one, and the errors in the requested sizes."""
     problems = [
         f"--set {name}={given[name]}: no such symbol{_choice('symbols', symbols)}"
         for name in given
@@ -218,12 +218,12 @@ def _broken_law(symbol: SymbolRecord, size: int) -> str:
 
 
 def _element(port: Port) -> Dtype | None:
-    """The element type of a port, also of a sequence's or an optional's; None for text."""
+    """Returns the element type of a port, also of a sequence's or an optional's; None for text."""
     return BY_NAME.get(port.type[port.type.rindex("(") + 1 : port.type.index(")")])
 
 
 def _fit(array: Array, port: Port) -> Array:
-    """The array in the runtime's type: types that numpy cannot store are read as a wider type."""
+    """Converts an array to the runtime's type: types that numpy cannot store are read from a wider type."""
     element = _element(port)
     if element is None:
         return array.astype(object) if array.dtype.kind == "U" else array
@@ -261,7 +261,7 @@ def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> 
 
 
 def _below(port: Port) -> int:
-    """What random integers of an input are below: of labels the number of classes, of ids no more rows than the tables have."""
+    """Returns the exclusive upper bound of an input's random integers: for labels the number of classes, for ids the rows of the tables."""
     if port.labels is not None and port.labels.classes:
         return port.labels.classes
     return min([_INTEGERS_BELOW, *(one.rows for one in port.ids)])

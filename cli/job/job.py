@@ -1,7 +1,7 @@
-"""What one rank has to do: a value that `partc run` passes to each rank as one argument of its command line.
+"""The job of one rank: a value that `partc run` passes to each rank as one argument of its command line.
 
-Everything is in the argument and nothing in the environment, because launchers carry arguments to other hosts and not
-always variables.
+Everything is in the argument and nothing in the environment: launchers pass arguments to other hosts, but not always environment
+variables.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from partc.cli.server.settings import ServerSettings
 from partc.runtime.artifact.trace import SUFFIX
 
 BOARD = "board"
-"""The status board's file in a job's folder."""
+"""The file of the status board in a job's folder."""
 PROGRESS = "progress"
-"""The file in a job's folder in which rank 0 leaves the progress of a training for the launching process."""
+"""The file in a job's folder in which rank 0 writes the progress of a training for the launching process."""
 
 
 @dataclass(frozen=True)
 class TrainingJob:
     """The command line of a training, or with `only_test` of an evaluation.
 
-    `options`: the keys of a plan's `train:` that options give, in the place of the plan's. Paths are absolute. Without `plan`, and unless
-    `trust_code`, the artifact may name neither code nor files outside of its folder.
+    `options`: keys of the plan's `train:` that the command's options override. Paths are absolute. Without `plan`, and unless
+    `trust_code` is set, the artifact may name neither code nor files outside of its folder.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     init: str | None = None
     only: tuple[str, ...] = ()
-    """Patterns of the weights that `init` gives; without any, all of them."""
+    """Patterns of the weights that `init` gives; empty for all of them."""
     metrics: str | None = None
     tensorboard: str | None = None
     plan: str | None = None
     trust_code: bool = False
     only_test: bool = False
     only_train: bool = False
-    """Whether nothing is evaluated in between."""
+    """Whether no evaluation runs during the training."""
     averaged: bool = False
-    """Whether the moving averages of a checkpoint are evaluated in place of its parameters."""
+    """Whether an evaluation uses the moving averages of a checkpoint in place of its parameters."""
     restarts: int = 0
     """The most restarts without a new checkpoint; each begins `backoff` seconds after the loss of a rank."""
     backoff: float = 0.0
     bar: bool = False
-    """Whether the launching process has a terminal, and shows a bar there."""
+    """Whether the launching process has a terminal, and shows a progress bar there."""
 
 
 @dataclass(frozen=True)
 class InferenceJob:
     """The command line of an inference.
 
-    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs.
+    `inputs` are texts `x.npz` or `name=file.npy`; `sizes` are the symbols' sizes for random inputs.
     """
 
     inputs: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ class InferenceJob:
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """The command line of `partc generate`: prompts as `texts`, `ids` or files of `features`, or a `file` of them, with the
-    `decoder_ids` behind an encoder; `output` is the file of the answers, if any.
+    """The command line of `partc generate`.
 
-    `options` are those of each `Request`. `requests` are what the prompts ask for, where this process has read them; ranks that it starts
-    have them from rank 0.
+    The prompts are `texts`, `ids`, files of `features`, or a `file` of prompts; `decoder_ids` is the decoder's prompt of a model with an
+    encoder. `output` is the file of the answers, if any. `options` apply to each `Request`. `requests` are the prompts' requests, where
+    this process has read them; ranks that it starts get them from rank 0.
     """
 
     texts: tuple[str, ...] = ()
@@ -89,9 +89,9 @@ class GenerationJob:
 
 @dataclass(frozen=True)
 class Reporting:
-    """What a run reports: a `quiet` one failures only, a `verbose` one more; with `json` rank 0 prints one document.
+    """The reports of a run: a `quiet` one reports failures only, a `verbose` one more; with `json` rank 0 prints one document.
 
-    `profile`: the file to which the times of tasks are written; `steps`: the first and the last step that it has, by default the last ones.
+    `profile`: the file for the times of tasks; `steps`: the first and the last step in it, by default the last ones of the run.
     """
 
     quiet: bool = False
@@ -100,11 +100,11 @@ class Reporting:
     profile: str | None = None
     steps: Sequence[int] = ()
     ops: bool = False
-    """Whether the trace has the ops inside of segments, by onnxruntime's own times."""
+    """Whether the trace contains the ops inside of segments, by onnxruntime's own times."""
 
     @property
     def recorded(self) -> range | None:
-        """The numbers of the steps that the profile has; None for the last ones, whichever these are."""
+        """The numbers of the steps in the profile; None for the last steps, whichever these are."""
         return range(self.steps[0], self.steps[-1] + 1) if self.steps else None
 
     @property
@@ -115,9 +115,9 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an artifact, an inference unless it has a `training`, a `generation` or a `serving`; paths are absolute.
+    """One run of an artifact: an inference unless it has a `training`, a `generation` or a `serving`; paths are absolute.
 
-    `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
+    `devices` maps each target to the device that it runs on. `run_dir` is the launching process's folder with the status board and the
     process ids, None where the user's own launcher started the ranks.
     """
 
@@ -135,13 +135,13 @@ class Job:
     reporting: Reporting = Reporting()
 
     def dumps(self) -> str:
-        """The job as one line of JSON, without the requests of a generation."""
+        """Returns the job as one line of JSON, without the requests of a generation."""
         generation = None if self.generation is None else dataclasses.replace(self.generation, requests=None)
         return text_of.dumps(dataclasses.asdict(dataclasses.replace(self, generation=generation)))
 
     @staticmethod
     def loads(text: str) -> Job:
-        """The job that `dumps` wrote."""
+        """Returns the job that `dumps` wrote."""
         fields = text_of.loads(text)
         training, generation, inference = fields["training"], fields["generation"], fields["inference"]
         serving = fields["serving"]

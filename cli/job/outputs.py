@@ -1,8 +1,8 @@
-"""A run's outputs: gathered to rank 0, then written as one .npz or printed as one line each.
+"""Gathers a run's outputs to rank 0, and writes them as one .npz or prints them as one line each.
 
 The file is written completely or not at all, and its bytes depend on the values alone. A sequence `s` becomes the members
 `s.0`, `s.1` and so on, an absent optional has no member, and types that numpy cannot write (bfloat16, float8, int4) become
-float32, int8 or uint8, which hold them exactly.
+float32, int8 or uint8, which represent them exactly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROWS = 8
 
 
 def flatten(outputs: Mapping[str, Any]) -> Arrays:
-    """Outputs as arrays that an .npz can hold, by member name."""
+    """Maps member names to arrays that an .npz can store."""
     arrays: Arrays = {}
     for name, value in outputs.items():
         if isinstance(value, list):
@@ -53,9 +53,9 @@ def _storable(value: Any) -> Array:
 
 
 def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) -> Arrays:
-    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have. Collective.
+    """Gathers all outputs on rank 0, each from the lowest rank that has it; other ranks return their own. Collective.
 
-    An output that is cut comes from the ranks that together have all of it.
+    The shards of a sharded output come from ranks that together have all of it.
     """
     rank = transport.rank
     ports = [port for port in manifest.outputs if port.ranks]
@@ -85,7 +85,7 @@ def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) ->
 
 
 def _owners(port: Port) -> list[int]:
-    """The ranks that together have all of an output."""
+    """Returns the ranks that together have all of an output."""
     return [min(port.ranks)] if port.boxes is None else [owner for owner, _ in distinct(port)]
 
 
@@ -94,7 +94,7 @@ def _bytes(array: Array) -> Bytes:
 
 
 def write(path: Path, arrays: Arrays) -> None:
-    """Writes the .npz; `path` is there whole or unchanged, whatever happens."""
+    """Writes the .npz; whatever happens, the file at `path` is complete or unchanged."""
     with replacing(path) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy", _FIRST_DAY)
@@ -103,7 +103,7 @@ def write(path: Path, arrays: Arrays) -> None:
 
 
 def summary(arrays: Arrays) -> Table:
-    """A row per output: name, dtype, shape, range and mean, and along the last axis where the largest values are."""
+    """Returns a table with a row for each output: name, dtype, shape, range, mean, and the argmax along the last axis."""
     table = Table(["output", "dtype", "shape", ">min", ">mean", ">max", "argmax"])
     for name, array in arrays.items():
         table.add(name, array.dtype.name, f"[{', '.join(map(str, array.shape))}]", *_statistics(array))
@@ -114,7 +114,7 @@ OUTPUT_KEYS = ("name", "dtype", "shape", "min", "mean", "max")
 
 
 def statistics(arrays: Arrays) -> list[tuple[Any, ...]]:
-    """Per output its `OUTPUT_KEYS`: numbers of an array that has some, else None."""
+    """Returns the `OUTPUT_KEYS` of each output; min, mean and max are None for an array without numbers."""
     found = []
     for name, array in arrays.items():
         numbers: tuple[float | None, ...] = (None, None, None)

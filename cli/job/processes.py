@@ -1,4 +1,4 @@
-"""Processes of a job: one that ends with its parent, and those that name the job's folder in their command line."""
+"""Processes of a job: makes one end with its parent, and finds those that have the job's folder in their command line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Asks the kernel to send the signal when this process's parent ends; on Linux only."""
+    """Asks the kernel to send the signal to this process when its parent ends; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def naming(folder: Path) -> Iterator[int]:
-    """The other processes of this machine with the folder in their command line; none without /proc."""
+    """Yields the other processes of this machine with the folder in their command line; none without /proc."""
     word = os.fsencode(folder)
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

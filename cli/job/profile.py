@@ -1,6 +1,6 @@
-"""The file in which a job leaves the times of its ranks' tasks, or a trace of every action where its name ends in `.trace.json`.
+"""Writes the file with the times of a job's tasks on all ranks, or a trace of every action where its name ends in `.trace.json`.
 
-The clock of a rank against that of rank 0, by exchanges that all ranks end after all have begun.
+The clock of a rank is compared with that of rank 0 by collective exchanges: none ends before all ranks have begun it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _ROUNDS = 30
 
 
 class Gathers(Protocol):
-    """A rank that exchanges texts with all others."""
+    """A rank that exchanges texts with all other ranks."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank's number."""
 
     def all_gather_text(self, text: str) -> list[str]:
-        """The text of every rank, in order of ranks; collective."""
+        """Returns the text of every rank, in the order of the ranks; collective."""
 
 
 def clock_offset(
     ranks: Gathers, clock: Callable[[], float] = time.perf_counter, host: str | None = None
 ) -> tuple[float, float]:
-    """Seconds to add to this rank's clock for that of rank 0, and the largest error of it; collective.
+    """Returns the seconds to add to this rank's clock to get rank 0's, and the largest error of that number; collective.
 
-    Processes of one host, by default those of one boot, have one clock: both are 0. Otherwise: a rank ends each exchange after rank 0 has
-    begun it, and rank 0 after the rank has, which bounds the difference from both sides; the middle is taken.
+    Processes of one host (by default: of one boot) have one clock: both numbers are 0. Otherwise a rank ends each exchange after rank 0 has
+    begun it, and rank 0 ends it after the rank has begun it, which bounds the difference from both sides; the result is the middle.
     """
     if host is None:
         host = text_of_system("/proc/sys/kernel/random/boot_id").strip() or "?"
@@ -67,11 +67,11 @@ def clock_offset(
 
 
 _STEPS_OF_OPS = 100
-"""Ops are traced of so many steps without being asked which."""
+"""The most steps whose ops are traced without an explicit choice of steps."""
 
 
 def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
-    """UsageError where a profile cannot be written, or wants other steps than there are, where the number of `steps` is known."""
+    """Raises UsageError where a profile cannot be written, or asks for steps beyond `steps`, the number of steps if it is known."""
     path, given = reporting.profile, reporting.steps
     if given and not reporting.traces:
         fact = "steps are chosen of a trace" if path is None else f"{path} is not the file of a trace"
@@ -94,9 +94,9 @@ def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
 
 @contextmanager
 def op_times(job: Job) -> Iterator[Path | None]:
-    """The folder for onnxruntime's times of ops while a job runs, where they are asked for.
+    """A context with the folder for onnxruntime's times of ops while a job runs; None where they are not requested.
 
-    It lies in the job's own folder where that is on this host, which goes however the job ends.
+    The folder is inside the job's own folder where that is on this host, so that it is removed however the job ends.
     """
     if not job.reporting.ops:
         yield None
@@ -107,20 +107,20 @@ def op_times(job: Job) -> Iterator[Path | None]:
 
 
 def measured(profiler: Profiler, path: str, ranks: Gathers | None = None) -> str:
-    """What a rank measured, for a profile or a trace; collective where the ranks are processes."""
+    """Returns a rank's measurements as text, for a profile or a trace; collective where the ranks are processes."""
     if not path.endswith(SUFFIX):
         return profiler.text()
     return profiler.trace(*(clock_offset(ranks) if ranks is not None else (0.0, 0.0)))
 
 
 def report_not_reached(reporting: Reporting, last: int) -> None:
-    """Warns where the steps of a trace have not come, since the job's last one was this."""
+    """Warns that the steps of a trace were not reached, since `last` was the job's last step."""
     fact = f"the last step was {last}, and --trace-steps {reporting.steps[0]}:{reporting.steps[-1]} wants others"
     console.echo(f"warning: {reporting.profile} was not written: {fact}", err=True)
 
 
 def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:
-    """Writes what all ranks measured, each as JSON."""
+    """Writes the measurements of all ranks, each as JSON."""
     if path.endswith(SUFFIX):
         write_text(Path(path), trace_text(ranks))
         if not quiet:
@@ -132,7 +132,7 @@ def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:
 
 
 def _targets(ranks: Sequence[str]) -> str:
-    """The medians of what targets took in a step, and of what they did at the same time, of the rank that took longest."""
+    """Returns the median times of the targets in a step, and of their overlap, for the slowest rank."""
     told = [one for one in map(json.loads, ranks) if one.get("targets")]
     if not told:
         return ""

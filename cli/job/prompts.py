@@ -1,8 +1,8 @@
-"""The prompts of `partc generate` as requests: of options, or of a file of JSON lines.
+"""Reads the prompts of `partc generate` as requests: from options, or from a file of JSON lines.
 
     {"prompt": "Once"}    {"ids": [1, 306], "max_tokens": 20}    {"features": "a.npy", "decoder_ids": [50258, 50259]}
 
-Of a model with an encoder these are the encoder's, and `decoder_ids` the decoder's prompt; without them it begins as the model does.
+For a model with an encoder these are the encoder's inputs, and `decoder_ids` is the decoder's prompt, by default the model's own start.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _GIVEN = ("prompt", "ids", "features")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 OPTIONS = (*_NUMBERS, "max_tokens", "top_k", "seed", "logit_bias", "min_tokens", "logprobs", "adapter")
-"""Options of a request, as the command's options and in a line of the prompts' file."""
+"""Options of a request, as options of the command and as keys in a line of the prompts' file."""
 _KEYS = (*OPTIONS, "stop")
-"""Keys of a request that a line of the prompts' file may have beside its prompt."""
+"""Keys that a line of the prompts' file may have in addition to its prompt."""
 
 
 def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
-    """The requests of a job, read and checked, where they are not yet; PartcError with everything that is wrong with them."""
+    """Returns the checked requests of a job, and reads them where the job has none. Raises PartcError with all their problems."""
     from partc.runtime.generation.request import refuse_unfit
 
     if job.requests is not None:
@@ -56,7 +56,7 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
 
 
 def _from_file(job: GenerationJob, record: GenerationRecord) -> list[Request]:
-    """A request for each line of a file of JSON lines."""
+    """Returns a request for each line of a file of JSON lines."""
     path, found, problems = Path(job.file or ""), list["Request"](), list[str]()
     try:
         text = counted.read_text(path, counted.SCHEDULE_BYTES)
@@ -110,7 +110,7 @@ def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any]
     if wrong:
         raise InputError(f"'{wrong[0]}' is {json.dumps(said[wrong[0]])}")
     options = {**record.defaults.options, **job.options, **said}
-    if "logit_bias" in options:  # whose tokens JSON has as texts
+    if "logit_bias" in options:  # JSON has its tokens as texts
         options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
     if record.encoder is None and ids is not None:
         return Request(ids, **options)
@@ -119,7 +119,7 @@ def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any]
 
 
 def _entries(job: GenerationJob) -> Iterator[tuple[dict[str, Any], str]]:
-    """What options say, as lines of a file would, each with its option."""
+    """Yields the prompts of options in the form of a file's lines, each with the name of its option."""
     more = {"decoder_ids": [*job.decoder_ids]} if job.decoder_ids else {}
     for ids in job.ids:
         yield {"ids": [*ids], **more}, "--ids"
@@ -130,7 +130,7 @@ def _entries(job: GenerationJob) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _features(job: GenerationJob, name: object) -> Array:
-    """The array of a file, whose name in a file of prompts is relative to that file."""
+    """Returns the array of a file; in a file of prompts, its name is relative to that file's folder."""
     if not isinstance(name, str):
         raise InputError("'features' is the name of a .npy file")
     path = Path(job.file or "").parent / name

@@ -1,4 +1,4 @@
-"""What one rank of `partc train` and `partc eval` does: its trainer, its data, the loop, and on rank 0 the log."""
+"""The work of one rank of `partc train` and `partc eval`: its trainer, its data, the loop, and on rank 0 the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 5.0
-"""Seconds that the other ranks of a process have to end after one has failed."""
+"""The seconds in which the other ranks of a process must end after one has failed."""
 
 
 def run_training(
@@ -50,9 +50,9 @@ def run_training(
     inputs: TrainingInputs | None = None,
     signals: StopSignals | None = None,
 ) -> int:
-    """Trains, or evaluates, to the end; the exit code. `watch` shows the progress; `inputs` may have run the user's files.
+    """Trains, or evaluates, to the end; returns the exit code. `watch` shows the progress; `inputs` may have run the user's files already.
 
-    StoppedError, once all is saved and released, where `signals` or `max_time` ended the training before its last step.
+    Raises StoppedError, after everything is saved and released, where `signals` or `max_time` ended the training before its last step.
     """
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.training.load import load_trainer
@@ -111,17 +111,17 @@ def run_training(
 
 @dataclass(frozen=True)
 class _Training:
-    """A training, or an evaluation, as one rank takes part in it: what is done before its first step, and behind its last one."""
+    """A training, or an evaluation, on one rank: the work before its first step and after its last one."""
 
     job: Job
     options: TrainingJob
     inputs: TrainingInputs
     trainer: Trainer
     log: TrainingLog | None
-    """On rank 0."""
+    """The log on rank 0, None on other ranks."""
 
     def evaluate(self) -> None:
-        """Evaluates the checkpoint that is asked for; the numbers go to the log and, with --json, to the command."""
+        """Evaluates the requested checkpoint; the metrics go to the log and, with --json, to the command."""
         path, trainer = self.inputs.resumed(), self.trainer
         if path is not None:
             trainer.load(path, "--checkpoint", averaged=self.options.averaged)
@@ -136,14 +136,14 @@ class _Training:
                 hand_over(self.job, {"step": trainer.step, "checkpoint": source, "metrics": json_numbers(metrics)})
 
     def test_batches(self) -> Callable[[], Iterator[tuple[dict[str, Any], int]]] | None:
-        """What gives the batches of an evaluation, whose records are found to fit the model; None where there are none."""
+        """Checks that an evaluation's records fit the model, and returns a function that gives its batches; None where there are none."""
         if self.options.only_train or self.inputs.test is None:
             return None
         self.inputs.evaluation_loader(self.trainer)
         return lambda: self.inputs.batches(self.trainer)
 
     def begin(self, loader: Loader) -> Mapping[str, JsonValue] | None:
-        """Takes the folder of the checkpoints, and resumes where that is asked for; what was saved beside the tensors."""
+        """Claims the folder of the checkpoints, and resumes where that is requested; returns the metadata saved with the tensors."""
         from partc.runtime.training.loop import resume
 
         path, trainer, checkpoint = self.inputs.resumed(), self.trainer, self.inputs.settings.checkpoint
@@ -162,7 +162,7 @@ class _Training:
         return meta
 
     def listeners(self, loader: Loader, stack: ExitStack) -> Listener | None:
-        """Who is told of the progress, on rank 0: the log, which begins here, TensorBoard, and the user's functions."""
+        """Returns the listeners to the progress, on rank 0: the log, which begins here, TensorBoard, and the user's functions."""
         from partc.runtime.training.callbacks import Listeners
 
         if self.log is None:
@@ -176,7 +176,7 @@ class _Training:
         return Listeners(found)
 
     def recording(self, signals: StopSignals | None) -> Recording:
-        """The recording of the steps that the profile has; rank 0 is asked for a trace, of which it tells the others."""
+        """Returns the recorder of the profile's steps; rank 0 receives requests for a trace, and notifies the other ranks."""
         from partc.runtime.execution.times.recording import Recording
 
         program, reporting = self.trainer.program, self.job.reporting
@@ -195,7 +195,7 @@ class _Training:
             write_profile(reporting.profile, ranks, reporting.quiet)
 
     def report_counts(self, recording: Recording) -> None:
-        """Writes the profile, and logs what targets have done and what was looked up in tables; collective."""
+        """Writes the profile, and logs the targets' counts and the lookups in tables; collective."""
         program, reporting = self.trainer.program, self.job.reporting
         recording.end()
         if self.log and reporting.profile and not recording.has_begun:
@@ -208,13 +208,13 @@ class _Training:
             self.log.looked_up(self.trainer.step, tables)
 
     def report_end(self, reason: int) -> None:
-        """Logs why training ended before its last step, where that is the plan's `early_stop`."""
+        """Logs that training ended before its last step, where the reason is the plan's `early_stop`."""
         early_stop = self.inputs.settings.early_stop
         if self.log and reason == EARLY_STOP and early_stop:
             self.log.stopped_early(self.trainer.step, early_stop)
 
     def refuse_stopped(self, reason: int) -> None:
-        """StoppedError where a signal or `max_time` ended the training before its last step."""
+        """Raises StoppedError where a signal or `max_time` ended the training before its last step."""
         if reason in (0, EARLY_STOP):
             return
         checkpoint = self.inputs.settings.checkpoint
@@ -225,7 +225,7 @@ class _Training:
 
 
 def run_threads(job: Job, manifest: Manifest) -> int:
-    """All ranks as threads of this process."""
+    """Runs all ranks as threads of this process; returns the exit code."""
     refuse_stopped()
     bar = TrainingBar()
     watch = bar.show if sys.stderr.isatty() else None
@@ -239,9 +239,9 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 
 
 def signals_of(job: Job, manifest: Manifest) -> AbstractContextManager[StopSignals | None]:
-    """Notes the signals that ask to stop, where the training has a folder to save to, and with a trace the one that asks for it.
+    """A context that records the signals that ask to stop, where the training has a folder to save to, and with a trace its signal.
 
-    Others end it as any process.
+    Any other signal ends the training as it ends any process.
     """
     names = NAMES if saves(job, manifest) else ()
     return StopSignals(names, job.reporting.traces) if names or job.reporting.traces else nullcontext()
@@ -255,7 +255,7 @@ def _run_every(job: Job, manifest: Manifest, watch: Watch | None, signals: StopS
     world = LocalWorld(manifest.ranks, job.stall)
     every = [TrainingInputs(job, manifest) for _ in range(world.size)]
     for inputs in every:
-        inputs.run_code()  # before the threads: imports are no affair of several at once
+        inputs.run_code()  # before the threads start: imports must not run at the same time
     threads = RankThreads(world)
     jobs = [
         partial(run_training, job, world.transport(rank), watch, every[rank], signals) for rank in range(world.size)

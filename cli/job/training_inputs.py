@@ -1,9 +1,8 @@
-"""What a rank of a training is given: its settings, which are the plan's and the command line's, its learning rates, and its batches.
+"""The inputs of a training on one rank: its settings, from the plan and the command line, its learning rates, and its batches.
 
-Whether the settings of a training come from the user, by a plan or by options, or from an artifact alone.
-
-With `partc train build --plan train.yaml` the plan is the user's. Its `train:` must agree with the manifest on data, schedule and
-checkpoints, and their paths are relative to its folder. Without it, code and paths outside of the artifact are refused, all in one error.
+The settings come from the user, by a plan or by options, or from an artifact alone. With `partc train build --plan train.yaml` the plan is
+the user's. Its `train:` must agree with the manifest on data, schedule and checkpoints, and their paths are relative to its folder. Without
+it, code and paths outside of the artifact are refused, all in one error.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""What `--resume` is for the newest intact checkpoint, or the start where the folder has none."""
+"""The value of `--resume` for the newest intact checkpoint, or the start where the folder has none."""
 
 
 def check(job: Job, manifest: Manifest) -> None:
@@ -72,7 +71,7 @@ def check(job: Job, manifest: Manifest) -> None:
 
 
 def _is_code(data: Spec) -> bool:
-    """Whether a file of Python gives the records, which may say the size of a batch itself."""
+    """Whether the records come from a Python file, which may set the batch size itself."""
     return data.source is not None and data.source.suffix == ".py"
 
 
@@ -106,7 +105,7 @@ def saves(job: Job, manifest: Manifest) -> bool:
 
 
 class TrainingInputs:
-    """The settings of a training, and what they name, opened by one rank; the options of the command win over the plan."""
+    """The settings of a training, and the files that they name, opened by one rank; the command's options override the plan's settings."""
 
     def __init__(self, job: Job, manifest: Manifest) -> None:
         from partc.runtime.artifact.training.train_settings import LoopSettings
@@ -144,7 +143,7 @@ class TrainingInputs:
         )
 
     def callbacks(self, stall: float) -> Callbacks | None:
-        """The functions of the user's file that rank 0 calls; None where there is none, or nothing but training is asked for."""
+        """Returns the functions of the user's file that rank 0 calls; None without one, or where the job only evaluates or only trains."""
         from partc.runtime.training.callbacks import Callbacks
 
         if self.settings.callbacks is None or self.options.only_test or self.options.only_train:
@@ -153,7 +152,7 @@ class TrainingInputs:
         return Callbacks(self._code[CALLBACKS].module(file), str(file), stall)
 
     def run_code(self) -> None:
-        """Runs the files of Python that this rank will ask for; what one raises is raised where it is asked for."""
+        """Runs the Python files that this rank will use; an error in one is raised later, where the file is used."""
         from partc.runtime.artifact.training.lr_schedule import Python
 
         for use in (DATA, TEST):
@@ -176,7 +175,7 @@ class TrainingInputs:
 
     @property
     def test(self) -> Spec | None:
-        """The records to evaluate on; an input without a value of its own has that of the training."""
+        """The records to evaluate on; an input without a fixed value of its own has that of the training."""
         return self._spec("test")
 
     def _spec(self, name: str) -> Spec | None:
@@ -187,7 +186,7 @@ class TrainingInputs:
         return None if found is None else Spec.of(found.with_values(self.settings.data), where, self.max_bytes)
 
     def resumed(self) -> Path | None:
-        """The checkpoint to resume from, or the folder of which the newest intact one is meant; None: training starts anew."""
+        """Returns the checkpoint to resume from, or the folder whose newest intact one is meant; None where training starts anew."""
         if self.options.resume is None:
             return None
         if self.options.resume in ("", AUTO):
@@ -199,7 +198,7 @@ class TrainingInputs:
         return Path(self.options.resume)
 
     def loader(self, trainer: Trainer) -> Loader:
-        """This rank's batches."""
+        """Opens the loader of this rank's batches."""
         from partc.runtime.data.loader import open_loader
 
         data, settings = self.data, self.settings
@@ -219,7 +218,7 @@ class TrainingInputs:
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
-        """One pass over the evaluation records: this rank's batches, each with its number of records on all ranks."""
+        """Yields one pass over the evaluation records: this rank's batches, each with its number of records on all ranks."""
         from partc.runtime.data.sampler import Position
 
         loader = self.evaluation_loader(trainer)
@@ -229,12 +228,12 @@ class TrainingInputs:
                 yield batch, loader.size
 
     def evaluation_loader(self, trainer: Trainer) -> Loader:
-        """The loader of the evaluation records, opened once; UsageError for records that do not fit the model."""
+        """Returns the loader of the evaluation records, opened once. Raises UsageError for records that do not fit the model."""
         self._evaluation_loader = self._evaluation_loader or self._open_test(trainer)
         return self._evaluation_loader
 
     def _open_test(self, trainer: Trainer) -> Loader:
-        """A loader of all records; a smaller last batch that ranks cannot share is left out, with a message."""
+        """Opens a loader of all records; a smaller last batch that the ranks cannot share is left out, with a message."""
         from partc.runtime.data.loader import open_loader
 
         data = self.test
@@ -269,7 +268,7 @@ _OPTIONS = {DATA: "--data DATA", TEST: "--test DATA", CHECKPOINT: "--checkpoint 
 
 
 def base_of(job: TrainingJob, folder: Path, manifest: Manifest) -> Path:
-    """The folder to which paths of `train:` are relative; UsageError lists all code and paths that only the artifact names."""
+    """Returns the folder to which `train:`'s paths are relative. Raises UsageError with all code and paths that only the artifact names."""
     record = manifest.training
     assert record is not None
     if job.plan is not None:
@@ -285,7 +284,7 @@ def base_of(job: TrainingJob, folder: Path, manifest: Manifest) -> Path:
 
 
 def _used(job: TrainingJob) -> set[str]:
-    """The settings that the command takes from the artifact."""
+    """Returns the names of the settings that the command takes from the artifact."""
     if job.only_test:
         return {TEST} - job.options.keys()
     given = {*job.options} - ({CHECKPOINT} if "folder" not in job.options.get(CHECKPOINT, {}) else set())
@@ -310,5 +309,5 @@ def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
 
 
 def _text(said: Any) -> str:
-    """A setting in one form, however it is written."""
+    """Returns a setting in one canonical form."""
     return json.dumps(said, sort_keys=True) if said else "nothing"

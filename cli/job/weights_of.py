@@ -1,4 +1,4 @@
-"""The weights that `--only` names by patterns, as a plan does: adapters of a model, say, without the base beneath them."""
+"""Selects the weights that `--only` names by patterns, as a plan does: for example a model's adapters, without the base model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 
 
 def weights_of(patterns: Sequence[str], names: Collection[str], where: str, help: str = "") -> Callable[[str], bool]:
-    """Whether a name is one that any of the patterns matches. UsageError with all that are not patterns, or match none of `names`.
+    """Returns a function: whether any of the patterns matches a name.
 
-    `where`: what has these names. `help`: the remedy where none of them is like a pattern.
+    Raises UsageError with all texts that are not patterns, or match none of `names`. `where`: the title of these names' owner. `help`: the
+    remedy where no name resembles a pattern.
     """
     from partc.compiler.plan.pattern import compile_pattern, nearest
     from partc.runtime.errors import UsageError

@@ -1,1 +1,1 @@
-"""Starting a job under a launcher: the command line, the supervision of its ranks, its folders and their cleanup."""
+"""Starts a job under a launcher: the command line, the supervision of its ranks, its folders and their cleanup."""

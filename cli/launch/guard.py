@@ -1,8 +1,8 @@
 """A small process that outlives partc: if partc is killed, it ends the job and removes its folders.
 
-Its input is a pipe whose other end only partc holds. It reads the launcher's process id and the folders, a line each, until the pipe ends.
-If the folders are gone by then, partc has ended in order. It imports little, since it starts with every job, and has a session of its
-own, so that signals to partc's process group do not reach it.
+Its input is a pipe whose other end only partc has. It reads the launcher's process id and the folders, one in each line, until the pipe
+ends. If the folders no longer exist then, partc has ended normally. It imports little, since it starts with every job, and has its own
+session, so that signals to partc's process group do not reach it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def main() -> None:
 
 
 def _end(launcher: int, number: int) -> None:
-    """Signals the launcher's group, while there is one that names the job."""
+    """Sends a signal to the launcher's process group, if it still exists."""
     if launcher:
         with contextlib.suppress(OSError):
             os.killpg(launcher, number)
 
 
 def _naming(folders: list[str]) -> list[int]:
-    """The processes with one of the folders in their command line."""
+    """Returns the processes with one of the folders in their command line."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit() and int(name) != os.getpid():

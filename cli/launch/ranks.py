@@ -1,4 +1,4 @@
-"""How the ranks of a job are started, and what an action of one is called: what runs and servers have in common."""
+"""The command line that starts a job's ranks, and the name of a rank's action: the common part of runs and servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from partc.cli.output import console
 
 
 def command_of(job: Job, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> list[str]:
-    """The command line that starts the ranks of a job; shown with `-v`, and the job, many lines of JSON, with `-vv`."""
-    # -P: modules are never looked for in the folder where the job is started, which may be anybody's
+    """Returns the command line that starts the ranks of a job; `-v` shows it, and `-vv` also shows the job, many lines of JSON."""
+    # -P: modules are not imported from the current folder, which may belong to another user
     program = [sys.executable, "-P", "-m", "partc.cli.job", job.dumps()]
     command = command_line(launcher, ranks, hosts, extra, program)
     console.detail(shlex.join(command if console.verbose() > 1 else [*command[:-1], "JOB"]))
@@ -23,12 +23,12 @@ def command_of(job: Job, launcher: Launcher, ranks: int, hosts: Hosts, extra: Se
 
 
 def environment_of(launcher: Launcher, hosts: Hosts, run_dir: RunDir) -> dict[str, str]:
-    """The environment of that command."""
+    """Returns the environment of that command."""
     return launch_environment(launcher, run_dir.folder if hosts.are_local else None, run_dir.memory)
 
 
 def where_of(job: Job) -> Callable[[int, int], str]:
-    """The name of a rank's action, for messages."""
+    """Returns a function that gives the name of a rank's action, for messages."""
 
     def where(rank: int, action: int) -> str:
         from partc.runtime.execution.rank_program import describe_action

@@ -25,18 +25,18 @@ _PREFIX = "partc-run-"
 _LOCK = "lock"
 _MEMORY = Path("/dev/shm")
 _YOUNG = 60.0
-"""Seconds in which a folder may not have its lock yet."""
+"""The seconds in which a new folder may still be without its lock."""
 
 
 class RunDir:
-    """The folders of one run; as a context it removes them and kills every rank that is still running."""
+    """The folders of one run; at its exit, the context removes them and kills every rank that is still running."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.memory: Path | None = None
-        """A folder in memory, for what MPI's processes share; None where the system has none."""
+        """A folder in memory, for the memory that MPI's processes share; None where the system has none."""
         self.ended: dict[int, tuple[str, str]] = {}
-        """By rank that partc itself killed how the message of the failure describes that, and its help."""
+        """Maps each rank that partc itself killed to a description of that for the failure's message, and its help."""
         self._pids = [0] * ranks
         self._locks: list[int] = []
         sweep(Path(tempfile.gettempdir()))
@@ -78,7 +78,7 @@ class RunDir:
             self._guard.wait(2.0)
 
     def folders(self) -> list[Path]:
-        """Both folders, or one where there is no folder in memory."""
+        """Returns both folders, or only one where there is no folder in memory."""
         return [self.folder, *([self.memory] if self.memory else [])]
 
     def notify_guard(self, what: Path | int) -> None:
@@ -89,11 +89,11 @@ class RunDir:
             self._guard.stdin.flush()
 
     def board(self) -> list[tuple[int, int]]:
-        """Step and action of every rank, as the runtime wrote them last."""
+        """Returns step and action of every rank, as the runtime wrote them last."""
         return read_board(self.folder / BOARD)
 
     def pids(self) -> list[int]:
-        """The process id of every rank; 0 where it has not begun, or runs on another host. The last known ones where no file is left."""
+        """Returns every rank's process id; 0 where it has not begun, or runs on another host. Without the file, the last known ids."""
         with contextlib.suppress(OSError):
             self._pids = read_pids(self.folder)
         return self._pids
@@ -103,14 +103,14 @@ class RunDir:
         kill(naming(self.folder))
 
     def _locked_folder(self, folder: Path) -> Path:
-        """The folder, with its lock."""
+        """Locks the folder, and returns it."""
         lock = _locked(folder)
         self._locks += [] if lock is None else [lock]
         return folder
 
 
 def sweep(place: Path) -> None:
-    """Removes the folders of jobs that were killed outright, with the ranks that they left."""
+    """Removes the folders of jobs that were killed outright, and kills the ranks that they left."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             about = folder.lstat()
@@ -132,7 +132,7 @@ def _remove(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A handle that holds the folder's lock; None where another process does, or the system has no such locks."""
+    """Returns a handle that holds the folder's lock; None where another process holds it, or the system has no such locks."""
     try:
         import fcntl
     except ImportError:

@@ -1,10 +1,10 @@
-"""Runs a server: its HTTP side in a thread of this process, and the ranks under a launcher, which it outlives and may start again.
+"""Runs a server: its HTTP side in a thread of this process, and the ranks under a launcher; the server outlives these and may restart them.
 
     port is bound -> ranks start -> rank 0 connects -> requests
                      ^                                   |
                      +----------- with --restart --------+  a rank has failed: open requests end with the message of the failure
 
-A signal makes the server take no more requests; the ranks end when the open ones have, or when `drain` seconds are over.
+After a signal the server takes no more requests; the ranks end when the open requests have ended, or when `drain` seconds are over.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _STOPPED_HELP = (
     "\n  help: a stopped process runs again after `kill -CONT`; with a larger --stall the server waits longer for it"
 )
 _BETWEEN_LOOKS = 0.5
-"""Seconds between two looks for ranks that are stopped: the cores are the ranks'."""
+"""Seconds between two checks for stopped ranks: the cores are for the ranks."""
 _LAST_SECONDS = 5.0
-"""How long the ranks may take to end once nothing is open."""
+"""The seconds that the ranks have to end, once no request is open."""
 
 
 def serve(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
-    """Serves until a signal or a failure ends it; the exit code."""
+    """Serves until a signal or a failure ends it; returns the exit code."""
     assert job.serving is not None
     launcher, left = find_launcher(manifest.ranks), job.serving.restart
     with Signals(("SIGINT", "SIGTERM"), once=True) as signals, open_front(job.serving, manifest) as front:
@@ -59,12 +59,12 @@ def serve(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> i
 
 
 class _ServerJob:
-    """One job of the server."""
+    """One job of the server: the ranks from their start to their end."""
 
     def __init__(self, job: Job, front: Front, signals: Signals) -> None:
         self.job, self.front, self.signals = job, front, signals
         self.began: float | None = None
-        """When the ranks had loaded."""
+        """The time when the ranks had loaded; None before."""
         self.ends = False
         """Whether a signal has asked the server to end."""
         self._drained: float | None = None
@@ -72,7 +72,7 @@ class _ServerJob:
         self._looked = 0.0
 
     def run(self, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> int:
-        """Runs the job to its end; the exit code."""
+        """Runs the job to its end; returns the exit code."""
         job = self.job
         assert job.serving is not None
         with RunDir(ranks) as run_dir:
@@ -81,7 +81,7 @@ class _ServerJob:
             given = dataclasses.replace(
                 job,
                 run_dir=str(run_dir.folder),
-                serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # commands are public
+                serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # command lines are public
             )
             command, environment = (
                 command_of(given, launcher, ranks, hosts, extra),
@@ -106,7 +106,7 @@ class _ServerJob:
         self.front.fail(text)
 
     def _look(self, run_dir: RunDir) -> None:
-        """What is to be done some times a second."""
+        """Does the work that is due several times a second: reports the address, drains, and ends stopped ranks."""
         if self.began is None and self.front.is_ready:
             self.began = time.monotonic()
             report_address(self.front)

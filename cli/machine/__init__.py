@@ -1,1 +1,1 @@
-"""`partc measure`: the speeds of this machine, taken by ranks that all work at the same time."""
+"""`partc measure`: measures the speed of this machine, with ranks that all work at the same time."""

@@ -1,4 +1,4 @@
-"""A job whose rank 0 prints what all ranks have found, as one JSON document on a line."""
+"""Runs a job whose rank 0 prints the result of all ranks, as one line of JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAILURE = "failure"
 
 
 def result_of_module(module: str, folder: Path, ranks: int) -> dict[str, Any]:
-    """What a module finds that so many ranks of this host run with the folder as its argument; RankError where they fail."""
+    """Runs a module with `ranks` ranks on this host and the folder as its argument; returns its result. Raises RankError where it fails."""
     launcher = find_launcher(ranks, instead="")
     with RunDir(ranks) as run_dir:
         command = command_line(launcher, ranks, Hosts(), (), [sys.executable, "-P", "-m", module, str(folder)])
@@ -39,7 +39,7 @@ def result_of_module(module: str, folder: Path, ranks: int) -> dict[str, Any]:
 
 
 def report(find: Callable[[Transport], Mapping[str, Any]]) -> int:
-    """Finds on this rank, as on all others of such a job, and prints it on rank 0; the exit code."""
+    """Runs `find` on this rank, as every rank of such a job does, and prints its result on rank 0; returns the exit code."""
     end_with_parent(signal.SIGKILL)
     import mpi4py
 
@@ -52,7 +52,7 @@ def report(find: Callable[[Transport], Mapping[str, Any]]) -> int:
     transport = MpiTransport(begin(watch), _STALL)
     try:
         found = find(transport)
-    except PartcError as error:  # which the other ranks have, too
+    except PartcError as error:  # the other ranks have it, too
         found = {_FAILURE: str(error).partition("\n")[0]}
     transport.close()
     if transport.rank == 0:

@@ -1,4 +1,7 @@
-"""What a session, a node of each kernel, and products take on this rank, by models of one op, bound once as the runtime binds them."""
+"""Measures the time of a session, a node of each kernel, and products on this rank.
+
+The models have one op, and their operands are bound once, as the runtime binds them.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +21,37 @@ if TYPE_CHECKING:
 
 _IR_VERSION, _OPSET = 10, 21
 _LONGEST, _MOST, _LEAST = 0.1, 200, 5
-"""Seconds, runs and runs at least of one measurement."""
+"""The limits of one measurement: the most seconds, the most runs and the fewest runs."""
 _WARM = 2
 _TELLS = 1e-4
-"""Seconds from which on the clock of a thread is exact enough."""
+"""The seconds from which on the clock of a thread is exact enough."""
 _CHAIN = 33
 _BETWEEN = 1 << 24
-"""Bytes that a step touches between two runs of a session."""
+"""The bytes that other work in a step touches between two runs of a session."""
 _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT, _ID = 4, 8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes that a node moves."""
+"""The bytes that a node moves."""
 _CACHED, _MEMORY = (1 << 21, 1 << 23, 1 << 25), 1 << 26
-"""More of them: with an elementwise op these say where caches end, and how fast memory is, which is what no cache holds."""
+"""Larger sizes: with an elementwise op they show where caches end, and the speed of memory beyond all caches."""
 _MATRICES = (16, 32, 64, 128, 256, 512)
 _BATCHES = ((8, 64), (16, 64), (32, 64), (64, 64), (128, 16), (256, 4))
-"""The rows and columns of the matrices of a batch, and how many they are: together as many as caches hold."""
+"""The rows (and columns) of the matrices of a batch, and their number: together they fill the caches."""
 _VECTOR = 64
-"""The elements of the vectors of a batch."""
+"""The number of elements of each vector of a batch."""
 _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
-"""Channels, and pixels along each side."""
+"""The channels of an image, and its pixels along each side."""
 _PLACES = 9
-"""The elements of a filter for one channel: 3 x 3."""
+"""The number of elements of a filter for one channel: 3 x 3."""
 _FEW, _SECOND = 4, (32, 128, 512, 2048)
-"""The rows of thin products, and the rows and columns of what they are multiplied by."""
+"""The rows of thin products, and the rows (and columns) of their second operands."""
 _FILTERS = 8
-"""The filters of a convolution: few, so that its time is that of copying the windows."""
+"""The number of filters of a convolution: small, so that its time is that of copying the windows."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model of one op: its nodes, inputs, and how much each of `count` alike parts is: bytes that it moves, or operations."""
+    """A model of one op: its nodes, its inputs, and the amount (bytes moved, or operations) of each of its `count` equal parts."""
 
     nodes: Sequence[NodeProto]
     inputs: dict[str, Array]
@@ -57,20 +60,20 @@ class Sample:
 
 
 def undisturbed(taken: Sequence[float]) -> float:
-    """The lower quartile of times: what something takes where no other process has the core for a part of it."""
+    """Returns the lower quartile of times: the time of a run that no other process on the core has interrupted."""
     ordered = sorted(taken)
     return ordered[len(ordered) // 4]
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """The clock of a session's runs: of one thread that of its own work, which stands still while other processes have its core."""
+    """Returns the clock for a session's runs: for one thread its CPU time, which does not count time that other processes have its core."""
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 def timed(action: Callable[[], object], threads: int, before: Callable[[], object] = lambda: None) -> float:
-    """The seconds of an action that has run before, as others leave it alone; by its thread's work where that is long enough to tell.
+    """Returns the seconds of an undisturbed run of an action, after warm-up; in its thread's CPU time where that is precise enough.
 
-    `before` is called before each run, and does not count.
+    `before` is called before each run, and its time is not counted.
     """
     for _ in range(_WARM):
         action()
@@ -89,7 +92,7 @@ def timed(action: Callable[[], object], threads: int, before: Callable[[], objec
 
 
 def session_run(sample: Sample, threads: int) -> Callable[[], object]:
-    """What runs a sample's model once, its operands bound."""
+    """Returns a function that runs a sample's model once, with its operands bound."""
     from onnx import helper
 
     inputs = [
@@ -119,9 +122,9 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
 
 
 def overhead(threads: int, apart: bool = False) -> tuple[float, float, float]:
-    """Seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view, as Unsqueeze does.
+    """Returns the seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view (Unsqueeze).
 
-    `apart`: as in a step, where other sessions have taken the caches since the last run; else of one run behind another.
+    `apart`: the caches are overwritten between two runs, as other sessions do in a step; else the runs follow each other directly.
     """
     others = np.zeros(_BETWEEN if apart else 1, np.uint8)
 
@@ -137,7 +140,7 @@ def overhead(threads: int, apart: bool = False) -> tuple[float, float, float]:
 
 
 def _chain(count: int, ops: Sequence[str]) -> Sample:
-    """A chain of `count` nodes that takes the ops in turns, since in a model, too, neighbouring nodes have different kernels."""
+    """Returns a chain of `count` nodes that uses the ops in turn, since in a model, too, neighbouring nodes have different kernels."""
     from onnx import helper
 
     nodes, x = [helper.make_node("Neg", ["x0"], ["x1"])], "x1"
@@ -153,7 +156,7 @@ def _chain(count: int, ops: Sequence[str]) -> Sample:
 
 
 def kernels() -> Iterator[tuple[str, Sample]]:
-    """By kernel of the op table a sample at each size."""
+    """Yields, for each kernel of the op table, a sample at each size."""
     for size in sorted((*SIZES, *_CACHED, _MEMORY)):
         third = size // _ELEMENT // 3
         yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
@@ -182,7 +185,7 @@ def kernels() -> Iterator[tuple[str, Sample]]:
 
 
 def _sort(count: int) -> Sample:
-    """So many ids in their order, by the bytes of them."""
+    """Returns a sort of `count` ids, with the ids' bytes as its amount."""
     from onnx import helper
 
     given = {"x": np.random.default_rng(0).integers(0, count, count), "k": np.array([count])}
@@ -190,7 +193,7 @@ def _sort(count: int) -> Sample:
 
 
 def products() -> Iterator[tuple[str, Sample]]:
-    """By kind of product samples by operations of one matrix, two for each multiply-add."""
+    """Yields, for each kind of product, samples whose amount is the operations of one matrix, two for each multiply-add."""
     for n in _MATRICES:
         yield "matmul", Sample([_product()], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
     for n, count in _BATCHES:
@@ -198,14 +201,14 @@ def products() -> Iterator[tuple[str, Sample]]:
 
 
 def thin_products() -> Iterator[tuple[Sample, float]]:
-    """Products of few rows, each by the bytes of its second operand, with its operations."""
+    """Yields products of few rows with their operations; their amount is the bytes of the second operand."""
     for n in _SECOND:
         given = {"x": _floats(_FEW, n), "y": _floats(n, n)}
         yield Sample([_product()], given, float(n * n * _ELEMENT)), 2.0 * _FEW * n * n
 
 
 def convolutions() -> Iterator[tuple[Sample, float]]:
-    """Convolutions of one image, each by the bytes of the columns that its windows make, with its operations."""
+    """Yields convolutions of one image with their operations; their amount is the bytes of the columns that the windows make."""
     from onnx import helper
 
     for channels, pixels in _IMAGES:
@@ -222,7 +225,7 @@ def _product() -> NodeProto:
 
 
 def _batch(count: int, n: int, columns: int) -> dict[str, Array]:
-    """So many matrices of n rows, and of n columns, and what each is multiplied by."""
+    """Returns `count` matrices [n, n], and for each a second operand [n, columns]."""
     return {"x": _floats(count, n, n), "y": _floats(count, n, columns)}
 
 

@@ -1,4 +1,4 @@
-"""What messages and collectives take between ranks, and how much of an AllReduce goes on beside a computation."""
+"""Measures the time of messages and collectives between ranks, and the share of an AllReduce that overlaps with a computation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from partc.runtime.communication.transport import CollectiveArgs, Request, Trans
 SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 _ROUNDS, _FEW, _WARM = 40, 10, 3
 _BATCHES = 9
-"""Measurements of small messages: within one of them all take as long, but the next may take twice, by where ranks have their cores."""
+"""The number of measurements of small messages.
+
+All messages within one measurement take the same time, but those of the next may take twice as long, since ranks run on other cores.
+"""
 _LARGE = 1 << 20
 _TAG = 1
 _COLLECTIVES, _ITEM = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL), 4
 _BESIDE = 1 << 21
-"""The bytes of the AllReduce that a computation stands beside."""
+"""The bytes of the AllReduce that overlaps with a computation."""
 
 
 def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
-    """Seconds of a message by bytes, between pairs of neighbours in the list."""
+    """Maps bytes to the seconds of a message, between pairs of neighbours in the list."""
     return {
         size: median(_one_way(transport, ranks, size, lambda: None) for _ in range(1 if size > _LARGE else _BATCHES))
         for size in SIZES
@@ -33,7 +36,7 @@ def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
 
 
 def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
-    """What a session takes more behind a message that was waited for than behind itself."""
+    """Returns the extra seconds of a session's run after a wait for a message, compared with a run directly after another run."""
     sample, _ = next(convolutions())
     run, size = session_run(sample, threads), SIZES[1]
     between = median(
@@ -43,7 +46,7 @@ def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
 
 
 def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Callable[[], object]) -> float:
-    """Half of the seconds of a message there and one back, the action before each; 0 for an odd rank out, which waits."""
+    """Returns half the seconds of a message there and back, with the action before each; 0 for an odd rank without a partner."""
     place = ranks.index(transport.rank)
     paired = place ^ 1 < len(ranks)
     peer = ranks[place ^ 1] if paired else transport.rank
@@ -67,7 +70,7 @@ def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Call
 
 
 def collectives(transport: Transport, ranks: tuple[int, ...]) -> dict[str, dict[int, float]]:
-    """By op the seconds of a collective by the bytes that each rank gives, from when all ranks have come to it."""
+    """Maps each op to a map of the bytes that each rank gives to the seconds of the collective, from when all ranks have reached it."""
     found: dict[str, dict[int, float]] = {op: {} for op in _COLLECTIVES}
     for size in SIZES:
         for op in _COLLECTIVES:
@@ -83,7 +86,7 @@ def collectives(transport: Transport, ranks: tuple[int, ...]) -> dict[str, dict[
 
 
 def overlap(transport: Transport, ranks: tuple[int, ...], threads: int) -> float:
-    """The share of an AllReduce that goes on beside a computation that takes longer than it."""
+    """Returns the share of an AllReduce that runs during a longer computation."""
     begin_all, _ = _collective(transport, ALL_REDUCE, ranks, _BESIDE, at_once=False)
     computed = session_run([sample for kind, sample in products() if kind == "matmul"][-1], threads)
     accompanied = transport.with_progress(computed)
@@ -113,7 +116,10 @@ def _time_of(transport: Transport, action: Callable[[], object]) -> float:
 def _collective(
     transport: Transport, op: str, ranks: tuple[int, ...], size: int, at_once: bool
 ) -> tuple[Callable[[], Request], int]:
-    """What begins a collective of which the larger of source and target has so many bytes, whole shards, and the bytes of its source."""
+    """Returns a function that starts a collective, and the bytes of its source.
+
+    The larger one of its source and target has about `size` bytes, rounded down to whole shards.
+    """
     shard = size // _ITEM // len(ranks) * _ITEM
     given, taken = (shard if op == small else shard * len(ranks) for small in (ALL_GATHER, REDUCE_SCATTER))
     source, target = aligned(given), aligned(taken)

@@ -25,7 +25,7 @@ from partc.runtime.job.machine import usable_cores
 from partc.runtime.units import count, seconds, size_text
 
 _BUSY = 0.5
-"""The load of a core from which on what is measured is not what the machine does alone."""
+"""The load of a core from which on the measurements are disturbed by other processes."""
 _TINY_MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 tiny (float[batch, 4] x) => (float[batch, 3] y) <float[4, 3] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2}> {
     [product] y = MatMul (x, w)
@@ -38,7 +38,10 @@ train: {loss: {type: softmax_cross_entropy, logits: y, labels: label}, optimizer
 def measure(
     out: Path, ranks: int, threads: int | None, mesh: Mapping[str, int], of: Sequence[Path], sizes: Mapping[str, int]
 ) -> int:
-    """Measures with so many ranks, over each axis of a mesh, with the segments of artifacts, and writes the file; the exit code."""
+    """Measures with `ranks` ranks over each axis of a mesh, and with the segments of artifacts; writes the machine file.
+
+    Returns the exit code.
+    """
     refuse_other(out)
     if not out.parent.is_dir():
         raise UsageError(f"{out}: the folder {out.parent} does not exist")
@@ -55,7 +58,7 @@ def measure(
         folder = Path(name)
         _compile_tiny(folder)
         found = _run(folder, ranks, {"threads": threads, "links": links, "artifacts": artifacts})
-        own = {"threads": found["threads"], "links": [], "artifacts": []}  # by itself a rank would take all cores
+        own = {"threads": found["threads"], "links": [], "artifacts": []}  # a rank alone would use all cores
         alone = _run(folder, 1, own) if found["ranks"] > 1 else None
     machine = _machine(out, found, alone, links)
     write_text(out, machine_text(machine))
@@ -73,7 +76,7 @@ def measure(
 
 
 def links_of(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The lists of ranks along each axis of the mesh, the last axis fastest; without a mesh all ranks."""
+    """Returns the lists of ranks along each axis of the mesh, whose last axis varies fastest; without a mesh one list of all."""
     if not mesh:
         return [{"name": "default", "stride": 1, "lists": [list(range(ranks))]}]
     found, stride = list[dict[str, Any]](), ranks
@@ -87,7 +90,7 @@ def links_of(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _compile_tiny(folder: Path) -> None:
-    """Compiles the training whose steps are next to nothing, of one rank: what ranks say to each other is measured by itself."""
+    """Compiles a training of one rank whose steps do almost no work, to measure the overhead of a step without communication."""
     import onnx
     from partc.compiler.pipeline import compile_model
 
@@ -97,7 +100,7 @@ def _compile_tiny(folder: Path) -> None:
 
 
 def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks have found of what is requested."""
+    """Returns the ranks' results for a request."""
     (folder / REQUEST).write_text(json.dumps(request))
     return result_of_module("partc.cli.machine.ranks", folder, ranks)
 
@@ -105,7 +108,7 @@ def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
 def _machine(
     out: Path, found: dict[str, Any], alone: dict[str, Any] | None, links: Sequence[dict[str, Any]]
 ) -> Machine:
-    """The machine of what the ranks have found over these links, and of what one rank has alone."""
+    """Returns the machine from the ranks' results over these links, and from one rank's results alone (None without them)."""
     processor = _processor(found)
     if alone is not None:
         processor = replace(processor, alone=_processor(_least(alone, found)), ranks=found["ranks"])
@@ -136,7 +139,7 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
 
 
 def _least(alone: Any, together: Any) -> Any:
-    """What one rank has found; where it took longer than ranks together, as others disturbed it, what these took."""
+    """Returns one rank's results, each limited to the result of all ranks together: a longer time alone is a disturbance."""
     if isinstance(alone, dict):
         return {key: _least(one, together[key]) for key, one in alone.items()}
     if isinstance(alone, list):

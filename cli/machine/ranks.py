@@ -1,8 +1,8 @@
 """One of the ranks that `partc measure` starts: all measure at the same time, as they compute in a job, and rank 0 prints the medians.
 
-It is started once more as the one rank of a job, which has the host's memory by itself.
+It is started once more as the only rank of a job, which then has the host's memory for itself.
 
-The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER/request.json` says what is to be measured.
+The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER/request.json` is the list of measurements.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from partc.runtime.job.machine import usable_cores
 REQUEST, TINY = "request.json", "tiny"
 _STEPS, _WARM = 60, 10
 _LEAST = 1e-8
-"""Seconds that stand for a time below the resolution of the clock."""
+"""The seconds that replace a time below the resolution of the clock."""
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the measurements; returns the exit code."""
     return report(partial(_found, Path(sys.argv[1])))
 
 
@@ -56,8 +56,8 @@ def _found(folder: Path, transport: Transport) -> dict[str, Any]:
 
 
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
-    """What this rank measures; each measurement begins on all ranks at once."""
-    working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
+    """Measures on this rank; each measurement starts on all ranks at once."""
+    working = max(1, len(usable_cores()) // threads)  # more ranks would share cores, which the simulation models
     session, _, _ = overhead(threads)
     in_step, node, view = overhead(threads, apart=True)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {
@@ -100,7 +100,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
 
 
 def _step(folder: Path, threads: int) -> float:
-    """Seconds that a step takes beside its actions and what ranks say to each other, of a training of next to nothing by itself."""
+    """Returns the seconds of a step outside of its actions and communication, for a training that does almost no work."""
     from partc.runtime import load_trainer
 
     with load_trainer(folder, LocalWorld(1).transport(0), threads=threads) as trainer:
@@ -118,7 +118,7 @@ def _step(folder: Path, threads: int) -> float:
 
 
 def _medians(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over ranks of what each has measured; of segments, which ranks share out, what any has."""
+    """Returns the medians of all ranks' measurements; segments are divided among the ranks, and their times are merged."""
     first = measured[0]
 
     def points(*keys: str | int) -> list[list[float]]:

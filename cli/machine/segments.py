@@ -1,8 +1,8 @@
-"""What the segments of artifacts take by themselves: each run on its rank's sessions, on values as a step has them.
+"""Measures the segments of artifacts: each runs in its rank's sessions, on values as in a step.
 
-A step's segments run in their order, time and again, so that each finds the caches as it does in a step. Inputs are random, as those of
-`partc run --random`; what comes from other ranks is small floats, and integers as large as those that the rank gives, since sorting and
-looking up take longer for ids than for zeros.
+The segments of a step run in order, several times, so that each finds the caches as it does in a step. Inputs are random, as those of
+`partc run --random`. Values from other ranks are small floats, and integers in the range of those that the rank itself sends, since sorting
+and looking up take longer for ids than for zeros.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from partc.runtime.program.sessions import SegmentSession
 from partc.runtime.program.steps import Segment, StartCollective
 
 _SECONDS, _MOST, _WARM = 4.0, 30, 2
-"""Seconds of the passes over one file, how many at most, and how many of them are not counted."""
+"""The limits of the passes over one file: the most seconds, the most passes, and the number of warm-up passes."""
 _SEED = 7
 
 
 def segment_times(
     artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int, longer: float
 ) -> dict[str, float]:
-    """By digest the seconds of the segments of the files that fall to this rank, in turn with the others.
+    """Maps digests to the seconds of segments, for the files of this rank's share.
 
-    `longer`: what a session's run takes longer in a step, where more than other segments lies between two of them.
+    `longer`: the additional seconds of a session's run in a step, where more work than other segments lies between two runs.
     """
     found: dict[str, float] = {}
     for one in artifacts:
@@ -68,7 +68,7 @@ def segment_times(
 
 
 def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tuple[str, float]]:
-    """The seconds of each, run one after the other."""
+    """Yields the seconds of each segment, run one after the other."""
     taken: dict[str, list[float]] = defaultdict(list)
     clock, begun = clock_of(threads), time.perf_counter()
     for passes in range(_MOST + _WARM):
@@ -83,8 +83,9 @@ def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tupl
 
 
 def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -> Callable[[], object] | None:
-    """What runs a segment once on what earlier ones have made, and values of its own; None where it takes other things than tensors of
-    known sizes, or fails on them.
+    """Returns a function that runs a segment once on the results of earlier segments and values of its own.
+
+    Returns None where the segment takes values that are not tensors of known sizes, or fails on them.
     """
     segment = runner.segment
     if runner.objects:
@@ -103,7 +104,7 @@ def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -
     of_merged = [name in sizes.merged for name in segment.outputs]
 
     def run() -> list[Tensor]:
-        for formal in merged:  # as in a step, since only a run tells how many rows there are
+        for formal in merged:  # as in a step, since the number of rows is known only at run time
             binding.bind_output(formal, "cpu")
         runner.session.run_with_iobinding(binding)
         for value, is_merged in zip(binding.get_outputs(), of_merged, strict=True) if merged else ():
@@ -119,7 +120,7 @@ def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -
 
 
 def _inputs(artifact: Artifact, rank: int, sizes: FileSizes) -> dict[str, Tensor]:
-    """The shards of random inputs that are tensors of known sizes."""
+    """Returns this rank's shards of random inputs that are tensors of known sizes."""
     found, reader = dict[str, Tensor](), open_inputs(artifact.manifest, [], _SEED, sizes.sizes)
     for port in artifact.manifest.inputs:
         if rank not in port.ranks or (tensor := _value(port.name, sizes)) is None:
@@ -132,7 +133,7 @@ def _inputs(artifact: Artifact, rank: int, sizes: FileSizes) -> dict[str, Tensor
 
 
 def received(given: Tensor | None, result: Tensor | None) -> Tensor | None:
-    """The result of a collective on integers: any between the least and the greatest that this rank gives; None of others."""
+    """Fills the result of a collective with random integers in the range of this rank's own operand; None for any other type."""
     if given is None or result is None or given.dtype != result.dtype:
         return None
     some, array = given.array(), result.array()
@@ -143,7 +144,7 @@ def received(given: Tensor | None, result: Tensor | None) -> Tensor | None:
 
 
 def _value(name: str, sizes: FileSizes) -> Tensor | None:
-    """A tensor of the type and the sizes of a value: small numbers, no integer above 0; None where they are not known."""
+    """Returns a tensor of a value's type and sizes, with small floats or integer zeros; None where these are not known."""
     dtype, shape = dense(sizes.types.get(name, "")), sizes.operand(name).sizes
     if dtype is None or shape is None:
         return None

@@ -1,4 +1,4 @@
-"""A rank of a plan that `partc plan --try` runs: steps of random inputs; rank 0 prints what the median step of the slowest rank takes.
+"""A rank of a plan that `partc plan --try` runs: steps of random inputs; rank 0 prints the median step time of the slowest rank.
 
 The launcher starts it as `python -P -m partc.cli.machine.trial_rank FOLDER`; `FOLDER/build` is the artifact, `FOLDER/sizes.json` has the
 sizes of its symbols.
@@ -26,7 +26,7 @@ _SEED, _WARM, _FEWEST, _MOST, _SECONDS = 7, 3, 3, 500, 0.5
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the rank; returns the exit code."""
     return report(partial(_found, Path(sys.argv[1])))
 
 

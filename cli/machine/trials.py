@@ -1,4 +1,4 @@
-"""Runs the fastest plans of a search on this host, in turns: a simulation hardly tells plans apart that differ by less than its error."""
+"""Runs the fastest plans of a search on this host, in turns: plans that differ by less than the simulation's error must be measured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TURNS = 5
 
 
 def run_fastest(plays: SearchState) -> None:
-    """Runs as many plans as are wanted, the fastest within the memory; sets what each takes, or why it fails.
+    """Runs the requested number of plans, the fastest within the memory; records each one's step time, or the reason of its failure.
 
-    Each turn is a job of every plan, which loads it, and makes steps of random inputs for half a second.
+    In each turn every plan runs as a job, which loads it and makes steps of random inputs for half a second.
     """
     search, chosen = plays.search, [one.candidate for one in plays.fitting[: plays.wanted]]
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:

@@ -1,4 +1,4 @@
-"""Shows what a compile is doing: on a terminal after a second, and with `-v` every pass with its time."""
+"""Shows the progress of a compile: on a terminal after a second, and with `-v` every pass with its time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _QUIET = 1.0
 
 
 class CompileProgress:
-    """Called with the name of each pass as it begins; as a context manager it clears what it shows."""
+    """A callback for the name of each pass that begins; at its exit, the context manager clears its output."""
 
     def __init__(self) -> None:
         self._name, self._since = "", time.perf_counter()
         self.spent: dict[str, float] = {}
-        """By name the seconds of each pass that has ended."""
+        """Maps the name of each pass that has ended to its seconds."""
         self._status: Status | None = None
         self._timer: threading.Timer | None = None
 
@@ -45,7 +45,7 @@ class CompileProgress:
             self._status.stop()
 
     def __call__(self, name: str) -> None:
-        """A pass begins, and the one before has ended."""
+        """Begins a pass, and ends the one before it."""
         now = time.perf_counter()
         if self._name:
             self.spent[self._name] = now - self._since

@@ -42,7 +42,7 @@ _mode = _Mode()
 
 
 def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
-    """Prints a text, control characters escaped: it contains names from models, plans and artifacts. Long lines of messages are cut."""
+    """Prints a text with control characters escaped: it has names from models, plans and artifacts. Long lines on stderr are shortened."""
     shown = str(text)
     if err and len(shown) > _LONGEST:
         shown = "\n".join(map(_shortened, shown.split("\n")))
@@ -50,7 +50,7 @@ def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
 
 
 def _shortened(line: str) -> str:
-    """A line without its middle, where it is longer than a screen: a name in a file may have a million letters."""
+    """Removes the middle of a line that is too long: a name in a file may have a million letters."""
     if len(line) <= _LONGEST:
         return line
     half = _LONGEST // 2
@@ -63,12 +63,12 @@ def as_json() -> bool:
 
 
 def verbose() -> int:
-    """Whether details are wanted: 0, 1 by `-v`, or 2 by `-vv`."""
+    """The requested level of details: 0, 1 with `-v`, or 2 with `-vv`."""
     return _mode.verbose
 
 
 def is_quiet() -> bool:
-    """Whether only failures and warnings are wanted."""
+    """Whether only failures and warnings are requested."""
     return _mode.quiet or _mode.json
 
 
@@ -79,13 +79,13 @@ def detail(text: str) -> None:
 
 
 def failure(text: str) -> None:
-    """Prints on stderr why the command fails; with `--json` this text is in the document."""
+    """Prints the reason of the command's failure on stderr; with `--json` the document has this text."""
     echo(text, err=True)
     failed(text)
 
 
 def failed(text: str) -> None:
-    """Records why the command fails, where the text is on stderr already."""
+    """Records the reason of the command's failure, where the text is on stderr already."""
     _mode.error = _mode.error or text
 
 
@@ -102,12 +102,12 @@ def result(document: Mapping[str, Any]) -> None:
 
 
 def leave_to_ranks() -> None:
-    """Prints no document: this process is one of several ranks, and another one prints it."""
+    """Prints no document in this process: it is one of several ranks, and another one prints it."""
     _mode.json = False
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON types: numbers that are not finite as strings, tuples as lists."""
+    """Converts a value to JSON types: numbers that are not finite become strings, tuples become lists."""
     match value:
         case Mapping():
             return {str(key): plain(item) for key, item in value.items()}
@@ -136,7 +136,7 @@ def end(code: int) -> None:
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Looks for `--json` before the arguments are parsed, since a usage error is a document, too."""
+    """Handles `--json` before the arguments are parsed, since a usage error must be a document, too."""
     own = arguments[: list(arguments).index("--")] if "--" in arguments else arguments
     if "--json" in own and own and own[0] in WITH_JSON:
         _json(True)
@@ -193,7 +193,7 @@ def _json(on: int) -> None:
 
 
 def _silence() -> None:
-    """Discards what is printed to stdout from here on."""
+    """Discards all text that is printed to stdout from here on."""
     if _mode.stdout is None:
         _mode.stdout = sys.stdout
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by `end`)

@@ -23,13 +23,13 @@ _REFUSALS = {
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
 }
-"""Errors of the system that are not a bug of partc, with what helps, where no file is named: the standard output, a pipe."""
+"""System errors that are not a bug of partc, with their remedy, for files without a name: the standard output, a pipe."""
 _NEAR = 0.8
-"""The share of the memory that a process may take behind which an unknown error counts as memory that ran out."""
+"""The share of a process's memory limit beyond which an unknown error counts as memory that ran out."""
 
 
 def report(error: Exception) -> int:
-    """Prints an error to stderr; its exit code."""
+    """Prints an error to stderr; returns its exit code."""
     try:
         code, text = described(error)
         if console.verbose() and "Traceback" not in text:
@@ -46,7 +46,7 @@ def report(error: Exception) -> int:
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """An error's exit code and text: the message alone where it is made for the user, else the traceback too."""
+    """Returns an error's exit code and text: the message alone where it is made for the user, else the traceback, too."""
     from partc.compiler.errors import CompileError
 
     if (reason := out_of_memory(error)) and not (isinstance(error, PartcError) and NO_MEMORY_HELP in str(error)):
@@ -68,13 +68,13 @@ def described(error: Exception) -> tuple[int, str]:
 
 
 def _limit() -> str:
-    """How much memory the process may take, where that is limited."""
+    """Returns a text with the memory limit of the process; empty where there is none."""
     limit = _most_memory()
     return f"; the process may take {size_text(limit)} (ulimit -v)" if limit else ""
 
 
 def _is_near_limit() -> bool:
-    """Whether the process has taken most of the memory that it may take: libraries then fail in ways of their own."""
+    """Whether the process has used most of the memory that it may use: libraries then fail with errors of their own."""
     limit = _most_memory()
     try:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -85,7 +85,7 @@ def _is_near_limit() -> bool:
 
 
 def _most_memory() -> int:
-    """The bytes of memory that the process may map; 0 where there is no limit."""
+    """Returns the bytes of memory that the process may map; 0 where there is no limit."""
     try:
         import resource
     except ImportError:  # not on Windows

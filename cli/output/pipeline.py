@@ -1,11 +1,11 @@
-"""The rows of an artifact as a schedule that can be played: read from its rank files alone, with given or measured times.
+"""Reads the rows of an artifact's rank files as a schedule that can be simulated, with times from the user or from a profile.
 
-The file of a profile: by rank the seconds of every task in every step, as `partc run --profile` and `partc train --profile` write it.
+A profile's file has the seconds of every task in every step for each rank; `partc run --profile` and `partc train --profile` write it.
 
     {"profile": 1, "ranks": [{"rank": 0, "step": [0.031, ...], "tasks": {"0F0": [0.004, ...], ...}, "waits": {}, ...}, ...]}
 
-What begins communication, what runs once, and the update count to the task before them, or to the first one. Waits for other ranks count
-to none, but for those inside of a task, which are in `waits`.
+Starts of communication, actions that run once, and the update count to the task before them, or to the first one. Waits for other ranks
+count to no task, except waits inside of a task, which are in `waits`.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Profile(_Record):
         return min(len(one.step) for one in self.ranks)
 
     def measured(self, step: int | None = None) -> float:
-        """The seconds of a step on the rank that took longest, by default the median."""
+        """Returns the seconds of a step on the slowest rank, by default the median."""
         return max(_of(one.step, step) for one in self.ranks)
 
     def times(self, step: int | None = None) -> dict[str, float]:
         """Maps each task to its seconds in a step, by default the median.
 
-        Of the ranks of a stage the slowest one counts. Where they wait for each other inside, their time together is that of the rank
-        that came last, which waited least.
+        For the ranks of a stage the slowest one counts. Where they wait for each other inside of a task, their common time is that of the
+        rank that arrived last, which waited least.
         """
         together: dict[str, float] = {}
         alone: dict[str, float] = {}
@@ -93,7 +93,7 @@ def _of(seconds: Seconds, step: int | None) -> float:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file; UsageError where the file is not a profile."""
+    """Reads the profile in a file. Raises UsageError where the file is not a profile."""
     try:
         found = Profile.model_validate(read_json(path, PROFILE))
     except OSError as error:
@@ -123,7 +123,7 @@ def read_profile(path: Path) -> Profile:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The rows of the ranks of an artifact: `stage_ranks` are lists of ranks with one row each, which `rows` has."""
+    """The rows of an artifact's ranks: `stage_ranks` are lists of ranks that share one row, and `rows` are these rows."""
 
     artifact: Artifact
     stage_ranks: tuple[tuple[int, ...], ...]
@@ -131,7 +131,7 @@ class Pipeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule; UsageError for rows that `partc check` refuses."""
+        """The schedule. Raises UsageError for rows that `partc check` refuses."""
         from partc.compiler.schedule.precedence import precedence
         from partc.compiler.schedule.schedule import Schedule
         from partc.compiler.schedule.stages import Edge, Stages
@@ -157,7 +157,7 @@ class Pipeline:
 
     @property
     def _name(self) -> str:
-        """The name of the schedule, as the artifact's text of it says."""
+        """The name of the schedule in the artifact's text of it."""
         file = dump_file(SCHEDULE, self.artifact.manifest.prefix)
         lines = self.artifact.text(file).splitlines()[:4] if file in self.artifact.manifest.files else []
         found = next((line.split() for line in lines if line.startswith("# Schedule: ")), [])
@@ -168,7 +168,7 @@ _CHECK = "  help: see what `partc check` says of it"
 
 
 def pipeline_of(artifact: Artifact) -> Pipeline | None:
-    """The rows of an artifact; None of one without tasks."""
+    """Returns the rows of an artifact; None for one without tasks."""
     found: dict[str, tuple[list[int], Row]] = {}
     for file, ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).items():
         row = row_of(artifact.model(ranks[0]), file)
@@ -181,7 +181,7 @@ def pipeline_of(artifact: Artifact) -> Pipeline | None:
 
 
 def saved_by_group(pipeline: Pipeline) -> list[Saved]:
-    """By home what its row keeps at most for backward passes."""
+    """Returns, for each list of ranks, the most that its row saves for backward passes."""
     from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.artifact.tasks.saved import saved
     from partc.runtime.checker.graph.declared import declared_types
@@ -191,7 +191,7 @@ def saved_by_group(pipeline: Pipeline) -> list[Saved]:
 
 
 def rows_text(pipeline: Pipeline) -> Iterator[str]:
-    """The bubble, rows and grid of a pipeline in unit times, as far as they can be read."""
+    """Yields the bubble, rows and grid of a pipeline in unit times, unless they are too long to read."""
     from partc.compiler.schedule.costs import unit_costs
     from partc.compiler.schedule.grid import grid, percent
     from partc.compiler.schedule.simulate import simulate
@@ -209,14 +209,14 @@ def rows_text(pipeline: Pipeline) -> Iterator[str]:
 
 
 _ROWS, _CELLS = 16, 96
-"""Rows and cells of a row that are shown beside other things."""
+"""The most rows, and the most tasks of a row, that are shown together with other output."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a stage's tasks of a kind (`0F`) or of single tasks (`0F3`), and the profile that they are from, if they are.
+    """Seconds of a stage's tasks of a kind (`0F`) or of single tasks (`0F3`), and their profile, if they come from one.
 
-    `where` is what the options say.
+    `where` is the text of the options, for messages.
     """
 
     seconds: Mapping[str, float]
@@ -225,7 +225,7 @@ class Times:
 
 
 def read_times(given: Sequence[str]) -> Times:
-    """The times that options give: `0F=1.2ms`, a JSON file of seconds by stage and kind or by task, or a profile."""
+    """Reads the times in options: `0F=1.2ms`, a JSON file of seconds by stage and kind or by task, or a profile."""
     seconds: dict[str, float] = {}
     profile: Profile | None = None
     for one in given:
@@ -274,7 +274,10 @@ def _numbers(path: Path, document: Mapping[str, object]) -> dict[str, float]:
 
 
 def timed(schedule: Schedule, costs: Costs, seconds: Mapping[str, float], where: str) -> Costs:
-    """Costs with these times, in milliseconds; UsageError for one of no task, and where some tasks have a time and others have none."""
+    """Returns the costs with these times, in milliseconds.
+
+    Raises UsageError for the time of a task that does not exist, and where only some tasks have a time.
+    """
     from partc.compiler.schedule.costs import with_times
 
     if not seconds:
@@ -298,7 +301,7 @@ def _in_ms(seconds: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Medians over the steps of a profile: seconds measured, seconds simulated with the times of the same step, and their ratio."""
+    """Medians over the steps of a profile: measured seconds, simulated seconds with the times of the same step, and their ratio."""
 
     steps: int
     measured: float
@@ -312,7 +315,7 @@ class Compared:
 
 
 def compared(schedule: Schedule, costs: Costs, profile: Profile) -> Compared:
-    """Each step of a profile beside its simulation with the times of that very step."""
+    """Compares each step of a profile with a simulation that uses the times of that step."""
     from partc.compiler.schedule.costs import with_times
     from partc.compiler.schedule.simulate import simulate
 

@@ -1,6 +1,6 @@
-"""The progress of a run of many steps on stderr: a bar on a terminal, else a line every ten seconds.
+"""Shows the progress of a run of many steps on stderr: a bar on a terminal, else a line every ten seconds.
 
-A run shorter than a second shows nothing, nor does one of a single step, as a job that makes tokens is.
+A run shorter than a second shows nothing, and neither does a run of a single step, such as a job that generates tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BETWEEN_DRAWS = 0.1
 
 
 class TrainingBar:
-    """A bar with the latest numbers of a training, on a terminal only. Before other output, call `close`."""
+    """A bar with the latest numbers of a training, on a terminal only. Call `close` before other output."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
@@ -64,7 +64,7 @@ class Progress:
         self.close()
 
     def reached(self, step: int) -> None:
-        """Shows that this many steps are done."""
+        """Shows the number of steps that are done."""
         now = time.monotonic()
         if step >= self.total:
             self.close()
@@ -82,7 +82,7 @@ class Progress:
         self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Takes the bar away, so that other output may follow."""
+        """Removes the bar, so that other output may follow."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Lines about the slots of an artifact that makes tokens: what their caches take of a rank, how many fit, and what ranks tell to draw."""
+"""Lines about the slots of an artifact that generates: the memory of their caches on a rank, the number that fits, the bytes of a draw."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from partc.runtime.units import count, size_text
 
 
 def slot_lines(manifest: Manifest, unfused: Sequence[str] = ()) -> Iterator[str]:
-    """Lines for the rank that keeps most; none for an artifact that makes no tokens, or for another program than its main one.
+    """Yields lines for the rank with the most cache memory; none for an artifact that does not generate, or a program other than the main.
 
-    `unfused`: the nodes of attention that read the caches of all slots up to the longest sequence.
+    `unfused`: the attention nodes that read the caches of all slots up to the longest sequence.
     """
     record = manifest.generation
     if record is None:

@@ -1,6 +1,6 @@
 """Tables as the commands print them: aligned on any output, never truncated, wrapped only on a terminal.
 
-A number keeps all its digits and a name all its letters whatever the width; only the last column, which holds words, is
+A number is shown with all its digits and a name with all its letters at any width; only the last column, which has words, is
 wrapped, and only where the output is a terminal with room for it. rich draws the progress bars but not these tables: it folds or
 truncates every column at the console's width and pads lines with trailing blanks, and its import costs more than most commands print.
 """
@@ -23,7 +23,7 @@ _NARROWEST = 24
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns; a column whose name begins with `>` is set to the right."""
+    """Rows under named columns; a column whose name begins with `>` is right-aligned."""
 
     columns: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Table:
         return lines
 
     def plain(self) -> str:
-        """The table as it is printed where no terminal is."""
+        """Returns the table as it is printed where the output is not a terminal."""
         return "\n".join(([self.title] if self.title else []) + self.lines())
 
     def show(self) -> None:
-        """Prints the table to stdout, the header set off on a terminal."""
+        """Prints the table to stdout, with a dimmed header on a terminal."""
         if not sys.stdout.isatty():
             console.echo(self.plain())
             return

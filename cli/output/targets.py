@@ -14,7 +14,7 @@ from partc.runtime.units import count, size_text
 
 
 def counted(ranks: Sequence[str]) -> dict[str, Any]:
-    """The sums over the ranks, for one step; empty where no rank has copied anything. `ranks`: what each has counted, as JSON."""
+    """Returns the sums over the ranks for one step; empty where no rank has copied anything. `ranks`: each rank's counts, as JSON."""
     told = [one for one in map(json.loads, ranks) if one["steps"]]
     if not any(one["copies"] for one in told):
         return {}
@@ -30,7 +30,7 @@ def counted(ranks: Sequence[str]) -> dict[str, Any]:
 
 
 def line(counts: dict[str, Any], memory: str = "") -> str:
-    """The same as a line; `memory`: what `mpi_memory` says."""
+    """Returns the counts as a line; `memory`: the result of `mpi_memory`."""
     to = [
         f"{count(round(one['copies']), 'copy', 'copies') if not k else round(one['copies'])} to {target} ({size_text(round(one['bytes']))})"
         for k, (target, one) in enumerate(counts["to"].items())
@@ -44,7 +44,7 @@ def line(counts: dict[str, Any], memory: str = "") -> str:
 
 
 def mpi_memory() -> str:
-    """The kinds of memory of which MPI, where it has begun, says that it takes operands from there."""
+    """Returns the kinds of memory from which MPI claims to take operands; empty where MPI has not started."""
     if "mpi4py.MPI" not in sys.modules:
         return ""
     from partc.runtime.communication.mpi_calls import memory_kinds

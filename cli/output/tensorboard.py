@@ -1,4 +1,4 @@
-"""The numbers of a training as scalars of TensorBoard, by the package `tensorboardX` or `tensorboard` where one is installed."""
+"""Writes the numbers of a training as scalars of TensorBoard, with the package `tensorboardX` or `tensorboard`, if one is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes `train/loss`, `test/accuracy`, `train/lr` and the like by step into a folder; UsageError where that is impossible."""
+    """Writes `train/loss`, `test/accuracy`, `train/lr` and so on by step into a folder. Raises UsageError where that is impossible."""
 
     def __init__(self, folder: str) -> None:
         if not any(map(find_spec, ("tensorboardX", "tensorboard"))):
@@ -45,7 +45,7 @@ class TensorBoard:
         self._write("test", step, metrics)
 
     def saved(self, step: int, path: Path) -> None:
-        """Writes nothing."""
+        """Ignores a saved checkpoint."""
 
     def _write(self, kind: str, step: int, numbers: Metrics) -> None:
         for name, value in numbers.items():
@@ -54,7 +54,7 @@ class TensorBoard:
 
 
 def _writer(folder: str) -> tuple[Callable[[str, float, int], object], Callable[[], None]]:
-    """What adds a scalar, and what closes the files."""
+    """Returns a function that adds a scalar, and one that closes the files."""
     if find_spec("tensorboardX"):
         writer = import_module("tensorboardX").SummaryWriter(folder)
         return writer.add_scalar, writer.close

@@ -36,7 +36,7 @@ Watch: TypeAlias = Callable[[int, int | None, str], None]
 
 
 def watch_through_file(file: Path) -> Watch:
-    """Writes the progress to a file, for the launching process, which has the terminal and reads it by `read_progress`."""
+    """Returns a `Watch` that writes the progress to a file, for the launching process, which has the terminal and calls `read_progress`."""
 
     def watch(step: int, total: int | None, numbers: str) -> None:
         write_text(file, json.dumps([step, total, numbers]), settle=False)
@@ -45,7 +45,7 @@ def watch_through_file(file: Path) -> Watch:
 
 
 def read_progress(file: Path) -> tuple[int, int | None, str] | None:
-    """The progress last written to the file; None where there is none."""
+    """Returns the progress last written to the file; None where there is none."""
     try:
         found = read_json(file, PROGRESS)
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ class TrainingLog:
 
     `watch` replaces the lines of progress: it is called with the step, the total and the other numbers, and shows a bar.
     A file whose name ends in .csv has the rows of training and of evaluations; any other has a line of JSON for each row. A `quiet` log
-    writes the numbers only.
+    only writes the numbers.
     """
 
     def __init__(self, metrics: str | None, watch: Watch | None = None, quiet: bool = False) -> None:
@@ -67,10 +67,10 @@ class TrainingLog:
         self._is_csv = bool(metrics) and str(metrics).endswith(".csv")
         self._columns: list[str] = []
         if metrics:
-            self._file = open_to_append(metrics)  # open as long as training goes on
+            self._file = open_to_append(metrics)  # it stays open during the training
 
     def begins(self, trainer: Trainer, loader: Loader, settings: LoopSettings) -> None:
-        """Prints the sizes of the training; of records that come as a stream, how many there are is not known."""
+        """Prints the sizes of the training; the number of records is unknown where they come as a stream."""
         manifest, total = trainer.manifest, settings.total_steps(loader.batches)
         parameters = trained_tensors(manifest)
         elements = sum(parameters.values())
@@ -97,7 +97,7 @@ class TrainingLog:
             )
 
     def resumed(self, step: int, path: Path, place: str = "") -> None:
-        """Prints the checkpoint from which training resumes, and how the place in the data is found, where that takes time."""
+        """Prints the checkpoint from which training resumes, and how its place in the data is found, where that takes time."""
         self._print(f"resumes after step {step} from {path}")
         if place:
             self._print(place)
@@ -151,16 +151,16 @@ class TrainingLog:
         self._print(f"wrote {shown}: {size_text(total)}")
 
     def stopped_early(self, step: int, why: EarlyStop) -> None:
-        """Prints why training ended before its last step."""
+        """Prints the reason why training ended before its last step."""
         evaluations = count(why.patience, "evaluation")
         self._print(f"stopped early after step {step}: {why.metric} was no better than its best in {evaluations}")
 
     def targets(self, line: str) -> None:
-        """Prints what the targets of ranks have done."""
+        """Prints the line about the work of the ranks' targets."""
         self._print(line)
 
     def looked_up(self, step: int, counts: Mapping[str, Any]) -> None:
-        """Logs what ranks have looked up in tables of several ranks."""
+        """Logs the ranks' lookups in tables that several ranks share."""
         self._print(lookups.line(counts))
         self._write({"kind": "lookups", "step": step, **counts})
 
@@ -202,7 +202,7 @@ def _number(value: float) -> str:
 
 
 def _tables(metrics: Metrics) -> Iterator[str]:
-    """The counts by label and prediction of a few classes; files have them of any number."""
+    """Yields the confusion tables by label and prediction, where there are few classes; files have them for any number."""
     for name, value in metrics.items():
         if isinstance(value, Confusion) and not value.named:
             if len(value.counts) > _MOST_CLASSES:
@@ -215,7 +215,7 @@ def _tables(metrics: Metrics) -> Iterator[str]:
 
 
 def _further(name: str, value: float) -> str:
-    """A further number of a progress line."""
+    """Returns the text of an additional number of a progress line."""
     if name == "tokens_per_second":
         return f"{value:,.0f} tokens/s"
     return f"memory {size_text(round(value))}" if name == "memory_bytes" else f"{name} {value:.4g}"

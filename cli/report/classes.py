@@ -1,6 +1,6 @@
-"""Classes of alike ranks: their files differ in the peers and tags of messages alone, so a report shows each class once.
+"""Groups ranks into classes of equal programs, whose files differ only in peers and tags of messages: a report shows each class once.
 
-Ranks 1 to 3 of a job that all receive a value from a rank of their own and compute the same are one class, although each has a file.
+If ranks 1 to 3 of a job compute the same, and each receives a value from a different rank, they are one class, although each has a file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.manifest import Artifact
 
 _OF_ONE_RANK = frozenset({PEER, TAG, SEND_PEERS, RECV_PEERS})
-"""Attributes in which alike ranks differ."""
+"""Attributes in which the ranks of a class may differ."""
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Alike ranks, and the program of the first of them."""
+    """Ranks with equal programs, and the program of the first of them."""
 
     ranks: tuple[int, ...]
     model: ModelProto
 
 
 def rank_classes(artifact: Artifact) -> list[RankClass]:
-    """The classes of all ranks, in the order of their first ranks."""
+    """Returns the classes of all ranks, in the order of their first ranks."""
     found: dict[str, tuple[list[int], ModelProto]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
         model = artifact.model(ranks[0])
@@ -41,7 +41,7 @@ def rank_classes(artifact: Artifact) -> list[RankClass]:
 
 
 def _lines(model: ModelProto) -> Iterator[bytes]:
-    """What the rank computes and communicates, and the shapes that it holds."""
+    """Yields the rank's computation and communication, and the shapes of its values, as bytes to hash."""
     graph = model.graph
     for node in chain(graph.node, *(function.node for function in model.functions)):
         yield _node(node)

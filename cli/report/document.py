@@ -1,16 +1,14 @@
-"""All that a report knows of an artifact, as one document: the facts of `partc inspect` by class of ranks, and what pictures need.
+"""Builds the document of a report on an artifact: the facts of `partc inspect` for each class of ranks, and the data of the pictures.
 
-- Messages and collectives are rows: those of alike ranks, and of all microbatches, are one row that lists each.
+- Messages and collectives are rows: those of the ranks of a class, and of all microbatches, are one row that lists each.
   `{"op": "Send", "value": "h", "bytes": "96*batch", "at": 6144, "times": 8, "ends": [[0, 4, 17], ...]}`: 0 to 4 with the tag 17.
-- Ranks have coordinates on the plan's mesh, and lists of ranks the axes that they are along. On `{"pp": 2, "dp": 2, "tp": 2}` rank 5 is at
-  pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] are along dp.
-- The memory of a class of ranks is a curve over a step, and the largest values at its maximum. It is the curve of `partc inspect` before
-  arenas are laid out: its maximum is below the peak, which also counts what arenas keep.
-- The schedule of a pipeline is a grid: when each task of each home begins and ends, in units in which a rank's F, B and W take 1.
-
-A step over time: as `partc simulate` plays it, and one step as a trace measured it.
-
-The measured step is the one whose time is nearest to the median. Times are seconds from the begin of the step.
+- Ranks have coordinates on the plan's mesh, and lists of ranks lie along some of its axes. On `{"pp": 2, "dp": 2, "tp": 2}` rank 5 is at
+  pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] lie along dp.
+- The memory of a class of ranks is a curve over a step, with the largest values at its maximum. It is the curve of `partc inspect` before
+  arenas are laid out: its maximum is below the peak, which also counts the memory that arenas reserve.
+- The schedule of a pipeline is a grid: the start and end of each task on each list of ranks, in units in which a rank's F, B and W take 1.
+- A timeline is a step as `partc simulate` plays it, and one step as a trace measured it: the one whose time is nearest to the median.
+  Times are seconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from partc.runtime.artifact.trace import CATEGORIES, STEP, Span, read_trace
 
 
 def schedule_of(pipeline: Pipeline, sizes: Mapping[str, int]) -> dict[str, object]:
-    """The rows with their tasks; UsageError for rows that `partc check` refuses."""
+    """Returns the rows with their tasks. Raises UsageError for rows that `partc check` refuses."""
     from partc.compiler.schedule.costs import unit_costs
     from partc.compiler.schedule.simulate import simulate
 
@@ -78,7 +76,7 @@ _LARGEST = 12
 
 
 def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int]) -> dict[str, object]:
-    """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
+    """Returns the memory curve of a rank: the bytes held through the whole step, and for each action the bytes of temporary values."""
     steps, lives = memory_over_step(artifact, memory.rank, sizes)
     kept = sum(one.resident + one.inputs_outputs for one in memory.targets)
     most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)
@@ -98,13 +96,13 @@ def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int
 
 
 def coordinates(mesh: Mapping[str, int], ranks: Sequence[int]) -> dict[str, str]:
-    """By axis the coordinates that these ranks have: `0`, or `0-1`."""
+    """Maps each axis to the coordinates of these ranks: `0`, or `0-1`."""
     found = [_place(mesh, rank) for rank in ranks]
     return {name: ranks_text(sorted({place[k] for place in found})) for k, name in enumerate(mesh)}
 
 
 def axes_of(mesh: Mapping[str, int], lists: Sequence[Sequence[int]]) -> str:
-    """The axes along which the ranks of each list differ and are all of a row: `dp`, or `dp, tp`; empty for other lists."""
+    """Returns the axes along which each list contains a complete row of ranks: `dp`, or `dp, tp`; empty for other lists."""
     found = {_along(mesh, ranks) for ranks in lists}
     return found.pop() if len(found) == 1 else ""
 
@@ -116,7 +114,7 @@ def _along(mesh: Mapping[str, int], ranks: Sequence[int]) -> str:
 
 
 def _place(mesh: Mapping[str, int], rank: int) -> tuple[int, ...]:
-    """The coordinates of a rank, the last axis fastest."""
+    """Returns the coordinates of a rank on the mesh, whose last axis varies fastest."""
     found = []
     for size in reversed([*mesh.values()]):
         rank, at = divmod(rank, size)
@@ -132,7 +130,7 @@ SEND = "Send"
 def communication_rows(
     manifest: Manifest, classes: Sequence[RankClass], sizes: Mapping[str, int], in_tasks: bool
 ) -> list[dict[str, object]]:
-    """The rows, in the order of the manifest. `in_tasks`: whether names of values end with their microbatch."""
+    """Returns the rows, in the order of the manifest. `in_tasks`: whether names of values end with their microbatch."""
     class_of = {rank: k for k, one in enumerate(classes) for rank in one.ranks}
     messages: dict[object, list[list[int]]] = {}
     rows: dict[object, dict[str, object]] = {}
@@ -162,13 +160,13 @@ def communication_rows(
 
 
 def _at(bytes: str, sizes: Mapping[str, int]) -> int | None:
-    """The bytes at the sizes, None where only a run tells."""
+    """Returns the bytes at the sizes; None where they are known only at run time."""
     found = moved([bytes], sizes)
     return None if found.unknown else found.bytes
 
 
 def layout_text(layout: LayoutRecord | None) -> str:
-    """A layout in words: `ranks 0-3 as a 2 x 2 grid: dim 0 sharded over axis 0, partial sum over axis 1`."""
+    """Returns a layout in words: `ranks 0-3 as a 2 x 2 grid: dim 0 sharded over axis 0, partial sum over axis 1`."""
     if layout is None:
         return ""
     grid = f"ranks {layout.ranks} as a grid of {' x '.join(map(str, layout.mesh))}"
@@ -181,7 +179,7 @@ def layout_text(layout: LayoutRecord | None) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What the options ask for besides the artifact: sizes of symbols, a machine's file, and a trace."""
+    """The options of a report besides the artifact: sizes of symbols, a machine's file, and a trace."""
 
     sizes: Mapping[str, int]
     machine: Path | None = None
@@ -189,9 +187,9 @@ class Request:
 
 
 def document_of(artifact: Artifact, request: Request, given: Mapping[str, int] | None = None) -> dict[str, object]:
-    """The document of the program that the artifact is seen from; UsageError where a trace does not fit.
+    """Returns the document of the artifact's program. Raises UsageError where a trace does not fit.
 
-    `given`: the sizes that the user gave, by default those asked for, of which a timeline needs all that are not settled.
+    `given`: the user's own sizes, by default those of the request; a timeline needs all sizes that are not fixed.
     """
     given = request.sizes if given is None else given
     manifest = artifact.manifest
@@ -238,7 +236,7 @@ def _port(name: str, type: str, shape: Sequence[int | str] | None, ranks: Sequen
 
 
 def _meshes(artifact: Artifact) -> list[dict[str, object]]:
-    """The grids of ranks that collectives are over, and the lists that work together, with the number of collectives."""
+    """Returns the grids of ranks that collectives run over, and the lists of ranks that communicate, with their number of collectives."""
     groups: dict[str, int] = {}
     for one in artifact.manifest.collectives:
         groups[one.group] = groups.get(one.group, 0) + 1
@@ -258,7 +256,7 @@ def _meshes(artifact: Artifact) -> list[dict[str, object]]:
 def _measures(
     manifest: Manifest, classes: Sequence[RankClass], memory: Sequence[RankMemory], sent: Sequence[int]
 ) -> dict[str, int]:
-    """The measures of `partc diff`."""
+    """Returns the measures of `partc diff`."""
     return {
         "messages": len(manifest.transfers) + len(manifest.collectives),
         "bytes": sum(len(one.ranks) * bytes for one, bytes in zip(classes, sent, strict=True)),
@@ -270,7 +268,7 @@ def _measures(
 def _classes(
     artifact: Artifact, classes: Sequence[RankClass], memory: Sequence[RankMemory], sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """The facts of `partc inspect` of the first rank of each class, which are those of all of its ranks."""
+    """Returns the facts of `partc inspect` for the first rank of each class, which hold for all of its ranks."""
     manifest = artifact.manifest
     trains = manifest.training is not None and any(record.next for record in manifest.state)
     found = []
@@ -289,7 +287,10 @@ def _classes(
 def timeline_of(
     artifact: Artifact, machine: Path | None, trace: Path | None, given: Mapping[str, int]
 ) -> dict[str, object]:
-    """The step on a machine, or with a trace alone by its medians; UsageError where the trace is of another artifact, or has no step."""
+    """Returns the step on a machine, or without a machine with the medians of a trace.
+
+    Raises UsageError where the trace is of another artifact, or has no step.
+    """
     traced = read_traced(trace) if trace is not None else None
     if traced is not None:
         traced.refuse_other(artifact.manifest.ranks)
@@ -327,13 +328,13 @@ def _played(found: Simulation) -> dict[str, object]:
 
 
 def _span(action: Action, begin: float, end: float) -> list[object]:
-    """An action as the page has it: category, name, module, begin, seconds and bytes."""
+    """Returns an action in the page's format: category, name, module, begin, seconds and bytes."""
     category, bytes = ("communication", action.bytes) if isinstance(action, Communicate) else ("compute", 0)
     return [category, action.what, action.path, begin, end - begin, bytes]
 
 
 def _measured(path: Path, median: float) -> dict[str, object]:
-    """The spans of one step by rank, of the step whose longest rank took closest to the median."""
+    """Returns the spans of one step by rank: the step whose longest rank is closest to the median."""
     trace = read_trace(path)
     wholes: dict[int, list[Span]] = {}
     for one in trace.spans:

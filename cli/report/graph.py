@@ -1,6 +1,6 @@
-"""The nodes of an artifact by class of ranks, with the values between them: what a picture of it is drawn from.
+"""Builds the graph of an artifact for a picture: the nodes of each class of ranks, with the values between them.
 
-Tasks of a pipeline stand once, as the calls of their first microbatch. Texts are numbers of a list, since most of them occur often.
+Each task of a pipeline appears once, as the calls of its first microbatch. Texts are indices into a list, since most of them occur often.
 
     {"texts": ["Gemm", ...], "classes": [{"ranks": "0-3", "values": [[name, type, bytes], ...], "nodes": [[op, path, ...], ...]}]}
 """
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 COLUMNS = ("op", "path", "phase", "task", "target", "why", "cut", "bytes", "tag", "inputs", "outputs")
-"""What stands at which place of a node's row; `bytes` is the expression of a message or collective, `tag` is -1 of others."""
+"""The columns of a node's row; `bytes` is the expression of a message or collective, `tag` is -1 for other nodes."""
 
 
 @dataclass
 class Texts:
-    """Texts by number, each once."""
+    """A list of texts without repetition, and the index of each."""
 
     texts: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, text: str) -> int:
-        """The number of a text."""
+        """Returns the index of a text, and adds the text where it is new."""
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
             self.texts.append(text)
@@ -60,7 +60,7 @@ class Texts:
 
 
 def graph_of(manifest: Manifest, classes: Sequence[RankClass]) -> dict[str, object]:
-    """The graph of all classes as JSON has it."""
+    """Returns the graph of all classes in the form of the JSON document."""
     texts = Texts()
     found = [_class(manifest, one, texts) for one in classes]
     return {"columns": COLUMNS, "texts": texts.texts, "classes": found}
@@ -111,12 +111,12 @@ def _class(manifest: Manifest, ranks: RankClass, texts: Texts) -> dict[str, obje
 
 
 def nodes_once(ranks: RankClass) -> list[NodeProto]:
-    """The nodes of a class of ranks, those of tasks once."""
+    """Returns the nodes of a class of ranks, with each task once."""
     return _without_repeats(unrolled(ranks.model, once=True))
 
 
 def _without_repeats(model: ModelProto) -> list[NodeProto]:
-    """The nodes without messages of later microbatches: no node reads what they receive, and what they send has been sent."""
+    """Returns the nodes without messages of later microbatches: no node reads the received values, and the sent ones were sent before."""
     read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
     sent: set[tuple[str, int]] = set()
     found = []
@@ -133,7 +133,7 @@ def _without_repeats(model: ModelProto) -> list[NodeProto]:
 
 
 def _op(node: NodeProto, groups: Mapping[str, tuple[int, ...]]) -> str:
-    """The op of a node, of a collective with the number of its ranks."""
+    """Returns the op of a node, for a collective with the number of its ranks."""
     if is_copy(node):
         return f"Copy to {output_target(node)}"
     if node.domain == DOMAIN and node.op_type in GROUP_OPS:
@@ -142,6 +142,6 @@ def _op(node: NodeProto, groups: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def type_text(type: str, shape: Sequence[int | str] | None) -> str:
-    """A type with its shape: `float[batch, 10]`."""
+    """Returns a type with its shape: `float[batch, 10]`."""
     dims = "" if shape is None else f"[{', '.join(map(str, shape))}]"
     return type.removeprefix("tensor(").removesuffix(")") + dims if type.startswith("tensor(") else type + dims

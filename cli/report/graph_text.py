@@ -1,10 +1,10 @@
-"""The graph as text for Graphviz or Mermaid: a frame for each class of alike ranks, boxes by module, messages as thick arrows with bytes.
+"""Writes the graph for Graphviz or Mermaid: a frame for each class of ranks, a box for each module, messages as thick arrows with bytes.
 
     subgraph r3["rank 3"]                          subgraph cluster_3 { label="rank 3";
     b0["conv1<br>1 node"] --> b1["relu ..."]       b0 -> b1; b2 -> b5 [label="4704*batch", penwidth=2]; }
 
-Boxes are modules of one depth: the deepest at which there are at most `MOST_BOXES`, unless one is asked for. What collectives of a module
-send stands in its box.
+All boxes are modules of one depth: the deepest with at most `MOST_BOXES` boxes, unless the user chooses one. The bytes of a module's
+collectives are in its box.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FORMATS = ("dot", "mermaid")
 
 @dataclass
 class Box:
-    """A module of a class of ranks: its nodes, and by op the bytes of its collectives."""
+    """A module of a class of ranks: its number of nodes, and for each op the bytes of its collectives."""
 
     path: str
     nodes: int = 0
     collectives: dict[str, list[str]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """What stands in the box."""
+        """Yields the lines of text in the box."""
         yield self.path
         if self.nodes:
             yield count(self.nodes, "node")
@@ -48,7 +48,7 @@ class Box:
 
 @dataclass
 class Drawing:
-    """Boxes by class, and edges between boxes with the bytes of their messages, none of one within a class."""
+    """A title and boxes for each class, and edges between boxes with the bytes of their messages, empty within a class."""
 
     frames: list[tuple[str, list[int]]] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Drawing:
 
 
 def graph_text(classes: Sequence[RankClass], format: str, depth: int | None = None) -> str:
-    """The graph of these classes in one of `FORMATS`."""
+    """Returns the graph of these classes as text in one of `FORMATS`."""
     return _WRITERS[format](_drawing(classes, depth))
 
 
@@ -94,7 +94,7 @@ def _drawing(classes: Sequence[RankClass], depth: int | None) -> Drawing:
 
 
 def _depth(paths: Sequence[Sequence[str]]) -> int:
-    """The deepest depth of modules at which there are few boxes."""
+    """Returns the deepest depth of modules with at most `MOST_BOXES` boxes."""
     parts = [{tuple(path.split(".")) for path in some} for some in paths]
     deepest = max((len(path) for some in parts for path in some), default=1)
     numbers = {d: sum(len({path[:d] for path in some}) for some in parts) for d in range(1, deepest + 1)}
@@ -112,9 +112,9 @@ def _add_edges(
     own: int,
     class_of: Mapping[int, int],
 ) -> None:
-    """Edges to what reads a value in a class, from what makes it there, or on the rank from which it is received.
+    """Adds edges to each box that reads a value in a class, from the box that makes it there, or on the rank that sends it.
 
-    A value has the same name on every rank. What comes from a class that is not drawn has no edge.
+    A value has the same name on every rank. A value from a class that is not drawn has no edge.
     """
     received: dict[str, tuple[str, int | None]] = {}
     sent: set[tuple[int, int, str]] = set()

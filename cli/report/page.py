@@ -1,7 +1,7 @@
-"""The page: the template with styles, scripts and data inside, one file that loads nothing.
+"""Writes the page: the template with styles, scripts and data inside, one file that loads no other file.
 
-Data is JSON in which no `<`, `>` or `&` stands as it is, so no name of a model can end its element or begin another one; scripts set texts
-as texts.
+The data is JSON in which every `<`, `>` and `&` is escaped, so no name in a model can end its element or begin another one. Scripts set
+texts as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SCRIPTS = (
     "search.js",
     "report.js",
 )
-"""In the order in which they run."""
+"""The scripts in the order in which they run."""
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def page_text(title: str, data: Mapping[str, object]) -> str:
-    """The page with the data that its scripts read."""
+    """Returns the page with the data that its scripts read."""
     parts = {
         "title": escape(title),
         "styles": "\n".join(map(_file, STYLES)),
@@ -58,7 +58,7 @@ def page_text(title: str, data: Mapping[str, object]) -> str:
 
 
 def json_text(data: Mapping[str, object]) -> str:
-    """JSON that may stand in an element of HTML."""
+    """Returns JSON that is safe inside an HTML element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character, instead in _ESCAPED.items():
         text = text.replace(character, instead)
@@ -70,7 +70,10 @@ def _file(name: str) -> str:
 
 
 def report_data(artifact: Artifact, before: Artifact | None, request: Request) -> dict[str, object]:
-    """The data of the page; UsageError where a size is not legal. A trace and a machine are of the artifact itself, not of `before`."""
+    """Returns the data of the page. Raises UsageError where a size is not legal.
+
+    A trace and a machine apply to the artifact itself, not to `before`.
+    """
     if before is None:
         if problems := choose_sizes(artifact.manifest.symbols, request.sizes)[1]:
             raise UsageError("\n".join(problems))
@@ -86,7 +89,7 @@ def report_data(artifact: Artifact, before: Artifact | None, request: Request) -
 
 
 def _program(found: Difference) -> dict[str, object]:
-    """The measures and changes of a program; `rows` have alike changes once."""
+    """Returns the measures and changes of a program; `rows` have equal changes once."""
     measures = [
         {"name": one.name, "title": MEASURES[one.name], "before": one.before, "after": one.after}
         for one in found.measures

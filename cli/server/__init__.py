@@ -1,1 +1,1 @@
-"""The HTTP server of completions: requests checked, queued for the ranks, and answered as tokens come."""
+"""The HTTP server of completions: it checks requests, queues them for the ranks, and answers as tokens arrive."""

@@ -1,7 +1,7 @@
-"""The connections of a server: how many there are, and how much and for how long a client may send or leave unread.
+"""Limits the connections of a server: their number, and how much and for how long a client may send or leave unread.
 
-uvicorn's protocol reads the HTTP. A `Connection` is between it and the socket, the transport of the one and the protocol of the other, and
-passes no more bytes on than the present request needs:
+uvicorn's protocol parses HTTP. A `Connection` stands between it and the socket: it is uvicorn's transport and the socket's protocol, and
+passes on only the bytes that the current request needs:
 
 | state | what is awaited | at most |
 |---|---|---|
@@ -10,8 +10,8 @@ passes no more bytes on than the present request needs:
 | `ANSWER` | the end of the answer | 30 s without the client reading; 32 KiB of what follows, then nothing is read |
 | `CLOSING` | the end of the connection | 5 s |
 
-Times begin with a state: a client that sends a byte now and then gains nothing. Where there are as many connections as there may be, a new
-one displaces the oldest in the first of the states `CLOSING`, `HEAD` and `BODY`: who opens many and completes no request displaces its own.
+Times begin with a state: a client that sends a byte now and then gains nothing. Where the maximum number of connections is open, a new
+one displaces the oldest in the first of the states `CLOSING`, `HEAD` and `BODY`: a client with many incomplete requests displaces its own.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ from partc.cli.server.refusals import error_body
 HEAD_BYTES = 16 << 10
 HEAD_SECONDS = 10
 HEADERS = 256
-"""How many headers a head may have with its trailers."""
+"""The most headers of a request, together with its trailers."""
 SPARE = 128
-"""How many connections there may be besides those with a request that runs or waits."""
+"""The most connections in addition to those with a request that runs or waits."""
 _UNREAD_SECONDS, _CLOSING_SECONDS = 30, 5
 _AHEAD_BYTES = 16 << 10
 _SLICE, _SLICES = 1024, 4
-"""Bytes that uvicorn gets at once: it parses all requests in them, also those that wait for the answer to an earlier one; and how many
-slices of a connection there are in a turn of the event loop, in which all others want theirs.
+"""The bytes that uvicorn gets at once, and the most such slices of a connection in one turn of the event loop.
+
+uvicorn parses all requests in these bytes, even those that wait for the answer to an earlier request; other connections need their turn.
 """
 _OTHER_FILES = 20
-"""Files of the process that are left to others than connections: the pipes of ranks and template, which start later and again."""
+"""Files of the process that are reserved for other uses: the pipes of ranks and template, which start later and restart."""
 _TOGETHER = 8
-"""How many connections without a complete head make room at once, where others wait to be accepted: their files are closed in one turn of
-the event loop.
+"""The most connections without a complete head that are closed at once to make room, where others wait to be accepted.
+
+Their files are closed in one turn of the event loop.
 """
 _LEAST = 4
 _RETRY_SECONDS = 0.05
 _YOUNG_SECONDS = 0.02
-"""How long a connection stays, with its time in the system's queue: its client may be late with the head."""
+"""The shortest life of a connection, with its time in the system's queue: its client may be late with the head."""
 _TURN_SECONDS = 0.001
 _PATIENCE_SECONDS = 0.25
-"""For how long no connection may be able to make room until new ones are refused: many requests are answered, or refused, within less."""
+"""Seconds without a connection that can make room, before new ones are refused: many requests are answered, or refused, within less."""
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=:)")
 _QUEUE_OFFSET = 24
-"""The offset of `tcpi_unacked` in Linux's `struct tcp_info`: the length of the queue, for a listener."""
+"""The offset of `tcpi_unacked` in Linux's `struct tcp_info`: for a listener, the length of its queue."""
 _REASONS = {
     408: "Request Timeout",
     413: "Content Too Large",
@@ -69,7 +71,7 @@ Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
 class State(enum.IntEnum):
-    """What a connection waits for; those of the first state are closed first where there are too many."""
+    """The event that a connection waits for; where there are too many connections, those in the first states are closed first."""
 
     CLOSING = 0
     HEAD = 1
@@ -78,19 +80,19 @@ class State(enum.IntEnum):
 
 
 class Connections:
-    """The open connections, at most `most`, whose requests have bodies of `body` bytes at most."""
+    """The open connections, at most `most`; the bodies of their requests have at most `body` bytes."""
 
     def __init__(self, most: int, body: int) -> None:
         self.most, self.body = most, body
         self.received = bytearray(_AHEAD_BYTES)
-        """What was read of a socket last, until its connection has taken it."""
+        """The bytes last read from a socket, until its connection has taken them."""
         self._open: set[Connection] = set()
         self._refused = 0
         self._full_since: float | None = None
-        """Since when no connection could make room."""
+        """The time since when no connection could make room; None while one can."""
 
     def around(self, application: Application) -> Application:
-        """The application, whose answers' ends the connections hear of."""
+        """Wraps the application so that a connection is notified when its answer ends."""
 
         async def answered(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
             try:
@@ -106,7 +108,7 @@ class Connections:
         clock, starting, queue = loop.create_task(self._watch()), set[asyncio.Task[None]](), Queue(listener)
         try:
             while True:
-                try:  # connections that wait are accepted in one turn of the loop, which has the bytes of all others to read
+                try:  # one turn of the loop accepts all waiting connections, and reads the others' bytes
                     end, _ = await loop.sock_accept(listener)
                 except OSError:  # its client has gone, or the process has no more files or memory
                     queue.forget()
@@ -132,7 +134,7 @@ class Connections:
                     connection.abort()
 
     async def _admit(self, end: socket.socket, listener: socket.socket) -> bool:
-        """Whether there is place for a connection, if need be that of another one."""
+        """Whether there is room for a connection, if need be after another one is closed."""
         clock = asyncio.get_running_loop().time
         while len(self._open) >= self.most:
             seconds = self._displace(_TOGETHER if _readable([listener.fileno()]) else 1)
@@ -150,18 +152,20 @@ class Connections:
         return True
 
     async def _watch(self) -> None:
-        """Ends connections whose time is over."""
+        """Ends connections whose time is over, once a second."""
         while True:
             await asyncio.sleep(1)
             for connection in [*self._open]:
                 connection.end_overdue()
 
     def _displace(self, most: int = 1) -> float | None:
-        """Ends connections that wait for their clients, if some do for long enough; else after how many seconds one may, None without one.
+        """Ends connections that have waited for their clients for long enough, at most `most`; returns 0 where it has ended one.
 
-        A client that sends a head at once is never found with a part of it: those with a part are ended before those with none. What a
-        client has sent is read before: after a long turn of the event loop it is old, and not because of its client. Of several that
-        are ended only the first may have a complete head.
+        Else it returns the seconds after which one may be ended, or None where no connection waits.
+
+        A client that sends a head at once is never found with only a part of it: connections with a part are ended before those without any
+        byte. The sockets are checked for unread bytes first: after a long turn of the event loop these are old, which is not the client's
+        fault. Of several ended connections only the first may have a complete head.
         """
         waiting = [one for one in self._open if one.state is not State.ANSWER]
         if not waiting:
@@ -177,25 +181,25 @@ class Connections:
         return 0.0 if late else max(min(one.since for one in waiting) - since, _TURN_SECONDS)
 
     def add(self, connection: Connection) -> None:
-        """Counts a connection."""
+        """Adds a connection to the count."""
         self._open.add(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Counts a connection no longer."""
+        """Removes a connection from the count."""
         self._open.discard(connection)
 
 
 class Queue:
-    """Since when the connections of a listener wait to be accepted, as far as is known: each waits in the order in which it came."""
+    """Tracks since when the connections of a listener wait to be accepted, as far as is known: they are accepted in order of arrival."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._accepted = 0
         self._seen = deque[tuple[float, int]]()
-        """Times, and how many connections had come by then, those that were accepted included."""
+        """Times, each with the number of connections that had arrived by then, including accepted ones."""
 
     def accepted(self, now: float) -> float:
-        """Notes that the next one was accepted; when it was in the queue at the latest."""
+        """Records that the next connection was accepted; returns the latest time at which it entered the queue."""
         self._accepted += 1
         while self._seen and self._seen[0][1] < self._accepted:
             self._seen.popleft()
@@ -206,12 +210,12 @@ class Queue:
         return since
 
     def forget(self) -> None:
-        """Notes that some may have left the queue without having been accepted."""
+        """Records that connections may have left the queue without having been accepted."""
         self._seen.clear()
 
 
 def _queue_length(listener: socket.socket) -> int:
-    """How many connections wait to be accepted; 0 where the system does not say."""
+    """Returns the number of connections that wait to be accepted; 0 where the system does not report it."""
     if sys.platform != "linux" or listener.family not in (socket.AF_INET, socket.AF_INET6):
         return 0
     state = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUE_OFFSET + 4)
@@ -219,7 +223,7 @@ def _queue_length(listener: socket.socket) -> int:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection; to uvicorn its transport."""
+    """A connection: the protocol of its socket, and uvicorn's transport."""
 
     write: Callable[[bytes], None]
     get_extra_info: Callable[..., Any]
@@ -230,37 +234,37 @@ class Connection(asyncio.BufferedProtocol):
         self._http = protocol(app_state={"connection": self}, _loop=self._loop)
         self._transport: Any = None
         self._ahead = bytearray()
-        """Bytes that uvicorn does not get yet."""
+        """Bytes that uvicorn has not got yet."""
         self._last = b""
-        """The last two bytes that it got."""
+        """The last two bytes that uvicorn got."""
         self._continues = False
-        """Whether it gets more of them in the next turn of the event loop."""
+        """Whether uvicorn gets more of these bytes in the next turn of the event loop."""
         self._size = 0
-        """The bytes of the head or body that it has."""
+        """The bytes of the current head or body that uvicorn got."""
         self._framing = 0
-        """The last of them that are of chunk sizes, extensions or trailers."""
+        """The last of these bytes, as far as they are chunk sizes, extensions or trailers."""
         self._pauses = False
         """Whether uvicorn wants no bytes now."""
         self._unread: float | None = None
-        """Since when the client has not read."""
+        """The time since when the client has not read; None while it reads."""
         self.state, self.since = State.HEAD, since
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a part of a head or body."""
+        """Whether a part of a head or body has arrived."""
         return self._size > 0
 
     def fileno(self) -> int:
-        """Its file."""
+        """The socket's file number."""
         return int(self._transport.get_extra_info("socket").fileno())
 
     @property
     def has_socket(self) -> bool:
-        """Whether it has begun, which it does two turns of the event loop after it was accepted."""
+        """Whether its socket is attached, which happens two turns of the event loop after it was accepted."""
         return self._transport is not None
 
     async def start(self, end: socket.socket) -> None:
-        """Begins to read a socket, and ends where that fails."""
+        """Begins to read a socket; closes it where that fails."""
         try:
             await self._loop.connect_accepted_socket(lambda: self, end)
         except BaseException as error:
@@ -272,13 +276,16 @@ class Connection(asyncio.BufferedProtocol):
     # as the protocol of the socket
 
     def connection_made(self, transport: Any) -> None:
-        """Begins."""
+        """Attaches the socket's transport."""
         self._transport = transport
         self.write, self.get_extra_info = transport.write, transport.get_extra_info
         self._http.connection_made(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends, and frees what it has: uvicorn's protocol and this object refer to each other, and keep a timer after an error."""
+        """Ends the connection, and frees its data.
+
+        uvicorn's protocol and this object refer to each other, and keep a timer after an error.
+        """
         self._others.discard(self)
         self._enter(State.CLOSING)
         self._ahead.clear()
@@ -286,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         del self._http
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """Where the next bytes are written to."""
+        """Returns the buffer for the next bytes."""
         return self._others.received
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -296,46 +303,46 @@ class Connection(asyncio.BufferedProtocol):
             self._pass_on() if not self._continues else self._read_or_not()
 
     def eof_received(self) -> None:
-        """The client sends no more, which ends the connection."""
+        """Returns None, which ends the connection: the client sends no more."""
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Records that the client does not read."""
         self._unread = self._loop.time()
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Records that the client has read."""
         self._unread = None
         self._http.resume_writing()
 
     # as the transport of uvicorn
 
     def is_closing(self) -> bool:
-        """Whether it ends."""
+        """Whether the connection is ending."""
         return self.state is State.CLOSING or self._transport.is_closing()
 
     def pause_reading(self) -> None:
-        """uvicorn wants no more bytes now."""
+        """Stops reading: uvicorn wants no more bytes now."""
         self._pauses = True
         self._read_or_not()
 
     def resume_reading(self) -> None:
-        """uvicorn wants bytes again."""
+        """Reads again: uvicorn wants more bytes."""
         self._pauses = False
         self._read_or_not()
         self._continue()
 
     def close(self) -> None:
-        """Ends once all is written; an application that has not answered hears that the client has gone.
+        """Ends the connection once all bytes are written; an application that has not answered is notified that the client has gone.
 
-        A client that still sends a body gets the answer before, which a reset would take from it.
+        A client that still sends a body first gets the answer, which a reset would take from it.
         """
         if self.state is State.CLOSING:
             return
         sends = self.state is State.BODY or self._ahead or (self.state is State.HEAD and self._size)
         self._enter(State.CLOSING)
         self._ahead.clear()
-        self.write = _ignore  # of an application that does not know yet
+        self.write = _ignore  # for an application that does not know it yet
         if (cycle := self._http.cycle) is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -348,7 +355,7 @@ class Connection(asyncio.BufferedProtocol):
             self._read_or_not()
 
     def abort(self) -> None:
-        """Ends at once."""
+        """Ends the connection at once."""
         self._others.discard(self)
         self._enter(State.CLOSING)
         self._ahead.clear()
@@ -357,7 +364,7 @@ class Connection(asyncio.BufferedProtocol):
     # the states
 
     def look(self) -> None:
-        """Passes on what has waited for the end of an answer."""
+        """Passes on the bytes that have waited for the end of an answer."""
         if self.state is State.CLOSING:
             return
         cycle = self._http.cycle
@@ -380,7 +387,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.close()
 
     def _pass_on(self) -> None:
-        """Gives uvicorn the next bytes of the request that is read now."""
+        """Gives uvicorn the next bytes of the current request."""
         for _ in range(_SLICES):
             data = self._slice()
             if not data:
@@ -399,7 +406,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_or_not()
 
     def _continue(self) -> None:
-        """Has the next bytes passed on in the next turn of the event loop."""
+        """Schedules the next bytes for the next turn of the event loop."""
 
         def pass_on() -> None:
             self._continues = False
@@ -415,9 +422,9 @@ class Connection(asyncio.BufferedProtocol):
         return bool(self._slice())
 
     def _slice(self) -> bytes:
-        """The bytes that uvicorn gets next, without a header `Upgrade`, which a server may ignore: uvicorn would drop the request's body.
+        """Returns the bytes that uvicorn gets next, with a header `Upgrade` renamed, since uvicorn would drop the request's body.
 
-        Java's client asks for HTTP/2 in this way. A part of its name waits for the rest.
+        A server may ignore that header; Java's client asks for HTTP/2 in this way. A part of that name waits for the rest.
         """
         if self._pauses or self.state not in (State.HEAD, State.BODY):
             return b""
@@ -434,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _body_bytes(self) -> int:
-        """The bytes of the body that uvicorn has now."""
+        """The number of bytes of the body that uvicorn has now."""
         cycle = self._http.cycle
         return 0 if cycle is None else len(cycle.body)
 
@@ -454,7 +461,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(413, f"the body and its chunk sizes have more than {self._others.body + HEAD_BYTES:,} bytes")
 
     def _update(self) -> None:
-        """Finds the state of the request that uvicorn reads."""
+        """Updates the state from the request that uvicorn reads."""
         if self.state is State.CLOSING:
             return
         cycle, state = self._http.cycle, State.HEAD
@@ -467,7 +474,7 @@ class Connection(asyncio.BufferedProtocol):
         self.state, self.since, self._size, self._framing = state, self._loop.time(), 0, 0
 
     def _refuse(self, status: int, fact: str) -> None:
-        """Answers instead of the application."""
+        """Answers with a refusal in place of the application, and closes the connection."""
         if (
             self._http.cycle is not None
             and self._http.cycle.response_started
@@ -479,7 +486,7 @@ class Connection(asyncio.BufferedProtocol):
         self.close()
 
     def _read_or_not(self) -> None:
-        """Reads from the socket, or lets the client wait."""
+        """Starts or stops reading from the socket; while it stops, the client waits."""
         if self._transport.is_closing():
             return
         if self._pauses or len(self._ahead) > _AHEAD_BYTES:
@@ -489,7 +496,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def most_connections(requests: int) -> int:
-    """How many connections a server may have with so many requests that run or wait: some more, as far as the process may have files."""
+    """Returns the most connections of a server for `requests` that run or wait: `SPARE` more, as far as the limit of open files allows."""
     import resource
 
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], requests + SPARE
@@ -499,11 +506,11 @@ def most_connections(requests: int) -> int:
 
 
 def _ignore(data: bytes) -> None:
-    """Writes nothing."""
+    """Discards the bytes."""
 
 
 def _readable(files: Iterable[int]) -> set[int]:
-    """Which of the sockets have bytes or an end that were not read yet."""
+    """Returns the sockets that have unread bytes or an unread end."""
     found = select.poll()
     for file in files:
         found.register(file, select.POLLIN)
@@ -511,7 +518,7 @@ def _readable(files: Iterable[int]) -> set[int]:
 
 
 def _refusal(status: int, fact: str) -> bytes:
-    """The bytes of an answer."""
+    """Returns the bytes of an HTTP answer with an error."""
     body = json.dumps(error_body(fact, "invalid_request_error" if status < 500 else "server_error")).encode() + b"\n"
     head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + body

@@ -1,4 +1,4 @@
-"""The server's thread: it listens before a rank is started, outlives the ranks of a job, and ends when the last answer is out.
+"""The server's thread: it listens before any rank starts, outlives the ranks of a job, and ends when the last answer is sent.
 
     front = Front(settings, reader)                 # UsageError where the port is in use
     with front:
@@ -40,7 +40,7 @@ _PATH_BYTES = 100
 
 
 class Front:
-    """The server of one model, on the port that the settings name."""
+    """The server of one model, on the settings' port."""
 
     def __init__(self, settings: ServerSettings, reader: Reader) -> None:
         try:
@@ -58,12 +58,12 @@ class Front:
         self._tasks: set[asyncio.Task[None]] = set()
         self._problem: BaseException | None = None
         self.drained = threading.Event()
-        """Set when nothing is open any more after `drain`, and the loop of steps was told to end."""
+        """Set after `drain`, when no request is open any more and the loop of steps has been notified to end."""
         self._thread = threading.Thread(target=self._run, name="partc-server", daemon=True)
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -74,7 +74,7 @@ class Front:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it takes no more requests."""
+        """Whether the server takes no more requests."""
         return self._engine is not None and self._engine.state is State.DRAINING
 
     def __enter__(self) -> Self:
@@ -96,21 +96,21 @@ class Front:
         self._socket.close()
 
     def listen(self, path: Path) -> None:
-        """Rank 0 of the next job connects here."""
+        """Listens for rank 0 of the next job, which connects at `path`."""
         if len(bytes(path)) > _PATH_BYTES:
             raise UsageError(f"{path}: is too long for a socket\n  help: set TMPDIR to a shorter path")
         self._await(self._listen(path))
 
     def attach(self, end: socket.socket) -> None:
-        """The loop of steps of this process is at the other end of the socket."""
+        """Connects to the loop of steps in this process, at the other end of the socket."""
         self._await(self._attach(end))
 
     def restarting(self) -> None:
-        """The ranks are started again: requests are refused until they have loaded."""
+        """Refuses requests while the ranks are started again, until they have loaded."""
         self._call(self._restarting)
 
     def fail(self, text: str) -> None:
-        """The ranks have failed: every open request ends with this text."""
+        """Ends every open request with this text: the ranks have failed."""
         assert self._engine is not None
         self._call(lambda: self._engine.fail(text) if self._engine else None)
 
@@ -200,7 +200,7 @@ class Front:
         self._stop.set()
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a task, which the loop alone would not keep."""
+        """Runs a task and holds a reference to it, which the event loop does not do."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -215,7 +215,10 @@ class Front:
 
 @contextmanager
 def few_lines(*loggers: str) -> Iterator[None]:
-    """Meanwhile each line of code that writes to these loggers does so once in some seconds, with how often it would have between."""
+    """A context in which each line of code that writes to these loggers does so only once in `_LINE_SECONDS`.
+
+    The next written line states the number of lines that were left out.
+    """
     due, left_out = dict[object, float](), Counter[object]()
 
     def is_written(record: logging.LogRecord) -> bool:
@@ -238,7 +241,7 @@ def few_lines(*loggers: str) -> Iterator[None]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; UsageError where the address cannot be had."""
+    """Returns a listening socket. Raises UsageError where the address is not available."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0

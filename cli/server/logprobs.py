@@ -1,9 +1,9 @@
-"""Logarithms of probabilities as OpenAI's API has them: those of chats, and the older form of completions.
+"""Writes logarithms of probabilities in the forms of OpenAI's API: that of chats, and the older one of completions.
 
     chat           {"content": [{"token": " the", "logprob": -0.7, "bytes": [32, 116, 104, 101], "top_logprobs": [...]}], "refusal": null}
     completions    {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{" the": -0.7}, ..], "text_offset": [..]}
 
-A token that is a part of a letter alone has the text `bytes:\\xe2\\x80`, as there; without a tokenizer it is `token_id:306`.
+A token that is only a part of a letter has the text `bytes:\\xe2\\x80`, as in that API; without a tokenizer it is `token_id:306`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from partc.cli.server.engine import Score
 from partc.cli.text.tokenizer import bytes_of
 
 _LEAST = -9999.0
-"""What stands for the logarithm of 0, which JSON does not have."""
+"""The number that replaces the logarithm of 0, which JSON cannot express."""
 
 
 class TokenTexts:
-    """The texts of tokens by themselves."""
+    """The text of each token by itself."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +30,7 @@ class TokenTexts:
         return None if self._tokenizer is None else bytes_of(self._tokenizer, token)
 
     def text_of(self, token: int) -> str:
-        """The text of a token."""
+        """Returns the text of a token."""
         if (found := self.bytes_of(token)) is None:
             return f"token_id:{token}"
         try:
@@ -39,7 +39,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def chat(self, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
-        """The scores of tokens of a chat's answer."""
+        """Returns the scores of tokens of a chat's answer."""
         found = []
         for token, (logprob, top) in zip(tokens, scores, strict=False):
             likely = [self._of_chat(other, number) for other, number in top]
@@ -57,8 +57,9 @@ class TokenTexts:
     def completion(
         self, tokens: Sequence[int], scores: Sequence[Score | None], begin: int
     ) -> tuple[dict[str, Any], int]:
-        """The scores of tokens of a completion, whose text begins at a letter, and the letter at which it ends; None is that of a prompt's
-        first token.
+        """Returns the scores of tokens of a completion whose text begins at letter `begin`, and the letter at which it ends.
+
+        The score of a prompt's first token is None.
         """
         texts = [self.text_of(token) for token in tokens]
         offsets, data = list[int](), b""

@@ -1,4 +1,4 @@
-"""Counts of the server in the text form that Prometheus reads (exposition format 0.0.4)."""
+"""Counts the server's work, in the text form that Prometheus reads (exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Seconds:
     """A histogram of times."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
-    """How many lie in each bucket and in none below it; the last ones are above all buckets."""
+    """The number of times in each bucket that are in no smaller bucket; the last number is for times above all buckets."""
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts a time."""
+        """Adds a time."""
         self.counts[bisect_left(_BUCKETS, seconds)] += 1
         self.total += seconds
 
     def lines(self, name: str) -> Iterator[str]:
-        """The samples of the histogram."""
+        """Yields the samples of the histogram as lines."""
         *counts, number = accumulate(self.counts)
         for most, count in zip(_BUCKETS, counts, strict=True):
             yield f'{name}_bucket{{le="{most}"}} {count}'
@@ -36,10 +36,10 @@ class Seconds:
 
 @dataclass
 class Metrics:
-    """What has been counted since the server began, and what is so now."""
+    """Counters since the server began, and gauges of its present state."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """By finish reason, or `refused`."""
+    """Maps each finish reason, or `refused`, to a number of requests."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -51,7 +51,7 @@ class Metrics:
     first: Seconds = field(default_factory=Seconds)
 
     def text(self) -> str:
-        """All of it."""
+        """Returns all metrics as text."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`, as far as text and calls of tools go: items of an output, whole or as events."""
+"""Answers of `/v1/responses`, for text and calls of tools: the items of an output, as one document or as events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def document(answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The whole answer to a request."""
+    """Returns the complete answer to a request."""
     text = "".join(one.text for one in deltas)
     last = deltas[-1]
     return _document(
@@ -25,14 +25,14 @@ def document(answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 class ResponseStream(EventStream):
-    """An answer that is being made, as the events of `/v1/responses`."""
+    """An answer in progress, as the events of `/v1/responses`."""
 
     def __init__(self, answer: Answer, engine: Engine) -> None:
         super().__init__([answer], engine)
         self._answer, self._count, self._shown = answer, 0, ""
 
     async def _only(self) -> AsyncGenerator[tuple[str, bool], None]:
-        """The events, those that are there together, and whether they are the last ones."""
+        """Yields the events, joined where several are ready, each with whether it is the last."""
         answer, text, begun = self._answer, "", False
         begin = {"response": _document(answer, "in_progress", "", [])}
         yield self._event("response.created", begin) + self._event("response.in_progress", begin), False
@@ -63,7 +63,7 @@ class ResponseStream(EventStream):
                 yield events, False
 
     def _last(self, text: str, delta: Delta, has_message: bool, place: Mapping[str, Any]) -> Iterator[str]:
-        """The events after the last token."""
+        """Yields the events after the last token."""
         answer, items = self._answer, list[dict[str, Any]]()
         if has_message:
             items += _message_items(answer, text, delta)
@@ -105,12 +105,12 @@ def _message(answer: Answer, status: str, content: list[dict[str, Any]]) -> dict
 
 
 def _message_items(answer: Answer, text: str, last: Delta) -> list[dict[str, Any]]:
-    """The message of an answer; none where it has nothing but calls."""
+    """Returns the message item of an answer; none where the answer has only calls."""
     return [_message(answer, _status(last.finish), [_part(text)])] if text or not last.calls else []
 
 
 def _calls(answer: Answer, last: Delta) -> list[dict[str, Any]]:
-    """The calls of tools of an answer."""
+    """Returns the items of an answer's calls of tools."""
     return [_call(answer, at, call) for at, call in enumerate(last.calls)]
 
 

@@ -1,7 +1,7 @@
-"""The answer to a request as server-sent events, written as tokens come.
+"""Sends the answer to a request as server-sent events, as its tokens arrive.
 
-Tokens that are there together are one event with all of them, and one write: what a token costs is the system's call that wakes its reader.
-Of the events between the first and the last one only text and tokens differ, so the rest of them is encoded once.
+Tokens that are ready together become one event and one write: the cost of a token is the system call that wakes its reader.
+Between the first and the last event only text and tokens differ, so the rest of an event is encoded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class _Choice:
-    """A choice of an answer that is being made, as events."""
+    """One choice of an answer in progress, as events."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -30,7 +30,7 @@ class _Choice:
         self._around = f"data: {head}", middle, f"{tail}\n\n"
 
     async def next(self, engine: Engine) -> tuple[str, bool, bool]:
-        """The next events, whether they are the last ones, and whether the answer has failed."""
+        """Returns the next events, whether they are the last ones, and whether the answer has failed."""
         answer = self.answer
         first = not answer.num_tokens
         try:
@@ -44,7 +44,7 @@ class _Choice:
 
 
 class EventStream(Response):
-    """An answer that is being made, of one choice or several, as the response to its request."""
+    """An answer in progress, with one choice or several, as the response to its request."""
 
     media_type = "text/event-stream"
 
@@ -62,14 +62,14 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": events.encode(), "more_body": not ends})
 
     async def _only(self) -> AsyncGenerator[tuple[str, bool], None]:
-        """The events of the one choice, those that are there together, and whether they are the last ones."""
+        """Yields the events of the only choice, joined where several are ready, each with whether it is the last."""
         choice, ends = _Choice(self._answers[0]), False
         while not ends:
             events, ends, fails = await choice.next(self._engine)
             yield events + (self._end() if ends and not fails else ""), ends
 
     async def _all(self) -> AsyncGenerator[tuple[str, bool], None]:
-        """The events of all choices as they come, likewise; a failure ends all."""
+        """Yields the events of all choices as they arrive, in the same form; a failure ends all choices."""
         waiting = {self._task(choice): choice for choice in map(_Choice, self._answers)}
         try:
             while waiting:
@@ -92,7 +92,7 @@ class EventStream(Response):
         return asyncio.create_task(choice.next(self._engine))
 
     def _end(self) -> str:
-        """The last events of an answer."""
+        """Returns the last events of an answer."""
         first = self._answers[0]
         counts = f"data: {_ENCODE(first.counts(self._answers))}\n\n" if first.completion.counts else ""
         return f"{counts}data: [DONE]\n\n"
@@ -100,7 +100,7 @@ class EventStream(Response):
 
 @contextmanager
 def ended_when_left(receive: Receive, engine: Engine, tickets: Sequence[Ticket]) -> Iterator[None]:
-    """Ends requests whose client goes away meanwhile, and at the end those that are still open."""
+    """A context that ends requests as soon as their client disconnects, and at its exit those that are still open."""
 
     def end() -> None:
         for ticket in tickets:

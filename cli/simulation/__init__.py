@@ -1,1 +1,1 @@
-"""A step of an artifact, played from its files: `partc simulate` with a machine."""
+"""Simulates a step of an artifact from its files: `partc simulate` with a machine."""

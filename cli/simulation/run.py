@@ -1,4 +1,4 @@
-"""`partc simulate` with a machine or a trace: a step of an artifact, or of what a plan compiles to."""
+"""`partc simulate` with a machine or a trace: simulates a step of an artifact, or of a plan that it compiles first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_TIME = Curve(((1.0, 1e-12),))
 
 @dataclass(frozen=True)
 class Request:
-    """What the options say: the machine's file, a trace, sizes of symbols, hosts, the program, and how many rows of the critical path."""
+    """The options: the machine's file, a trace, sizes of symbols, hosts, the program, and the number of rows of the critical path."""
 
     machine: Path | None
     trace: Path | None
@@ -50,7 +50,7 @@ class Request:
 
 
 def simulate_step(target: Path, model: Path | None, request: Request, as_json: bool) -> int:
-    """Plays a step of the artifact in a folder, or of a plan with its model, and prints it."""
+    """Simulates a step of the artifact in a folder, or of a plan with its model, and prints it; returns the exit code."""
     machine = read_machine(request.machine) if request.machine is not None else instant()
     traced = read_traced(request.trace) if request.trace is not None else None
     if target.suffix in PLANS:
@@ -81,13 +81,13 @@ def _of(folder: Path, machine: Machine, asked: Request, traced: Traced | None) -
 
 
 def instant() -> Machine:
-    """A machine that takes no time, where a trace has all times."""
+    """Returns a machine whose work takes no time, for a trace that has all times."""
     processor = Processor(0.0, 0.0, {"matmul": _NO_TIME}, {"elementwise": _NO_TIME})
     return Machine("", 0, {CPU: processor}, [Link("default", 2, 1, 1.0, 0.0, _NO_TIME, _NO_TIME)])
 
 
 _ROWS = 32
-"""Classes of ranks that are printed."""
+"""The most classes of ranks that are printed."""
 
 
 def show(where: str, simulation: Simulation, traced: Traced | None, top: int) -> None:
@@ -126,7 +126,7 @@ def show(where: str, simulation: Simulation, traced: Traced | None, top: int) ->
 
 
 def document(where: str, simulation: Simulation, traced: Traced | None) -> dict[str, object]:
-    """All that the simulation says, for other programs: seconds, bytes, operations."""
+    """Returns all results of the simulation, for other programs: seconds, bytes, operations."""
     played = simulation.played
     rows: Sequence[dict[str, object]] = [
         {
@@ -162,11 +162,11 @@ def document(where: str, simulation: Simulation, traced: Traced | None) -> dict[
 
 
 _EACH = "tensor(uint8)"
-"""The type of which a value has as many bytes as elements."""
+"""A type with one byte for each element: its byte count is its number of elements."""
 
 
 def operations(sizes: FileSizes) -> ByteCount:
-    """The operations of a rank, two for each multiply-add; without those of nodes whose dims only a run tells."""
+    """Returns a rank's operations, two for each multiply-add; nodes whose dims are known only at run time are left out."""
     total, known = ZERO, dict[int, ByteCount]()
     for step in sizes.file.steps:
         if isinstance(step, Segment):
@@ -199,7 +199,10 @@ def _size(dim: int | str, sizes: Mapping[str, int]) -> int:
 
 
 def payload(sizes: FileSizes) -> ByteCount:
-    """The bytes that a rank gives messages and collectives, but for exchanges of boxes and lookups, whose bytes are those of a run."""
+    """Returns the bytes that a rank passes to messages and collectives.
+
+    Exchanges of boxes and lookups are left out: their bytes are known only at run time.
+    """
     total = ZERO
     for step in sizes.file.steps:
         if isinstance(step, Send):

@@ -1,4 +1,4 @@
-"""`partc plan --ranks`: searches for a plan, and says how its step compares with baselines."""
+"""`partc plan --ranks`: searches for a plan, and compares its step with baselines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = "the default machine (a device for each rank at 50 TFLOP/s, links of 1
 
 
 def default_machine() -> Machine:
-    """A product of a million operations takes 2 us there, a message of a KiB 5 us."""
+    """Returns a machine on which a product of a million operations takes 2 us, and a message of a KiB 5 us."""
     products = {
         "matmul": Curve(((1e6, 2e-6), (1e12, 20e-3))),
         "convolution": Curve(((1e6, 4e-6), (1e12, 30e-3))),
@@ -39,8 +39,10 @@ def default_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Options:
-    """What the options of `partc plan --ranks` say; `limit`: seconds that the search may take, `plan`: what is taken over,
-    `tries`: how many of the fastest plans are run."""
+    """The options of `partc plan --ranks`.
+
+    `limit`: the seconds that the search may take, `plan`: a plan whose settings are kept, `tries`: the number of fastest plans to run.
+    """
 
     ranks: int
     fixed: Fixed
@@ -56,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A plan, what is printed beside it, and warnings."""
+    """A plan's text, the report that is printed with it, and warnings."""
 
     text: str
     report: str
@@ -67,9 +69,9 @@ class SearchResult:
 def searched(
     source: Source, name: str, options: Options, run: Callable[[SearchState], None] = lambda plays: None
 ) -> SearchResult:
-    """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory.
+    """Searches for a plan. Raises UsageError for a number of ranks that the fixed degrees do not divide, or where no plan fits the memory.
 
-    `run` measures the fastest, where some are to be run, before one is chosen.
+    `run` measures the fastest plans, where the options ask for it, before one is chosen.
     """
     least = options.fixed.least.ranks
     if options.ranks % least:
@@ -103,7 +105,7 @@ def searched(
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
-    """The sizes that are given; `--batch` is that of the symbol that counts records."""
+    """Returns the requested sizes; `--batch` is the size of the symbol that counts records."""
     if options.batch is None:
         return dict(options.sizes)
     if base.batch not in (None, options.batch):
@@ -131,7 +133,7 @@ def _at(plays: SearchState) -> str:
 
 
 def _head(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterator[str]:
-    """Comment lines at the head of the plan: its cost, the baselines, and what each of its choices saves."""
+    """Yields comment lines for the head of the plan: its cost, the baselines, and the savings of each of its choices."""
     own = f"{seconds(best.seconds)} {_at(plays)}"
     if (measured := plays.measured.get(best.candidate)) is not None:
         own = f"{seconds(measured)} on this host, and by simulation {own}"
@@ -146,7 +148,7 @@ def _head(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterator
 
 
 def _told(plays: SearchState, candidate: Candidate) -> str:
-    """The time of a baseline: as it was played and measured, else as it is estimated."""
+    """Returns the time of a baseline as text: simulated and measured, else as estimated."""
     one, measured = plays.of(candidate), plays.measured.get(candidate)
     if one is not None:
         return seconds(one.seconds) + (f", measured {seconds(measured)}" if measured is not None else "")
@@ -156,7 +158,7 @@ def _told(plays: SearchState, candidate: Candidate) -> str:
 
 
 def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
-    """What each choice of the plan saves, by the estimates of the plan with and without it."""
+    """Yields the saving of each choice of the plan, from the estimates of the plan with and without it."""
     one, estimate = best.candidate, plays.search.estimate
     own = estimate(one)
     degrees = one.degrees
@@ -183,7 +185,7 @@ def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
 
 
 def _idle(best: SimulatedPlan, options: Options) -> str | None:
-    """Why not all ranks are used."""
+    """Returns the reason why not all ranks are used; None where they are."""
     used = best.candidate.degrees.ranks
     if used == options.ranks:
         return None
@@ -219,7 +221,7 @@ def _report(plays: SearchState, best: SimulatedPlan, options: Options) -> Iterat
 
 
 def _measured(plays: SearchState, candidate: Candidate) -> str:
-    """What a plan takes on this host; "" where it was not run."""
+    """Returns a plan's time on this host as text; "" where it was not run."""
     taken = plays.measured.get(candidate)
     return "failed" if candidate in plays.failed else "" if taken is None else seconds(taken)
 

@@ -1,1 +1,1 @@
-"""Text and tokens: a model's tokenizer, text out of tokens as they come, and the template of a conversation."""
+"""Text and tokens: a model's tokenizer, the decoding of tokens as they arrive, and the template of a conversation."""

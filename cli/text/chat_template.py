@@ -1,7 +1,7 @@
-"""The template that makes one prompt of a conversation, as models have it beside their tokenizer, run by jinja2 in its sandbox.
+"""Runs a model's chat template, which makes one prompt of a conversation, in jinja2's sandbox. Models have it next to their tokenizer.
 
-The template belongs to the model and what it is given to the client, so it can neither reach Python's objects nor change what it is given.
-It runs in a process of its own (`template_process.py`), which is killed with its CPU time or memory used up, and is started again.
+The template comes from the model's author and its input from the client, so it can neither reach Python's objects nor change its input.
+It runs in a separate process (`template_process.py`), which is killed when it has used up its CPU time or memory, and is started again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from partc.runtime.files import counted
 
 MOST_LETTERS = 1 << 22
 MOST_SECONDS = 1.0
-"""CPU time of a conversation, and of the compile."""
+"""The CPU seconds of a conversation, and of the template's compilation."""
 _LONGEST_WAIT, _LONGEST_START = 5.0, 30.0
-"""Seconds in which the process must have had the CPU time of a conversation, and those in which it must have started."""
+"""The most seconds until the process has had a conversation's CPU time, and until it has started."""
 _FILE_BYTES = 1 << 20
 _FILE = "chat_template.jinja"
 _ANSWER_BEGINS: Mapping[str, Any] = {"add_generation_prompt": True}
 
 
 class ChatTemplate:
-    """A compiled template, for one conversation at a time; InputError where it cannot be compiled."""
+    """A compiled template, for one conversation at a time. Raises InputError where it cannot be compiled."""
 
     def __init__(self, where: str, text: str, special: dict[str, str]) -> None:
         if importlib.util.find_spec("jinja2") is None:
@@ -55,9 +55,9 @@ class ChatTemplate:
         letters: int = MOST_LETTERS,
         options: Mapping[str, Any] = _ANSWER_BEGINS,
     ) -> str:
-        """The text of a conversation, up to where the answer begins; InputError where the template refuses it or makes too many letters.
+        """Returns the text of a conversation, up to the start of the answer.
 
-        `options`: further names of the template and their values.
+        Raises InputError where the template refuses it or makes too many letters. `options`: further variables of the template.
         """
         with self._lock:
             answer = self._ask({"messages": [*messages], "options": {**options}, "letters": letters}, _LONGEST_WAIT)
@@ -71,12 +71,12 @@ class ChatTemplate:
         return str(answer["prompt"])
 
     def close(self) -> None:
-        """Ends the process, also while it runs."""
+        """Ends the process, even while it runs."""
         self._closed = True
         self._at_exit()
 
     def _start(self) -> dict[str, Any]:
-        """Starts the process anew; its answer to the template."""
+        """Starts the process anew; returns its answer to the template."""
         _end(self._processes)
         command = [sys.executable, "-P", "-m", "partc.cli.text.template_process"]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -84,7 +84,7 @@ class ChatTemplate:
         return self._ask(self._begin, _LONGEST_START)
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The process's answer; an error where it ended instead, or took longer."""
+        """Returns the process's answer; an error where it has ended instead, or taken too long."""
         process = self._processes[0]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -96,7 +96,7 @@ class ChatTemplate:
             answers.register(process.stdout, select.POLLIN)
             in_time = bool(answers.poll(seconds * 1000))
             line = process.stdout.readline() if in_time else b""
-        except (OSError, ValueError):  # the process has ended, or `close` has
+        except (OSError, ValueError):  # the process has ended, or `close` has ended it
             pass
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
@@ -121,9 +121,9 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def find_chat_template(tokenizer: str) -> ChatTemplate | None:
-    """The template beside a tokenizer, a file or a text in `tokenizer_config.json`; None without one.
+    """Returns the template next to a tokenizer, from a file or from `tokenizer_config.json`; None without one.
 
-    Of several it is the default, and with tools the one for them.
+    If there are several, it takes the default one, and for requests with tools the one for tools.
     """
     config, file = tokenizer_settings(tokenizer), Path(tokenizer).with_name(_FILE)
     special = {
@@ -145,13 +145,13 @@ def find_chat_template(tokenizer: str) -> ChatTemplate | None:
 
 
 def end_of_text(path: str, tokenizer: Any) -> list[int]:
-    """The token behind which the model has nothing more to say, as `tokenizer_config.json` names it; empty where it does not."""
+    """Returns the token that ends the model's text, which `tokenizer_config.json` names; empty where it does not."""
     name = _text(tokenizer_settings(path).get("eos_token"))
     token = tokenizer.token_to_id(name) if name else None
     return [] if token is None else [token]
 
 
 def _text(token: object) -> str:
-    """A special token's text, which files write as a text or as a mapping with its `content`."""
+    """Returns a special token's text; files have it as a text or as a mapping with its `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""

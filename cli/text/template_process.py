@@ -1,6 +1,6 @@
 """The process in which a chat template is compiled and run: `python -P -m partc.cli.text.template_process`.
 
-It takes a line of JSON and answers with one. A template is a program of whoever made the model, and a filter or an operator of it may
+It reads a line of JSON and answers with one. A template is a program by the model's author, and a filter or an operator in it may
 compute for hours in one call, which no thread can interrupt. So the process limits its own memory, and the kernel ends it when a line has
 taken its CPU time.
 
@@ -31,7 +31,7 @@ def main() -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they mean the server, which ends this process by its input
+        signal.signal(number, signal.SIG_IGN)  # they are for the server, which ends this process by closing its input
     _limit(resource.RLIMIT_AS, MOST_MEMORY)
     _limit(resource.RLIMIT_CORE, 0)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -54,7 +54,7 @@ def main() -> None:
                 }
         except MemoryError:
             answer = {"error": f"it needs more than {MOST_MEMORY >> 20} MiB of memory"}
-        except Exception as error:  # whatever its filters and operators raise
+        except Exception as error:  # filters and operators may raise anything
             answer = {"error": f"{error}" or type(error).__name__}
         data = json.dumps(answer).encode()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _prompt(template: Any, values: dict[str, Any], most: int) -> str:
-    """The text of a conversation; ValueError where it is longer than `most` letters or is not text."""
+    """Returns the text of a conversation. Raises ValueError where it is longer than `most` letters or is not valid text."""
     parts, letters = list[str](), 0
     for part in template.generate(**values):
         parts.append(part)
@@ -76,7 +76,7 @@ def _prompt(template: Any, values: dict[str, Any], most: int) -> str:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Lowers a limit of this process, which may already be lower."""
+    """Lowers a limit of this process, unless it is lower already."""
     before = resource.getrlimit(kind)[1]
     limit = most if before == resource.RLIM_INFINITY else min(most, before)
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
@@ -84,7 +84,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _refuse(text: str) -> NoReturn:
-    """Refuses a conversation, for templates."""
+    """The function with which a template refuses a conversation."""
     raise ValueError(text)
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer, its file `tokenizer.json` read by the package `tokenizers`, and text out of tokens as they come."""
+"""Reads a model's tokenizer, the file `tokenizer.json`, with the package `tokenizers`, and decodes tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partc.runtime.errors import InputError, UsageError
 from partc.runtime.files import counted
 
 CONFIG = "tokenizer_config.json"
-"""The file beside a tokenizer that names its special tokens, and has its chat template."""
+"""The file next to a tokenizer that names its special tokens, and may have its chat template."""
 _CONFIG_BYTES = 1 << 24
 _SHORT_LETTERS = 1024
 _SPACE, _BYTE = "\u2581", re.compile("<0x([0-9A-F]{2})>")
@@ -26,36 +26,39 @@ _BYTES = {
         *enumerate(sorted({*range(256)} - {*_SHOWN}), 256),
     ]
 }
-"""By letter of a vocabulary of bytes the byte: that of its number where it can be shown, else a letter from 256 on."""
+"""Maps each letter in a vocabulary of bytes to its byte: the letter with that code where it is printable, else a letter from 256 on."""
 _PADDED = 1024
-"""By how many numbers, or by a tenth, a model's vocabulary may be padded."""
+"""The most tokens by which a model's vocabulary may be padded, or a tenth of it if that is more."""
 
 
 @functools.cache
 def open_tokenizer(path: str | None) -> Any:
-    """The tokenizer of a file; None where none is given."""
+    """Opens the tokenizer in a file; returns None without a path."""
     if path is None:
         return None
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at once needs no threads of its own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time needs no threads
     try:
         return Tokenizer.from_file(path)
-    except Exception as error:  # what tokenizers raises has no class of its own
+    except Exception as error:  # errors of tokenizers have no common class
         raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None
 
 
 def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """The tokens of a text; with those that the tokenizer puts around one, if `special`. Other threads run while a long text is read."""
+    """Returns the tokens of a text, with `special` also those that the tokenizer puts around a text.
+
+    A long text is encoded without the interpreter's lock, so that other threads run.
+    """
     if len(text) <= _SHORT_LETTERS:
         return [*tokenizer.encode(text, add_special_tokens=special).ids]
     return [*tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids]  # without the interpreter's lock
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes of a token within a text; None where the tokenizer does not have it."""
+    """Returns the bytes of a token within a text; None where the tokenizer does not have it."""
     name = tokenizer.id_to_token(token)
     if name is None:
         return None
@@ -72,7 +75,10 @@ def bytes_of(tokenizer: Any, token: int) -> bytes | None:
 
 
 def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
-    """InputError where the tokenizer cannot be that of a model with so many tokens: it has more, or so few that padding cannot be why."""
+    """Raises InputError where the tokenizer does not belong to a model with a vocabulary of this size.
+
+    It has more tokens then, or so few that padding does not explain the difference.
+    """
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if size <= vocabulary <= max(size + _PADDED, size * 1.1):
         return
@@ -83,7 +89,7 @@ def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
 
 
 def tokenizer_settings(path: str) -> dict[str, Any]:
-    """The mapping in the file `tokenizer_config.json` beside a tokenizer; empty where there is none."""
+    """Returns the mapping in the file `tokenizer_config.json` next to a tokenizer; empty where there is none."""
     file = Path(path).with_name(CONFIG)
     if not file.exists():
         return {}
@@ -97,9 +103,9 @@ def tokenizer_settings(path: str) -> dict[str, Any]:
 
 
 class TextStream:
-    """Text out of tokens as they come: letters of several tokens are held back until they are whole.
+    """Decodes tokens to text as they arrive: a letter of several tokens is withheld until it is complete.
 
-    Control tokens have no text, except those of `controls`.
+    Control tokens have no text, except those in `controls`.
     """
 
     def __init__(self, tokenizer: Any, controls: Iterable[str] = ()) -> None:
@@ -115,7 +121,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """What a token adds."""
+        """Returns the text that a token adds."""
         if token in self._controls:
             held = self.end()
             self._tokens, self._text = [], ""
@@ -124,13 +130,13 @@ class TextStream:
         self._tokens.append(token)
         try:
             added = self._stream.step(self._tokenizer, token) or ""
-        except Exception:  # it refuses tokens whose text changes what is before them
+        except Exception:  # it refuses tokens whose text changes the text before them
             self._begin()
             added = self._tokenizer.decode([token])
         self._text += added
         return added
 
     def end(self) -> str:
-        """What is held back behind the last token: a letter that is not whole, as the tokenizer shows it."""
+        """Returns the withheld text after the last token: an incomplete letter, as the tokenizer shows it."""
         whole = self._tokenizer.decode(self._tokens)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""

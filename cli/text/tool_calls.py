@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, in the four forms in which most models write them.
+"""Finds calls of tools in the text of an answer, in the four forms in which most models write them.
 
 | form | text of a call |
 |---|---|
@@ -7,7 +7,7 @@
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]`, or `[TOOL_CALLS]f[ARGS]{"x": 1}` |
 | `pythonic` | `[f(x=1), g(y="a")]`, the whole answer |
 
-A call names a tool of the request and has an object of arguments. Everything else is text of the answer, as the model wrote it: no letter
+A call names a tool of the request and has an object of arguments. All other text is content of the answer, as the model wrote it: no letter
 is lost. Text that may be a call is held back until the answer ends; text before it is passed on at once.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 _MOST_PYTHON = 1 << 16
-"""The longest text in the form of Python that is parsed."""
+"""The longest text in Python's form that is parsed."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes calls.
+    """The form in which a model writes calls.
 
-    `begins`: texts after which a call follows, wherever they are; `first`: letters with which an answer begins that is calls alone.
-    `parse(text, at)` gives the calls after position `at` and the position behind them, or none and `at`.
+    `begins`: texts after which a call follows, anywhere in the answer; `first`: first letters of an answer that consists of calls alone.
+    `parse(text, at)` returns the calls after position `at` and the position after them, or no calls and `at`.
     """
 
     begins: tuple[str, ...]
     first: str
     controls: tuple[str, ...]
-    """Tokens that are part of the text, although tokenizers count them as control tokens."""
+    """Tokens that are part of the text, although tokenizers treat them as control tokens."""
     parse: Callable[[str, int], tuple[list[Call], int]]
 
 
 class CallText:
-    """Divides the text of an answer, as it comes, into its content and its calls."""
+    """Splits the text of an answer, as it arrives, into its content and its calls."""
 
     def __init__(self, form: Form, names: Collection[str], most: int | None = None) -> None:
         self._form, self._names, self._most = form, names, most
         self._held, self._is_first, self._has_begun = "", True, False
 
     def add(self, text: str) -> str:
-        """The text that is sure to be content now."""
+        """Adds text; returns the text that is certainly content by now."""
         self._held += text
         if self._has_begun or not (shown := self._held.lstrip()):
             return ""
@@ -73,7 +73,7 @@ class CallText:
         return sure
 
     def end(self) -> tuple[str, list[Call]]:
-        """The rest of the content, and the calls."""
+        """Returns the rest of the content, and the calls."""
         content, calls, at = "", list[Call](), 0
         for begin in self._starts():
             if begin < at:
@@ -87,14 +87,14 @@ class CallText:
         return content + (rest if rest.strip() or not calls else ""), calls[: self._most]
 
     def _starts(self) -> Iterator[int]:
-        """Where calls may begin."""
+        """Yields the positions where calls may begin."""
         if self._held.lstrip()[:1] in {*self._form.first}:
             yield 0
         yield from (found.start() for found in re.finditer("|".join(map(re.escape, self._form.begins)), self._held))
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many of the last letters of a text are the first ones of `mark`, without the whole of it."""
+    """Returns the largest number of letters that both end the text and begin `mark`, less than all of `mark`."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
 
 
@@ -113,7 +113,7 @@ def _behind_space(text: str, at: int) -> int:
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a position and the position behind it; None where there is none."""
+    """Returns the JSON value at a position and the position after it; None and the position where there is none."""
     try:
         return _DECODER.raw_decode(text, _behind_space(text, at))
     except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _call(value: object) -> Call | None:
-    """The call that an object with a name and arguments is."""
+    """Converts an object with a name and arguments to a call; None for any other value."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     try:
@@ -131,7 +131,7 @@ def _call(value: object) -> Call | None:
 
 
 def _arguments(value: object) -> str:
-    """Arguments as JSON; ValueError where they are not an object, or JSON in UTF-8 cannot have them."""
+    """Returns arguments as JSON. Raises ValueError where they are not an object, or cannot be written as JSON in UTF-8."""
     if not isinstance(value, dict):
         raise ValueError("is not an object")
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -185,7 +185,7 @@ def _pythonic(text: str, at: int) -> tuple[list[Call], int]:
         return [], at
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # for escapes that Python does not know
             body = ast.parse(source, mode="eval").body
         if not isinstance(body, ast.List):
             return [], at
@@ -196,7 +196,7 @@ def _pythonic(text: str, at: int) -> tuple[list[Call], int]:
 
 
 def _python_call(node: ast.expr) -> Call:
-    """The call that an expression is; ValueError where it is not a call by names of literals."""
+    """Converts an expression to a call. Raises ValueError where it is not a call of a name with literal keyword arguments."""
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("is not a call of a name")
     arguments = {}
@@ -213,7 +213,7 @@ FORMS: Mapping[str, Form] = {
     "mistral": Form(("[TOOL_CALLS]",), "", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral),
     "pythonic": Form(("<|python_start|>",), "[", ("<|python_start|>", "<|python_end|>"), _pythonic),
 }
-"""The forms by the names that `--tool-calls` has for them."""
+"""Maps the names in `--tool-calls` to the forms."""
 _SIGNS = (
     (r"<function=|<arg_key>", ""),
     (r"<tool_call>", "hermes"),
@@ -221,11 +221,11 @@ _SIGNS = (
     (r"\[func_name", "pythonic"),
     (r"<\|python_tag\|>|\"parameters\": dictionary of argument", "llama3"),
 )
-"""What a template has that writes calls in a form, the first that is found; an empty name: in another form, which is not one of these."""
+"""Patterns of a template, each with the form that it indicates, the first match counts; an empty name: a form that is not supported."""
 
 
 def form_of(template: str, tokenizer: Any) -> str:
-    """The name of the form in which a model writes calls, by its template and its tokens; empty where neither tells."""
+    """Returns the name of the form in which a model writes calls, from its template and its tokens; empty where neither indicates one."""
     for sign, name in _SIGNS:
         if re.search(sign, template):
             return name

@@ -4,10 +4,10 @@ An element passes where |compiled - unsharded| <= atol + rtol * |unsharded|, or 
 and strings must be equal. Each dtype has tolerances that the order of floating-point sums needs and that a wrong
 program exceeds.
 
-Where that does not pass, the noise may be given: per element, how far rounding carries the unsharded model itself (`rounding.py`). Then
-what exceeds the tolerance must be explained by it twice: no element is off by more than 4 times the largest noise of the tensor, and
-all together, in the root of the mean square, by no more than 3 times all noise together. So a quantized value may be off by a step where
-one in a hundred is in any case, and not everywhere. Of whole numbers those that differ are counted, too.
+Where that does not pass, `noise` may state for each element how far rounding moves the unsharded model itself (`rounding.py`). Then
+noise must explain the excess over the tolerance in two ways: no element exceeds it by more than 4 times the tensor's largest noise, and
+the root mean square of the excess is at most 3 times that of the noise. So a quantized value may be off by a step where
+noise moves one in a hundred, but not everywhere. For integers, the number of differing elements is limited, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOLERANCES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """How far an output is off: the largest errors, where they are, and whether it passes."""
+    """The difference of an output: the largest errors, their indices, and whether it passes."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Compared:
     tolerance: str
     result: str
     reference: str = "unsharded model"
-    """What it is compared with."""
+    """The name of the run that the output is compared with."""
 
     @property
     def passed(self) -> bool:
@@ -55,7 +55,7 @@ class Compared:
         return self.result == "ok"
 
     def cells(self) -> tuple[str, ...]:
-        """The row of a table."""
+        """Returns the row of a table."""
         return (
             self.name,
             self.dtype,
@@ -77,7 +77,10 @@ def compare(
     atol: float | None,
     noise: Mapping[str, Array] | None = None,
 ) -> list[Compared]:
-    """A record per output of either run, in the unsharded model's order; `noise` has for each an array of its shape, where it is known."""
+    """Returns a record for each output of either run, in the unsharded model's order.
+
+    `noise` maps outputs to arrays of their shape, where it is known.
+    """
     return [
         _compare(name, whole.get(name), compiled.get(name), rtol, atol, (noise or {}).get(name))
         for name in dict.fromkeys([*whole, *compiled])
@@ -85,7 +88,7 @@ def compare(
 
 
 def spread(whole: Mapping[str, Array], others: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Per value and element how far the other runs are off, at most; values of another shape in one of them are left out."""
+    """Maps each value to its elements' largest differences in the other runs; values of another shape in one of them are left out."""
     found: dict[str, Array] = {}
     for name, array in whole.items():
         there = [other[name] for other in others if name in other and other[name].shape == array.shape]
@@ -156,7 +159,7 @@ def _wide(array: Array) -> Wide:
 
 
 def _same(one: Array, other: Array) -> Array:
-    """Where two arrays are equal, NaN to NaN."""
+    """Returns where two arrays are equal; NaN equals NaN."""
     same: Array = (one == other) | (np.isnan(one) & np.isnan(other))
     return same
 

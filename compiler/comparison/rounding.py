@@ -1,10 +1,10 @@
-"""Measures what rounding does to a model: its operands are changed by units in the last place, and it is run again.
+"""Measures the effect of rounding on a model: its operands are changed by units in the last place, and it runs again.
 
-A compiled model adds up in another order, rounds to float16 where the unsharded model's kernels do not, and takes a quantized value's step
-where the unsharded one just does not. How far that carries depends on the model and its data, so it is measured and not assumed: in
-a copy of the unsharded model, what sums and transcendental functions read is multiplied with 1 + d, |d| at most 4 units in the last place,
-and every float16 or bfloat16 that is computed with 1 + d, |d| at most one. What is only moved, compared or selected stays as it is, and so
-does what is made of weights alone: both are the same bits on every rank. Zeros stay zeros.
+A compiled model sums in another order, rounds to float16 where the unsharded model's kernels do not, and rounds a quantized value to
+another step where the unsharded model narrowly does not. The size of the effect depends on the model and its data, so it is measured and
+not assumed. In a copy of the unsharded model, operands of sums and transcendental functions are multiplied by 1 + d, |d| at most 4 units
+in the last place, and every computed float16 or bfloat16 value by 1 + d, |d| at most one unit. Values that are only moved, compared or
+selected stay unchanged, and so do values computed from weights alone: both have the same bits on every rank. Zeros stay zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 def perturb(model: ModelProto, seed: int) -> int:
     """Changes the operands of a model by a few units in the last place, differently for each seed; returns the number of these operands.
 
-    Types are those that the model declares; of a value that it declares nothing of, nothing is changed.
+    Types are those that the model declares; a value without a declared type is not changed.
     """
     graph = model.graph
     opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
@@ -81,7 +81,7 @@ def _is_exact(node: NodeProto) -> bool:
 
 
 def _operands(node: NodeProto) -> Sequence[int]:
-    """The places of the operands whose rounding counts: all of an op that is not the standard's."""
+    """Returns the indices of the operands whose rounding counts: all operands for an op that is not in the standard."""
     if node.domain in (DOMAIN, OPTIMIZER):
         return ()
     if node.domain:
@@ -91,12 +91,12 @@ def _operands(node: NodeProto) -> Sequence[int]:
 
 
 def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[NodeProto]:
-    """Nodes that multiply a value with numbers of the table, from a place in it on.
+    """Yields nodes that multiply a value by numbers of the table, from index `start` on.
 
     No op of random numbers is used: onnxruntime has none for some opsets.
     """
 
-    own = f"{_TABLE}.{out}"  # a program may have a value `h.shape` itself
+    own = f"{_TABLE}.{out}"  # a program may have its own value `h.shape`
 
     def node(op: str, inputs: Sequence[str], word: str) -> NodeProto:
         return helper.make_node(op, inputs, [f"{own}.{word}"], name=f"{own}.{word}")
@@ -123,7 +123,7 @@ def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[N
 
 
 def _table(seed: int) -> Iterator[TensorProto]:
-    """Numbers near 1 for each type, and the places where values begin to take them."""
+    """Yields tables of numbers near 1 for each type, and the indices at which values begin to use them."""
     numbers = np.random.default_rng(seed).uniform(-1, 1, _LENGTH)
     for kind, unit in _UNITS.items():
         wide = np.float64 if kind == TensorProto.DOUBLE else np.float32

@@ -1,4 +1,4 @@
-"""Reads a model: an `.onnx` file, a `model.py` that builds one, or a folder of a model of `transformers`."""
+"""Loads a model from an `.onnx` file, a `model.py` that builds one, or the folder of a model of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def load(
     keep: bool = True,
     weights: Weights = True,
 ) -> Source:
-    """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
+    """Loads the model at `path`; the suffix, or a folder, decides how. Raises CompileError with all problems of the model.
 
-    `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
-    decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` what torch exports is run on small
-    inputs, and refused where its numbers are not those of the module. `keep`: whether the export of a folder
-    is kept for the next command. `weights`: where those of a folder are.
+    `known` is called with the names of a torch module's parameters and buffers before the module is exported, which may take minutes.
+    With `cache` a decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` the graph that torch
+    exports runs on small inputs, and is refused where its outputs differ from the module's. `keep`: whether the export of a folder is
+    stored for the next command. `weights`: True reads a folder's weights from the folder itself, False reads none, a path reads them from
+    another folder.
     """
     if weights is not True and not path.is_dir():
         fact = "--weights and --no-weights are for the folder of a model of transformers"

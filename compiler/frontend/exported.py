@@ -1,4 +1,4 @@
-"""The metadata that `partc export` writes: the model's declarations, the marks of its nodes, which weights are trainable."""
+"""Writes and reads the metadata of `partc export`: the model's declarations, the marks of its nodes, and which weights are trainable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _StoredDeclarations:
-    """The fields of `Declared` that are written: all but annotations, which have keys of their own."""
+    """The fields of `Declared` that are stored: all but annotations, which have keys of their own."""
 
     placements: tuple[Placement, ...] = ()
     symbols: dict[str, Symbol] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def _schema() -> TypeAdapter[_StoredDeclarations]:
 
 
 def write_declared(model: ir.Model, declared: Declared, trained: Collection[str] | None) -> None:
-    """Writes into the model's metadata what it declares, its nodes' marks, and which weights are trained; None: it says nothing of them."""
+    """Writes a model's declarations, its nodes' marks and whether each weight is in `trained` (None: no such mark) into its metadata."""
     written = _StoredDeclarations(
         declared.placements,
         {**declared.symbols},
@@ -65,7 +65,7 @@ def write_declared(model: ir.Model, declared: Declared, trained: Collection[str]
 
 
 def read_declared(model: ir.Model, where: str) -> Declared:
-    """What `write_declared` wrote; the metadata is taken out of the model. Raises CompileError where it is broken."""
+    """Reads the declarations that `write_declared` wrote, and removes their metadata. Raises CompileError where it is broken."""
     try:
         text = model.metadata_props.pop(DECLARED, None)
         written = _StoredDeclarations() if text is None else _schema().validate_json(text)

@@ -1,8 +1,8 @@
-"""Calls of model-local functions, written out. A call is a module: what was inside keeps the call's name.
+"""Inlines calls of model-local functions. Each call counts as a module: the nodes from inside keep the call's name.
 
-A node's metadata goes to what a call of it becomes, so every call is marked with its name, under a key for the depth at which it
-stands: a call within a function lies deeper than every call of that function. Afterwards the marks become two entries of
-`ir.Node.meta`, which lives in memory only: the names of the calls around the node, outermost first, and its own name in the function.
+onnx-ir's inliner copies a call's metadata to the nodes that replace the call. So every call is marked with its name, under a key for its
+depth: a call within a function has a larger depth than every call of that function. After inlining, the marks become two entries of
+`ir.Node.meta`, which exists in memory only: the names of the calls around the node, outermost first, and the node's name in its function.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _MARK, _NAME = "partc.call.", "partc.name"
 
 
 class Extent(NamedTuple):
-    """What a function or model is with the calls in it written out: how many nodes, and how deep calls lie in each other."""
+    """The size of a function or model with its calls inlined: the number of nodes, and the depth to which calls nest."""
 
     nodes: int
     depth: int
 
 
 def extent_of(model: onnx.ModelProto) -> Extent:
-    """The extent of a model: counted, and not written.
+    """Returns the extent of a model after inlining, counted without inlining it.
 
-    A function's extent is found once, so this takes time in the nodes that the file has. ValueError where a function calls itself.
+    Each function's extent is computed once, so the time is linear in the file's nodes. Raises ValueError where a function calls itself.
     """
     functions = {(one.domain, one.name, one.overload): list(all_nodes(one.node)) for one in model.functions}
     found: dict[ir.OperatorIdentifier, Extent] = {}
@@ -61,7 +61,7 @@ def extent_of(model: onnx.ModelProto) -> Extent:
 
 
 def inline_calls(model: ir.Model) -> ir.Model:
-    """`model` without calls of its own functions. Raises where calls are recursive or ask for another opset than the model's."""
+    """Returns `model` with all calls of its own functions inlined. Raises where calls recurse or need another opset than the model's."""
     depths = _depths(model)
     for nodes, depth in [(_nodes(model.graph), 0), *((_nodes(f), depths.get(key, 0)) for key, f in _functions(model))]:
         _mark(model, list(nodes), depth)
@@ -87,7 +87,7 @@ def _nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
 
 
 def _mark(model: ir.Model, nodes: list[ir.Node], depth: int) -> None:
-    """Names the calls among the nodes; unnamed ones by their function, as unnamed nodes are by their op."""
+    """Marks each call among the nodes with its name; an unnamed call is named by its function, as unnamed nodes are by their op."""
     unnamed: dict[str, int] = {}
     for node in nodes:
         if node.op_identifier() in model.functions:
@@ -99,7 +99,7 @@ def _mark(model: ir.Model, nodes: list[ir.Node], depth: int) -> None:
 
 
 def _depths(model: ir.Model) -> dict[ir.OperatorIdentifier, int]:
-    """Maps each function to its depth of calls, one more than the deepest function that it calls. Cycles are left to the inliner."""
+    """Maps each function to its depth: one more than the depth of the deepest function that calls it. The inliner refuses cycles."""
     depths = {key: 1 for key, _ in _functions(model)}
     for _ in depths:
         changed = False

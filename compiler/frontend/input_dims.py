@@ -1,9 +1,9 @@
-"""Names of the inputs' dynamic dims: every one becomes an identifier, distinct from the others, before anything reads it.
+"""Renames the inputs' dynamic dims before anything reads them: each name becomes an identifier, and different names stay different.
 
-ONNX lets a dim be named by any text. All later passes, the manifest and the plan write dims in expressions, so a name must be one that an
-expression can hold: `batch size` becomes `batch_size`, `Max(n` becomes `Max_n`, `past + 1` becomes `past_1`. A mark of an unknown size
-is not a name: `?`, `-1`, `None`, `unk`, an empty text, or the size -1. Exporters write it wherever they know nothing, so each
-such dim is one of its own, as onnxruntime takes it.
+ONNX allows any text as the name of a dim. All later passes, the manifest and the plan write dims in expressions, so a name must be valid
+in an expression: `batch size` becomes `batch_size`, `Max(n` becomes `Max_n`, `past + 1` becomes `past_1`. Texts that mark an unknown size
+are not names: `?`, `-1`, `None`, `unk`, an empty text, or the size -1. Exporters write them for any dim of unknown size, so two such dims
+are not equal, as in onnxruntime.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from partc.compiler.errors import Problem
 from partc.compiler.frontend.names import free_name
 
 _MARKS = frozenset({"any", "dyn", "dynamic", "nan", "none", "null", "undefined", "unk", "unknown"})
-"""Words that exporters write for every size that they do not know."""
+"""Words that exporters write for any unknown size."""
 
 
 def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
@@ -45,6 +45,6 @@ def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
 
 
 def is_mark(text: str) -> bool:
-    """Whether a dim's text says that its size is unknown, and names nothing: it has no letter, or is a word for it."""
+    """Whether a dim's text marks an unknown size and names nothing: it has no letter, or is one of the words for it."""
     words = re.findall(r"\w+", text)
     return not any(char.isalpha() for char in text) or (len(words) == 1 and words[0].strip("_").lower() in _MARKS)

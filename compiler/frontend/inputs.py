@@ -1,8 +1,8 @@
-"""A module's inputs as a `model.py` declares them: which argument of `forward` each feeds, its shape and its dtype.
+"""Reads the inputs of a module as a `model.py` declares them: the argument of `forward` that each feeds, its shape and its dtype.
 
-A dim is an int, a name, None (it gets a name) or a Symbol. A Symbol's dim is named by the global variable that holds the
-Symbol, else `<input>_dim_<axis>`. A Symbol with `unique=True` gives all its uses one name, so they are equal; without it
-every further use gets a name of its own (`batch`, `batch_1`) and shares the constraints only. Dims of equal name are equal.
+A dim is an int, a name, None (it gets a name) or a Symbol. A Symbol's dim gets the name of the global variable that holds the
+Symbol, else `<input>_dim_<axis>`. A Symbol with `unique=True` gives all its dims the same name, so they are equal; without it
+each further dim gets a new name (`batch`, `batch_1`) and has the same constraints only. Dims of equal name are equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DimNames:
     _seen: dict[int, str] = field(default_factory=dict)
 
     def name(self, dim: object, fallback: str) -> int | str:
-        """The dim as an int or a name. Raises TypeError or ValueError for what is not a dim."""
+        """Returns the dim as an int or a name. Raises TypeError or ValueError for an object that is not a dim."""
         match dim:
             case bool():
                 raise TypeError(f"a dim is an int, a name or a Symbol, got {dim!r}")
@@ -70,7 +70,7 @@ class DimNames:
 
 
 def specs(declared: Mapping[str, Input], names: DimNames, where: str) -> list[Spec]:
-    """The declared inputs in their order. Raises CompileError with all that is wrong in shapes and dtypes."""
+    """Returns the declared inputs in their order. Raises CompileError with all problems of their shapes and dtypes."""
     names.reserved |= {dim for entry in declared.values() for dim in entry.shape if isinstance(dim, str)}
     problems: list[Problem] = []
     found: list[Spec] = []
@@ -92,7 +92,7 @@ def specs(declared: Mapping[str, Input], names: DimNames, where: str) -> list[Sp
 
 
 def data_type(dtype: object) -> ir.DataType:
-    """ONNX's type for a numpy or ml_dtypes dtype or its name."""
+    """Returns ONNX's type for a dtype of numpy or ml_dtypes, or its name."""
     if isinstance(dtype, ir.DataType):
         return dtype
     if dtype in ("string", str):
@@ -103,10 +103,10 @@ def data_type(dtype: object) -> ir.DataType:
 def as_mapping(
     declared: object, forward: Callable[..., object], skip: int, where: str, in_order: bool = False
 ) -> dict[str, object]:
-    """The inputs by the name of the argument that each feeds; the first `skip` parameters of `forward` are not inputs.
+    """Maps arguments of `forward` to the inputs that feed them; the first `skip` parameters of `forward` are not inputs.
 
-    A tuple or list goes by position, and with `in_order` a dict too, whatever its names. Raises CompileError where names
-    and parameters do not fit each other.
+    A tuple or list is matched by position, and with `in_order` a dict too, whatever its names. Raises CompileError where names
+    and parameters do not match.
     """
     parameters = list(inspect.signature(forward).parameters.values())[skip:]
     variadic = {p.kind for p in parameters} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -137,7 +137,7 @@ def as_mapping(
 
 
 def as_input(entry: object) -> Input | None:
-    """Converts an entry of `inputs`: an `Input` stays, a shape becomes one of float32, an array gives its shape and dtype; else None."""
+    """Converts an entry of `inputs`: an `Input` stays, a shape gets float32, an array gives its shape and dtype; None for anything else."""
     if isinstance(entry, Input):
         return entry if _is_shape(entry.shape) else None
     if isinstance(entry, np.ndarray):
@@ -149,7 +149,7 @@ def as_input(entry: object) -> Input | None:
 
 
 def all_inputs(given: Mapping[str, object], where: str) -> dict[str, Input]:
-    """Every entry as an `Input`. Raises CompileError that lists all entries that are not one."""
+    """Converts every entry to an `Input`. Raises CompileError that lists all entries that cannot be converted."""
     read = {name: as_input(entry) for name, entry in given.items()}
     problems = [
         Problem(where, f"input '{name}' is {given[name]!r}, which is neither an Input nor a shape", help=_HELP)

@@ -1,10 +1,10 @@
-"""Rewrites older forms of a file that neither passes nor later ops know, exactly: sparse weights, and the ops of opset 6.
+"""Rewrites forms of a file that passes and later opsets do not support, without change of values: sparse weights, and the ops of opset 6.
 
     sparse_initializer w: 3 values of [4, 3]     ->    initializer w, [4, 3]
     Add <broadcast=1, axis=1> (x, bias)          ->    Add(x, Unsqueeze <axes=[1, 2]> (bias))        of opset 7
 
-Opset 7 replaced the attributes by which opset 6 broadcasts by the rule of numpy, and training modes by ops of their own. An op that
-opset 7 has anew is converted by the table, and every other op is the same in both. onnx's converter is not used for this step: it needs
+Opset 7 replaced opset 6's attributes for broadcasting by numpy's rule, and training modes by separate ops. An op that
+opset 7 redefines is converted by the table; every other op is the same in both. onnx's converter is not used for this step: it needs
 every size, has no rule for LSTM, and leaves PRelu's slope as it is, which then means another axis.
 """
 
@@ -21,12 +21,12 @@ from partc.compiler.errors import Problem
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title
 
 OLDER = 6
-"""The opset whose ops are converted, to the next one."""
+"""The opset whose ops are converted to the next opset."""
 _EXPORT = "export the model again, or write the tensor densely"
 
 
 def has_older_forms(proto: ModelProto) -> bool:
-    """Whether `modern` has anything to do."""
+    """Whether the model has a form that `modern` rewrites."""
     nodes = (node for graph in _graphs(proto) for node in graph.node)
     return (
         _opset(proto) == OLDER
@@ -36,7 +36,7 @@ def has_older_forms(proto: ModelProto) -> bool:
 
 
 def modern(proto: ModelProto, where: str) -> tuple[ModelProto, list[Problem]]:
-    """A copy of the model without these forms, and what keeps it from being made."""
+    """Returns a copy of the model without these forms, and the problems that prevent it."""
     made, problems = ModelProto(), list[Problem]()
     made.CopyFrom(proto)
     for graph in _graphs(made):
@@ -68,7 +68,7 @@ def _opset(proto: ModelProto) -> int:
 
 
 def _densify(sparse: SparseTensorProto, title: str, dense: TensorProto, where: str, problems: list[Problem]) -> None:
-    """Fills a dense tensor with what a sparse one means: zeros, and at each index its value."""
+    """Fills a dense tensor with the values of a sparse one: zeros, except at the sparse tensor's indices."""
     shape, fact = tuple(sparse.dims), ""
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in (sparse.values, sparse.indices)):
         problems.append(Problem(where, f"{title} is in another file", help=_EXPORT))
@@ -94,13 +94,16 @@ def _densify(sparse: SparseTensorProto, title: str, dense: TensorProto, where: s
 
 @dataclass
 class _Conversion:
-    """A graph under conversion: the shapes of its values as far as they are known, a dim of unknown size as None, and what is inserted."""
+    """A graph under conversion.
+
+    `shapes`: the known shapes of its values, with None for a dim of unknown size; `inserted`: new nodes to stand before the converted one.
+    """
 
     shapes: Mapping[str, tuple[int | None, ...]]
     inserted: list[NodeProto] = field(default_factory=list)
 
     def unsqueeze(self, node: NodeProto, operand: int, axes: range) -> None:
-        """Reads an operand with further dims of size 1."""
+        """Inserts an Unsqueeze that gives an operand further dims of size 1."""
         name = f"{node.output[0]}.operand"
         self.inserted.append(helper.make_node("Unsqueeze", [node.input[operand]], [name], axes=list(axes)))
         node.input[operand] = name
@@ -143,7 +146,7 @@ def _same(conversion: _Conversion, node: NodeProto) -> str:
 
 
 def _broadcast(conversion: _Conversion, node: NodeProto) -> str:
-    """b's dims are those of `a` from `axis` on; without one its last ones, as in numpy."""
+    """Aligns the dims of operand b with those of a from `axis` on; without `axis` they are its last dims, as in numpy."""
     axis, broadcast = _removed(node, "axis"), _removed(node, "broadcast")
     if not broadcast or axis is None:
         return ""
@@ -159,7 +162,7 @@ def _broadcast(conversion: _Conversion, node: NodeProto) -> str:
 
 
 def _slope(conversion: _Conversion, node: NodeProto) -> str:
-    """One slope is of all elements, several are of channels, which are dim 1."""
+    """Broadcasts PRelu's slope: one value is for all elements, several are for the channels, which are dim 1."""
     x, slope = (conversion.shapes.get(name) for name in node.input)
     if slope is None or (len(slope) == 1 and (slope[0] is None or x is None)):
         return f"the shape of '{node.input[1]}' is not known"
@@ -190,7 +193,7 @@ def _upsample(conversion: _Conversion, node: NodeProto) -> str:
 
 
 def _removed(node: NodeProto, name: str) -> int | None:
-    """The integer attribute of that name, which the node then no longer has."""
+    """Returns the value of the node's integer attribute, and removes the attribute; None where the node lacks it."""
     for at, attribute in enumerate(node.attribute):
         if attribute.name == name:
             value = int(attribute.i)
@@ -210,4 +213,4 @@ _CONVERSIONS: dict[str, Callable[[_Conversion, NodeProto], str]] = {
     "PRelu": _slope,
     "Upsample": _upsample,
 }
-"""Ops that opset 7 has anew; each converts a node in place, and returns what keeps it from that."""
+"""Ops that opset 7 redefines; each function converts a node in place, and returns the reason where it cannot, else ""."""

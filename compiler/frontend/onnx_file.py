@@ -1,9 +1,9 @@
-"""Reads a model from an `.onnx` file, or refuses it with everything that is wrong with it.
+"""Reads a model from an `.onnx` file, or refuses it with all its problems.
 
-Weights kept beside the file stay there: they are memory-mapped and read once, when the artifact is written. The file's own
-opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm. Opset 6 becomes 7.
+Weights in files next to the model stay there: they are memory-mapped and read once, when the artifact is written. The file's opset stays,
+from 7 to 26: placement works with any of them, and a conversion that is not needed can only do harm. Opset 6 becomes 7.
 
-The structure that every graph must have: each value defined once, weights with data, the attributes that ops require.
+The checks cover the structure that every graph must have: each value defined once, weights with data, the attributes that ops require.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from partc.runtime.garbage_collection import uncollected
 
 
 def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
-    """Problems of values without a definition or with two, and of weights without data."""
+    """Returns the problems of values that are undefined or defined twice, and of weights without data."""
     problems = []
     defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
     for value in graph.initializers.values():
@@ -71,7 +71,7 @@ def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] =
 
 
 def missing_attributes(model: ir.Model, where: str) -> list[Problem]:
-    """Problems of nodes without an attribute that their op requires; no runtime loads such a node."""
+    """Returns the problems of nodes without an attribute that their op requires; no runtime loads such a node."""
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     return [
         Problem(
@@ -96,13 +96,13 @@ def _required(op_type: str, opset: int) -> tuple[str, ...]:
 
 
 _KNOWN_OPSET = 21
-"""Every onnxruntime that partc runs on knows the ops of this opset."""
+"""An opset that every supported version of onnxruntime implements."""
 _TABULAR, _MAPS = "ai.onnx.ml", ("CastMap", "DictVectorizer", "ZipMap")
 _DEEPEST, _MOST_LOOPS, _DEEPEST_CALLS = 60, 6, 100
 
 
 def load_onnx(path: Path) -> ir.Model:
-    """The model in `path`, its functions inlined, its nodes in topological order, its external weights memory-mapped.
+    """Loads the model at `path` with its functions inlined, its nodes in topological order, and its external weights memory-mapped.
 
     Raises CompileError for a missing or broken file, an opset outside 6..26, an op or domain that onnxruntime does not
     know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
@@ -123,7 +123,7 @@ def load_onnx(path: Path) -> ir.Model:
 
 
 def not_read(path: Path, error: OSError) -> Problem:
-    """Why a model's file cannot be read."""
+    """Returns the problem of a model's file that cannot be read."""
     fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
     return Problem(
         str(path), fact, help="pass the path of a model.py, a .onnx file or a folder of a model of transformers"
@@ -132,7 +132,7 @@ def not_read(path: Path, error: OSError) -> Problem:
 
 @uncollected()
 def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
-    """As `load_onnx`, of a proto in memory; `path` names it in errors and its folder holds its external data."""
+    """Loads a model as `load_onnx` does, from a proto in memory; `path` names it in errors, and its folder has the external data."""
     where = path.name
     if not proto.opset_import or not proto.HasField("graph"):
         raise CompileError(
@@ -146,7 +146,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
     if has_older_forms(proto):
         proto, problems = modern(proto, where)
         _raise(problems)
-    _raise(_more_than_are_read(len(proto.graph.node), where))  # before anything goes through them
+    _raise(_more_than_are_read(len(proto.graph.node), where))  # before any check iterates over them
     if broken := not_text(proto):
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
@@ -174,7 +174,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
 
 
 def checked(model: ir.Model, where: str) -> ir.Model:
-    """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
+    """Inlines and sorts `model`, and removes weights from its inputs. Raises CompileError for the faults that `load_onnx` names."""
     _raise(_names_on_lines(model, where))
     _raise(name_input_dims(model.graph, where))
     for node in nodes_of(model.graph):
@@ -203,7 +203,7 @@ def checked(model: ir.Model, where: str) -> ir.Model:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what onnx-ir logs of values that nothing defines: `checked` reports them."""
+    """A context in which onnx-ir does not log values that nothing defines: `checked` reports them."""
     log = logging.getLogger("onnx_ir")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -214,7 +214,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
-    """Problems of names that contain a line end, which no message and no dump can show."""
+    """Returns the problems of names that contain a line end, which no message and no dump can show."""
     found: dict[str, str] = {}
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         ports = [*graph.inputs, *graph.initializers.values()]
@@ -241,7 +241,7 @@ def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
 def _without_calls(model: ir.Model, where: str) -> ir.Model:
     try:
         return inline_calls(model)
-    except Exception as error:  # the inliner raises its own kinds for recursive calls and for calls that do not fit
+    except Exception as error:  # the inliner raises errors of its own for recursive calls and wrong arguments
         fact = f"its functions cannot be written out where they are called: {error}"
         raise CompileError(Problem(where, fact, help="see onnx.checker.check_model, or export it again")) from error
 
@@ -252,7 +252,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its functions inlined by onnx if an opset differs from the model's, since onnx converts; else as it is."""
+    """Returns the model with its functions inlined by onnx where an opset differs from the model's, since onnx converts; else unchanged."""
     own = {entry.domain: entry.version for entry in proto.opset_import}
     if any(own.get(e.domain, e.version) != e.version for f in proto.functions for e in f.opset_import):
         import onnx.inliner
@@ -277,7 +277,7 @@ def _opset_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
 
 
 def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
-    """Bodies that lie deeper in each other than passes can follow: each loop is inferred several times, and so what is in it."""
+    """Returns a problem where bodies nest deeper than passes can follow: each loop is inferred several times, with all that it contains."""
     waiting = [(graph, 0, 0)]
     while waiting:
         owner, depth, loops = waiting.pop()
@@ -293,7 +293,7 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
 
 
 def _map_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
-    """Problems of ops that take or make maps, which no rank can keep, send or deliver, and of inputs and outputs that are maps."""
+    """Returns the problems of ops that take or make maps, which no rank can store, send or deliver, and of maps as inputs and outputs."""
     law = "a value is a tensor, a sequence of tensors or an optional one"
     without = "export it without: options={'zipmap': False} of skl2onnx, zipmap=False of onnxmltools"
     with_arrays = "fit the model on arrays or columns in place of dictionaries, and export it again"
@@ -322,7 +322,7 @@ def _has_map(kind: onnx.TypeProto) -> bool:
 
 
 def _extent_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
-    """Whether the model has more nodes than are read, its functions written out, or calls that lie too deep in each other."""
+    """Returns a problem where the model, with its functions inlined, has too many nodes, or where calls nest too deep."""
     try:
         extent = extent_of(proto)
     except ValueError as error:
@@ -344,7 +344,7 @@ def _more_than_are_read(count: int, where: str) -> list[Problem]:
 
 @cache
 def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
-    """(domain, op) pairs and domains that this onnxruntime has a schema for."""
+    """Returns the (domain, op) pairs and the domains for which the installed onnxruntime has a schema."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     known = frozenset((schema.domain, schema.name) for schema in state.get_all_operator_schema())
@@ -353,7 +353,7 @@ def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
 
 @cache
 def _is_standard(domain: str, op_type: str) -> bool:
-    """Whether an op is one of the ONNX standard that every onnxruntime knows: then this one need not be loaded to be asked."""
+    """Whether an op is in the ONNX standard of `_KNOWN_OPSET`, which every onnxruntime knows, so that the check need not load it."""
     return not domain and onnx.defs.has(op_type, _KNOWN_OPSET, "")
 
 
@@ -386,7 +386,7 @@ def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
 
 
 def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:
-    """Every tensor whose data is in another file, with what it is: weights, and attributes of nodes."""
+    """Yields every tensor whose data is in another file, weights and attributes of nodes, each with a title for messages."""
     for part in graphs_of(graph):
         for value in part.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
@@ -425,7 +425,7 @@ def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
 
 
 def _weights_file(base: str, location: str) -> tuple[str, str, int]:
-    """What is wrong with a file of weights, "" where nothing is, and the remedy; and its bytes."""
+    """Returns the fault of a file of weights ("" where it has none), the remedy, and the file's bytes."""
     file = Path(base, location)
     if not file.resolve().is_relative_to(Path(base).resolve()):
         remedy = "keep weights beside the model, the files themselves and no links to them"
@@ -438,7 +438,7 @@ def _weights_file(base: str, location: str) -> tuple[str, str, int]:
 
 
 def _read_constants(graph: ir.Graph) -> None:
-    """Reads the external tensors of attributes into memory, since a rank file has no external data for them."""
+    """Reads the external tensors of attributes into memory, since a rank's file has no external data for them."""
     for part in graphs_of(graph):
         for node in part:
             for name, attribute in list(node.attributes.data.items()):

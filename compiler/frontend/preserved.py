@@ -1,4 +1,4 @@
-"""Annotations through a rewrite of the graph that gives nodes other operands: specs are bound to values, and would be dropped."""
+"""Preserves annotations while a rewrite gives nodes other operands: sharding specs are bound to values, and would be dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partc.compiler.frontend import annotation_keys as keys
 
 @dataclass(frozen=True)
 class _Annotation:
-    """A node's annotation before a rewrite. `places`: for each entry and spec, the index of its operand, or None."""
+    """A node's annotation before a rewrite. `places`: for each entry and spec, the operand's position (is an input, index), or None."""
 
     node: ir.Node
     entries: tuple[ir.NodeDeviceConfiguration, ...]
@@ -22,9 +22,9 @@ class _Annotation:
 
 @contextmanager
 def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
-    """On exit, rebinds every sharding spec to the operand at the same index as before, whichever value that is now.
+    """On exit, rebinds every sharding spec to the operand at the same index as before, whichever value that is then.
 
-    Raises CompileError for annotated nodes that are gone then: calls of functions, whose nodes run on their own.
+    Raises CompileError for annotated nodes that no longer exist: calls of functions, whose inlined nodes run instead.
     """
     annotations = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -55,10 +55,10 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
 
 @contextmanager
 def preserving_by_output(model: ir.Model) -> Iterator[None]:
-    """On exit, gives name, metadata and annotations to the nodes that a converter created anew.
+    """On exit, copies name, metadata and annotations to the nodes that a converter replaced by new ones.
 
-    Nodes are matched by their first output, and where the converter has given that another name by their first input. One that became an
-    op of another type has no annotations, which are of the old op's operands.
+    A new node is matched with an old one by the first output, and where the converter has renamed that output, by the first input. A node
+    whose op type changed gets no annotations, since they describe the old op's operands.
     """
     declared, metadata = model.device_configurations, dict(model.metadata_props)
     nodes, names = {node.outputs[0].name: node for node in model.graph}, {node.name for node in model.graph}
@@ -99,7 +99,7 @@ def preserving_by_output(model: ir.Model) -> Iterator[None]:
 
 
 def _first(node: ir.Node) -> str:
-    """The name of the first input, '' where there is none."""
+    """Returns the name of the first input, or '' where there is none."""
     return str(node.inputs[0].name or "") if node.inputs and node.inputs[0] is not None else ""
 
 
@@ -108,7 +108,7 @@ def _own(of: ir.Node | ir.Value) -> dict[str, str]:
 
 
 def _place(node: ir.Node, value: ir.Value | None) -> tuple[bool, int] | None:
-    """Whether the value is an input, and which operand it is."""
+    """Returns whether the value is an input of the node, and its index; None where it is not an operand."""
     for is_input, values in ((True, node.inputs), (False, node.outputs)):
         for k, operand in enumerate(values):
             if operand is not None and operand is value:

@@ -1,6 +1,6 @@
-"""Reads a `model.py`: runs the file and takes the model that it defines.
+"""Loads a `model.py`: runs the file and takes the model that it defines.
 
-The file defines one of
+The file defines one of these:
 
     model = LeNet()                   an object, or
     def build(): ...                  a function that needs no arguments and returns one
@@ -14,12 +14,12 @@ with one entry for each argument of `forward`, or a list in their order. An entr
 example array; for torch an example tensor, whose dynamic dims a global `dynamic_shapes = {"x": {0: "batch"}}` names. A dim is
 an int, a name or a `Symbol`; `partc.compiler.frontend.inputs` says how Symbols name dims. A global Symbol constrains every
 dim that has its name, in finished graphs as well. `outputs = ["logits"]` names the outputs; else they are the keys
-of the dict that forward returns, else `output`, or `output_0`, `output_1`. A model of `transformers` needs neither: its inputs are those
-that `partc.compiler.frontend.huggingface.ports` says, or a list of their names, its outputs `logits` and, with labels, `loss`.
+of the dict that forward returns, else `output`, or `output_0`, `output_1`. A model of `transformers` needs neither: its inputs are a list
+of names, or the defaults in `partc.compiler.frontend.huggingface.ports`, its outputs are `logits` and, with labels, `loss`.
 
-`dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
-plan's `dataset` does. Other options of MindSpore's contexts (`set_context`, `set_auto_parallel_context`) are reported with what says
-the same here.
+`dataset_strategy = "data_parallel"`, or a tuple with a sharding for each input, or `full_batch = True` gives the inputs' layouts, as a
+plan's `dataset` does. For each other option of MindSpore's contexts (`set_context`, `set_auto_parallel_context`) a warning names the
+way to write the same in partc.
 
 `place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
 from. `if __name__ == "__main__":` parts do not run.
@@ -87,11 +87,11 @@ INSTEAD = {
         ("save_graphs", "save_graphs_path"), "`partc compile` writes `ir/`, and with --dump-ir a text for each pass"
     ),
 }
-"""Maps each option to the call that sets it here."""
+"""Maps each option of MindSpore's contexts to its equivalent in partc."""
 
 
 def not_followed(options: Mapping[str, object], line: Callable[[str], str]) -> Iterator[str]:
-    """A warning for each global that is such an option; `line` gives where one is defined."""
+    """Yields a warning for each global that is such an option; `line` maps a global's name to the line that defines it."""
     for name, reason in INSTEAD.items():
         given = options.get(name)
         if isinstance(given, str | int | float | list | dict):
@@ -104,7 +104,7 @@ _INPUTS = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, or retu
 
 
 def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
-    """The model that the file defines and what it declares, `known` and `cache` as of `load`.
+    """Loads the model that a file defines, with its declarations; `known` and `cache` are as in `load`.
 
     Raises CompileError with the user's own line.
     """
@@ -154,7 +154,7 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
 
 
 def _defined(file: UserFile) -> tuple[object, object]:
-    """The object that is the model, and the inputs beside it, None where there are none."""
+    """Returns the object that is the model, and the declared inputs, None where there are none."""
     model, build = file.globals.get("model"), file.globals.get("build")
     if model is not None and build is not None:
         fact = f"both a model and, at {file.line('build')}, build are defined"
@@ -193,7 +193,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
 
 
 def _without_wrapper(built: object, file: UserFile) -> object:
-    """The model that a wrapper of peft has, with its adapters inside; CompileError where the wrapper itself computes."""
+    """Returns the model in a wrapper of peft, with its adapters inside. Raises CompileError where the wrapper itself computes."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(built, peft.PeftModel):
         return built
@@ -241,7 +241,7 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
 
 
 def _of_transformers(built: torch.nn.Module, inputs: object, names: DimNames, file: UserFile) -> object:
-    """The inputs of a model of `transformers`: those that it usually takes, where the file has none or names alone."""
+    """Returns the inputs of a model of `transformers`: its usual ones where the file declares none or only names, else the file's."""
     named = isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(name, str) for name in inputs)
     if inputs is not None and not named:
         return inputs
@@ -272,7 +272,7 @@ def _output_names(file: UserFile) -> list[str]:
 
 
 def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None:
-    """Global Symbols constrain the dims of their name; one that constrains nothing is an error."""
+    """Applies global Symbols to the dims of their name. Raises CompileError for a Symbol that constrains no dim."""
     dims = {str(dim) for value in model.graph.inputs for dim in value.shape or () if not isinstance(dim, int)}
     used = {id(symbol) for symbol in names.symbols.values()}
     problems = []

@@ -1,6 +1,7 @@
-"""The `place` and `shard` calls of a loaded `model.py` as rules: their regions and devices by path, their parameters by the path below.
+"""Turns the `place` and `shard` calls of a loaded `model.py` into rules, which name regions, devices and parameters by their paths.
 
-Paths are known only when the whole model stands; so are the names of the tensors that a call was given.
+This runs after the model is built: only then are paths known, and the names of the tensors that a call got. A parameter's path begins at
+its module.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Call = TypeVar("Call", bound=TracedCall)
 
 
 def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
-    """The rules in the order of the calls.
+    """Returns the sharding rules in the order of the `shard` calls.
 
-    Raises CompileError for modules that the model does not have, functions without a call, unknown parameters, cuts that
-    do not fit them, and regions within others.
+    Raises CompileError for modules that the model does not have, functions without a call, unknown parameters, shard counts that
+    do not fit the parameters, and regions within others.
     """
     if not recorder.shards:
         return ()
@@ -53,7 +54,7 @@ def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: 
 
 
 def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
-    """Placements, one for each region that a `place` call names.
+    """Returns the placements, one for each region that a `place` call names.
 
     Raises CompileError for modules that the model does not have and functions without a call.
     """
@@ -62,13 +63,16 @@ def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model:
 
 
 def targets(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[TargetRule, ...]:
-    """The kinds of devices that calls of `shard` and `place` name, those of `place` last."""
+    """Returns the kinds of devices that `shard` and `place` calls name; those of `place` come last."""
     calls = [call for call in (*recorder.shards, *recorder.calls) if call.device]
     return tuple(TargetRule(pattern, call.device, call.where) for call, pattern in _regions(calls, modules, model))
 
 
 def _regions(calls: Sequence[Call], modules: Iterable[tuple[str, object]], model: ir.Model) -> list[tuple[Call, str]]:
-    """The patterns of the regions that calls name; CompileError for modules that the model does not have, and functions without a call."""
+    """Returns each call with the pattern of its region.
+
+    Raises CompileError for modules that the model does not have, and functions without a call.
+    """
     if not calls:
         return []
     nodes = node_paths(model)
@@ -94,7 +98,7 @@ def _regions(calls: Sequence[Call], modules: Iterable[tuple[str, object]], model
 
 
 def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Problem]) -> list[tuple[str, Region]]:
-    """The regions of a function or an op with their paths; a problem where it is never called."""
+    """Returns the regions of a function or an op with their paths; adds a problem where it is never called."""
     paths = [(region.path if region.node is None else nodes.get(region.node), region) for region in call.regions]
     found = [(path, region) for path, region in paths if path is not None]
     if not found:
@@ -104,19 +108,19 @@ def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Pr
 
 
 def stranger(call: TracedCall) -> Problem:
-    """The problem of a call whose module is not part of the model."""
+    """Returns the problem of a call whose module is not part of the model."""
     fact = f"{call.verb} speaks of a {call.name} that is not part of the model"
     return Problem(call.where, fact, help=f"{call.verb} a module that the model holds as an attribute")
 
 
 def double(call: TracedCall, path: str) -> Problem:
-    """The problem of a function and a module with the same path."""
+    """Returns the problem of a function and a module with the same path."""
     fact = f"the function '{call.name}' has the path of a module, '{path}'"
     return Problem(call.where, fact, help="rename one of the two")
 
 
 def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[int, list[str]]:
-    """Maps each module to its paths; a module with several names has all of them, the one of its nodes first."""
+    """Maps each module's id to its paths; for a module with several paths, the one in the names of its nodes comes first."""
     found: dict[int, list[str]] = {}
     for path, module in modules:
         found.setdefault(id(module), []).append(path)
@@ -150,7 +154,7 @@ def _nested(found: Sequence[tuple[str, ShardCall]]) -> Iterator[Problem]:
 
 
 def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) -> dict[str, ShardSpec]:
-    """The cuts by the parameter's path below the module; by its whole path where another module holds it first."""
+    """Maps each parameter to its shard spec: by its path below the module, or by its whole path where another module holds it first."""
     target: Any = call.target
     own = dict(target.named_parameters())
     found: dict[str, ShardSpec] = {}
@@ -164,14 +168,14 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
             continue
         problems += _misfits(call.where, key, spec, list(own[name].shape))
         parameter = own[name]
-        if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, seen from the module
+        if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, relative to the module
             name = parameter.name.removeprefix(f"{paths[0]}.") if paths[0] else parameter.name
         found[name] = spec
     return found
 
 
 def _named(key: str, paths: Sequence[str], names: Sequence[str]) -> str | None:
-    """Finds a parameter by name: `self.` names are looked up from the caller first, others from the module."""
+    """Returns the parameter that `key` names, or None: names with `self.` are looked up from the caller first, others from the module."""
     wanted = key.removeprefix("self.")
     inside = [name for name in names if f".{wanted}".endswith(f".{name}")]
     seen = [name for name in inside if any(f".{path}.{name}".endswith(f".{wanted}") for path in paths)]

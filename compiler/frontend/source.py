@@ -19,20 +19,20 @@ Known: TypeAlias = "Callable[[Sequence[str]], None]"
 
 
 Weights: TypeAlias = "bool | Path"
-"""Where the weights of a folder's model are: in itself, nowhere, or in another folder."""
+"""Where a folder's weights are read from: True the folder itself, False nowhere, a path another folder."""
 
 
 def nothing(names: Sequence[str]) -> None:
-    """Checks no name."""
+    """Accepts all names: the `Known` that checks nothing."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
+    """A loaded model: one main graph without function calls, and the declarations in its `model.py`.
 
-    `exported`: whether torch exported it, which takes seconds to minutes. `is_export_cached`: whether that
-    is kept for the next command. `quantized`, `adapted`: whether the plan's `quantize` and `adapters` are done. `absent`: whether weights
-    are names, types and shapes.
+    `exported`: whether torch exported it, which takes seconds to minutes. `is_export_cached`: whether that export is stored for the next
+    command. `quantized`, `adapted`: whether the plan's `quantize` and `adapters` have been applied. `absent`: whether the weights are only
+    names, types and shapes.
     """
 
     model: ir.Model
@@ -45,7 +45,7 @@ class Source:
 
 
 def compared(source: Source) -> Source:
-    """A model that torch exported, after a comparison with its module; CompileError where it is another one."""
+    """Compares a model that torch exported with its module, and adds the warnings. Raises CompileError where they differ."""
     from partc.compiler.frontend.torch.compare_with_torch import compare_with_torch
 
     warnings = (*source.declared.warnings, *compare_with_torch(source.model))

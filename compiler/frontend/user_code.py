@@ -1,4 +1,4 @@
-"""Runs a user's Python file: its folder is importable, its imports are kept separate, and its errors are reported at its own lines.
+"""Runs a user's Python file: its folder is importable, its imports stay separate, and its errors are reported at its own lines.
 
 model.py:14: ValueError: in_channels 3 is not divisible by groups 2
   self.conv = nn.Conv2d(3, 6, 5, groups=2)
@@ -29,9 +29,9 @@ MODEL_MODULE = "__partc_model__"
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Within, modules beside the file can be imported; afterwards none of them stays known under its name.
+    """A context in which modules next to the file can be imported; afterwards they are removed from `sys.modules`.
 
-    Two models may so both have a `layers.py`. The standard library and installed packages keep their names. Threads take turns.
+    So two models may both have a `layers.py`. The standard library and installed packages keep their names. Threads take turns.
     """
     with IMPORTING:
         path, own = list(sys.path), module_names(folder)
@@ -51,7 +51,7 @@ def importable(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UserFile:
-    """A file that has run: its globals, and the lines at which it binds them."""
+    """A file that has run: its globals, and the lines that bind them."""
 
     path: Path
     globals: Mapping[str, object]
@@ -59,7 +59,7 @@ class UserFile:
 
     @classmethod
     def run(cls, path: Path) -> UserFile:
-        """Runs the file; `__name__` is not `__main__` in it. Whatever it raises goes through."""
+        """Runs the file; `__name__` is not `__main__` in it. Its exceptions are not caught."""
         source = read_regular(path)
         module = ModuleType(MODEL_MODULE)
         module.__file__ = str(path)
@@ -69,11 +69,11 @@ class UserFile:
 
     @property
     def name(self) -> str:
-        """The file's own name."""
+        """The file's name without its folder."""
         return self.path.name
 
     def line(self, *names: str) -> str:
-        """`model.py:12`, where the first of these globals that there is is bound; `model.py` where there is none."""
+        """Returns a text such as `model.py:12`: the line that binds the first existing one of these globals; `model.py` without any."""
         found = next((self.lines[name] for name in names if name in self.lines), None)
         return f"{self.name}:{found}" if found is not None else self.name
 
@@ -81,7 +81,7 @@ class UserFile:
 def _code(source: bytes, path: Path) -> CodeType:
     try:
         return compile(source, str(path), "exec")
-    except (SyntaxError, ValueError) as error:  # for bytes that are not text Python does not name the file
+    except (SyntaxError, ValueError) as error:  # Python does not name the file where its bytes are not text
         if isinstance(error, SyntaxError) and error.filename:
             raise
         raise SyntaxError(str(error), (str(path), 1, 0, "")) from error
@@ -103,14 +103,14 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
-    """Turns an error that the user's code raises within into a CompileError; an error without any line of that code passes through."""
+    """A context that turns an error of the user's code into a CompileError; an error without any line of that code passes through."""
     try:
         yield
     except CompileError:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it is, `exit()` and GeneratorExit too, user code has raised it
+    except BaseException as error:  # user code has raised it, even `exit()` or GeneratorExit
         problem = _problem(error, path, recorder)
         if problem is None:
             raise
@@ -118,7 +118,7 @@ def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
 
 
 def user_frames(error: BaseException, recorder: Recorder) -> list[traceback.FrameSummary]:
-    """The lines of the user's own files that the error came through, the innermost last."""
+    """Returns the traceback's frames in the user's own files, the innermost last."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if recorder.owns(frame.filename)]
 
 
@@ -144,7 +144,7 @@ def _fact(error: BaseException) -> str:
         return f"the file ends the program: SystemExit({error.code!r})"
     try:
         text = str(error).strip()
-    except Exception:  # a class of the user's, whose own text fails
+    except Exception:  # the user's class may fail to make its text
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

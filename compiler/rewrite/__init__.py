@@ -1,1 +1,1 @@
-"""Rewrites of the whole graph before it is sharded."""
+"""Rewrites the whole graph before it is sharded."""

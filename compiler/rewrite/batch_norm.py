@@ -1,15 +1,15 @@
-"""BatchNormalization as it trains: by the statistics of the batch, which move the running ones.
+"""BatchNormalization in training: it normalizes by the statistics of the batch, and these move the running statistics.
 
-The op in training mode works where a batch is whole. Where it may be cut it becomes plain ops, whose sums over the batch the ranks
-add up, so that statistics are those of the whole batch:
+The op in training mode works where the batch is not sharded. Where it may be sharded, the op becomes plain ops whose sums over the batch
+are reduced over the ranks, so that the statistics are those of the whole batch:
 
     s = x - running mean          (m, q) = mean over the batch of the positions' (s, s**2)         variance = q - m**2
     y = s a + (bias - m a)        a = scale / sqrt(variance + epsilon)
 
-Both moments go in one all_reduce; backward there are two, of the cotangents of a and of bias - m a, which carry those of scale and bias.
-The mean of (x - mean)**2 would need two and three, one after the other. The difference q - m**2 loses digits only as far
-as m is large beside the deviation, and m is the distance to the running mean: nothing after the first steps, and in these a relative
-error of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
+Both moments go in one all_reduce; backward has two, of the cotangents of a and of bias - m a, from which those of scale and bias follow.
+The mean of (x - mean)**2 would need two and three, one after the other. The difference q - m**2 loses digits only where m is large
+compared with the deviation, and m is the distance to the running mean: near zero after the first steps, and in these a relative error
+of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
 
 The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n. Those of a torch
 module (`UNBIASED`) move by torch's, with the variance over n - 1; n counts the batch of all ranks, or the microbatch of all ranks.
@@ -27,12 +27,12 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import single
 
 EXACT = "partc.exact"
-"""The mark, in `meta`, of a node that computes in at least 32 bits whatever the plan's precision: squares would overflow float16."""
+"""The mark, in `meta`, of a node that computes in at least 32 bits at any precision of the plan: squares would overflow float16."""
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def train_in_place(node: ir.Node, running: Sequence[ir.Value]) -> list[ir.Value]:
-    """Puts the node into training mode, with these running statistics; the values that are to replace them."""
+    """Puts the node into training mode with these running statistics; returns the values that replace them."""
     for k, value in enumerate(running):
         node.replace_input_with(3 + k, value)
     node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
@@ -45,9 +45,9 @@ def train_in_place(node: ir.Node, running: Sequence[ir.Value]) -> list[ir.Value]
 def unbiased(
     node: ir.Node, old: ir.Value, new: ir.Value, x: ir.Value, scopes: dict[str, str], momentum: float
 ) -> ir.Value:
-    """The running variance as torch moves it, out of the one that ONNX's law moved from `old` to `new`, for the batch `x`.
+    """Returns the running variance as torch moves it, from `new`, to which ONNX's law moved `old` for the batch `x`.
 
-    n / (n - 1) of what came in; where a channel has one element alone, ONNX's law holds (torch refuses it).
+    The batch's contribution is multiplied by n / (n - 1); where a channel has only one element, ONNX's law holds (torch refuses it).
     """
     producer = new.producer()
     assert producer is not None
@@ -74,7 +74,7 @@ def unbiased(
 
 
 def infer_in_place(node: ir.Node) -> None:
-    """Puts the node into inference form, unless somebody reads the statistics that only training gives."""
+    """Puts the node into inference form, unless a node reads the statistics that only training gives."""
     if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
         return
     node.attributes.pop("training_mode", None)
@@ -82,9 +82,9 @@ def infer_in_place(node: ir.Node) -> None:
 
 
 def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str]) -> list[ir.Value]:
-    """Replaces the node by plain ops over a batch that may be sharded, and gives the values that are to replace the running statistics.
+    """Replaces the node by plain ops over a batch that may be sharded; returns the values that replace the running statistics.
 
-    `x` has the rank and type of the node's input; `scopes` is the metadata by which the new nodes have the node's path for a module.
+    `x` has the rank and type of the node's input; `scopes` is metadata that names the node's path as the module of the new nodes.
     """
     graph = node.graph
     assert graph is not None
@@ -135,7 +135,7 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
 
 @dataclass
 class _Plain:
-    """The nodes that take the place of the one called `path`, which compute in a type of at least 32 bits."""
+    """The nodes that replace the node at `path`; they compute in a type of at least 32 bits."""
 
     path: str
     dtype: ir.DataType
@@ -168,7 +168,7 @@ class _Plain:
         return self.add("Unsqueeze", [value, self.integers(f"{word}.axes", axes)], word) if axes else value
 
     def averaged(self, value: ir.Value, word: str, positions: Sequence[int]) -> ir.Value:
-        """The mean over positions, with a dim of 1 before it."""
+        """Returns the mean over `positions`, with a dim of 1 added in front."""
         if positions:
             axes = self.integers(f"{word}.positions", positions)
             value = self.add("ReduceMean", [value, axes], f"{word}.mean", keepdims=0)

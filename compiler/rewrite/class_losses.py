@@ -1,8 +1,8 @@
-"""A model's own loss over classes as reductions, as the plan's softmax_cross_entropy is made (`plan/training/cross_entropy.py`).
+"""Writes out a model's own loss over classes as reductions, in the form of the plan's loss (`plan/training/cross_entropy.py`).
 
 SoftmaxCrossEntropyLoss and NegativeLogLikelihoodLoss need all classes at once, and divide a mean by the weights of the labels that are not
-ignored. Written out, classes may be cut (a vocabulary over ranks): three numbers a position are reduced. A mean with weights or ignored
-labels is a sum over a sum, and each rank and each microbatch has its term of both.
+ignored. Written out, the classes may be sharded (a vocabulary over ranks): three numbers for each position are reduced. A mean with weights
+or ignored labels is a sum divided by a sum, and each rank and each microbatch has partial sums of both.
 
     SoftmaxCrossEntropyLoss(x, t)                  ReduceMean(log sum exp s - s[t]), s = x - ceil(max x)
     NegativeLogLikelihoodLoss(l, t, w)             ReduceSum(-l[t] w[t]) / ReduceSum(w[t])
@@ -19,7 +19,7 @@ from partc.compiler.rewrite.batch_norm import EXACT
 
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 CLASS_LABELS = "partc.class_labels"
-"""Marks the node that looks up a label's score: the name of the labels if they are an input of the graph, and the label that is ignored."""
+"""Marks the node that looks up a label's score, with the labels' name if they are a graph input (else None), and the ignored label."""
 IS_LOSS = "partc.class_loss"
 """Marks each node of a loss over classes."""
 _CLASSES = 1
@@ -27,13 +27,13 @@ _CLASSES = 1
 
 
 def write_out_class_loss(node: ir.Node) -> None:
-    """Replaces the node by those that make it, if it is such a loss; the values that it makes keep their names."""
+    """Replaces the node by simpler nodes, if it is such a loss; its outputs keep their names."""
     if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES and node.graph is not None:
         _Parts(node).replace()
 
 
 class _Parts:
-    """The nodes that make one loss, which stays where it is until `replace`."""
+    """The nodes that compute one loss, whose node stays in the graph until `replace`."""
 
     def __init__(self, node: ir.Node) -> None:
         self.node, self.nodes = node, list[ir.Node]()
@@ -48,7 +48,7 @@ class _Parts:
         self.dtype = next(known, ir.DataType.FLOAT)
 
     def replace(self) -> None:
-        """Puts the nodes in the place of the loss."""
+        """Replaces the node of the loss by these nodes."""
         node, graph = self.node, self.node.graph
         assert graph is not None
         axes = self.integers("class_axis", [_CLASSES])
@@ -74,7 +74,7 @@ class _Parts:
         ir.convenience.replace_nodes_and_values(graph, node, [node], self.nodes, replaced, made)
 
     def losses(self, scores: ir.Value, log_total: ir.Value | None, axes: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """The loss of each position, weighted, and its weight, None where all are 1; both with 1 for the classes."""
+        """Returns each position's weighted loss and its weight (None where all weights are 1), both with a dim of 1 for the classes."""
         labels, counted = self.labels, None
         if self.ignored is not None:
             skipped = self.op("ignored", "Equal", labels, self.label("ignore_index", self.ignored))
@@ -96,7 +96,7 @@ class _Parts:
         return losses, each
 
     def reduced(self, losses: ir.Value, each: ir.Value | None, axes: ir.Value) -> ir.Value:
-        """What the node makes of the losses of all positions."""
+        """Reduces the losses of all positions as the node's `reduction` says."""
         if self.reduction == "none":
             return self.op("", "Squeeze", losses, axes)
         if self.reduction == "mean" and each is None:
@@ -108,7 +108,7 @@ class _Parts:
         return self.op("", "Div", self.op("sum", "ReduceSum", losses, keepdims=0), total)
 
     def op(self, word: str, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """The value of a node of this loss."""
+        """Adds a node of this loss, and returns its output."""
         name = f"{self.node.name}.classes.{word}"
         out = ir.Value(name=f"{self.node.outputs[0].name}.classes.{word}")
         given = ir.convenience.convert_attributes(attributes)
@@ -118,12 +118,12 @@ class _Parts:
         return out
 
     def integers(self, word: str, numbers: Any, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-        """A constant."""
+        """Adds a constant."""
         tensor = ir.tensor(np.array(numbers, dtype.numpy()), dtype, name=f"{self.node.outputs[0].name}.classes.{word}")
         return self.op(word, "Constant", value=tensor)
 
     def label(self, word: str, number: int) -> ir.Value:
-        """A number in the type of the labels."""
+        """Adds a constant in the type of the labels."""
         if self.labels.dtype is not None:
             return self.integers(word, number, self.labels.dtype)
         return self.op(f"{word}.of_type", "CastLike", self.integers(word, number), self.labels)

@@ -1,13 +1,13 @@
-"""Pass: replaces look-ups by indices that only count: elements taken in order are reshaped, records taken by number stay in place.
+"""Pass: replaces look-ups whose indices count up: elements in order become a Reshape, a look-up by record number stays within its record.
 
-Exporters write views and masks as look-ups by indices that they count up. What an index tensor holds is followed as far as it is
-`begin + sum(step[k] * i[k])` over its own places `i`:
+Exporters write views and masks as look-ups by indices that count up. The elements of an index tensor are tracked as long as they are
+`begin + sum(step[k] * i[k])` for the tensor's own coordinates `i`:
 
     as_strided   Gather(Reshape(x, [-1]), 8*i0 + i1)                       Reshape(x, [-1, 8])
     a mask       GatherND(mask, [i0, i3]) of (batch, 1, 1, seq)            Unsqueeze(mask, [1, 2])
     by record    GatherND(logits, [i0, last]) of (batch,)                  GatherND(logits, [last]) {batch_dims: 1}
 
-Where the steps are those of a transposed tensor, the reshaped one is transposed. All else stays a look-up. A plan that neither cuts nor
+Where the steps are those of a transposed tensor, a Transpose follows the Reshape. Every other look-up stays. A plan that neither shards nor
 runs microbatches leaves the model as it is.
 """
 
@@ -29,13 +29,13 @@ from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.rewriting import Rewriting
 
 _LARGEST = 1 << 16
-"""The most elements of a constant that are looked at."""
+"""The most elements of a constant that is examined."""
 _ZERO, _ONE = sympy.Integer(0), sympy.Integer(1)
 
 
 @dataclass(frozen=True)
 class Counting:
-    """An integer tensor whose element at place i is `begin + sum(steps[k] * i[k])`; `sizes` are its dims."""
+    """An integer tensor whose element at coordinates i is `begin + sum(steps[k] * i[k])`; `sizes` are its dims."""
 
     begin: sympy.Expr
     steps: tuple[sympy.Expr, ...]
@@ -43,12 +43,12 @@ class Counting:
 
     @property
     def is_number(self) -> bool:
-        """Whether all elements are one number."""
+        """Whether all elements are equal."""
         return not any(self.steps)
 
 
 def counted_indices(program: Typed) -> Typed:
-    """The program without look-ups by indices that count; `paths` and `values` follow."""
+    """Returns the program without look-ups by indices that count; `paths` and `values` are updated."""
     plan = program.plan
     in_time = plan.pipeline is not None or (plan.train is not None and plan.train.accumulate > 1)
     if not in_time and not cuts(plan, program.declared):
@@ -65,13 +65,13 @@ def counted_indices(program: Typed) -> Typed:
 
 class _Rewritten(Rewriting[Typed]):
     def gather(self, node: ir.Node, at: _Followed) -> None:
-        """A look-up of all elements of a vector by a tensor that counts."""
+        """Rewrites a look-up of all elements of a vector by an index tensor that counts."""
         data, index = dims_of(node.inputs[0]), at.of(node.inputs[1])
         if data is not None and len(data) == 1 and index is not None:
             self._in_order(node, data, index, at)
 
     def gather_nd(self, node: ir.Node, at: _Followed) -> None:
-        """A look-up by tuples of indices: of single elements that all count, or of records by their number."""
+        """Rewrites a look-up by tuples of indices: of single elements whose indices all count, or of records by their number."""
         data, given = dims_of(node.inputs[0]), node.inputs[1]
         parts = at.columns(given)
         if data is None or not parts or len(parts) > len(data):
@@ -92,7 +92,7 @@ class _Rewritten(Rewriting[Typed]):
             self._by_record(node, len(parts))
 
     def _in_order(self, node: ir.Node, data: Sequence[sympy.Expr], index: Counting, at: _Followed) -> bool:
-        """Reshapes, and transposes, where the index goes through all elements once, by strides; whether it does."""
+        """Replaces a look-up by a Reshape and a Transpose where the index visits all elements once, by strides; returns whether it does."""
         out, source = node.outputs[0], node.inputs[0]
         assert source is not None
         if index.begin != 0 or not at.same(sympy.prod(index.sizes), sympy.prod(data)) or out.shape is None:
@@ -113,7 +113,7 @@ class _Rewritten(Rewriting[Typed]):
         return True
 
     def _regroup(self, node: ir.Node, source: ir.Value, made: ir.Value, at: _Followed) -> bool:
-        """Puts a node that gives elements these dims, in their order."""
+        """Adds a node that regroups the elements into the dims of `made`, in the same order; returns whether one op can."""
         here, there = dims_of(source), dims_of(made)
         if here is None or there is None:
             return False
@@ -165,22 +165,22 @@ class _Rewritten(Rewriting[Typed]):
 
 
 class _Followed:
-    """What integer tensors count."""
+    """The countings of integer tensors, computed on demand."""
 
     def __init__(self, program: Typed) -> None:
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.countings: dict[ir.Value, Counting | None] = {}
 
     def normal(self, expression: sympy.Expr) -> sympy.Expr:
-        """The normal form of a number of the index."""
+        """Returns the normal form of an expression in an index."""
         return normal(expression, self.known)
 
     def same(self, a: sympy.Expr, b: sympy.Expr) -> bool:
-        """Whether two sizes are one."""
+        """Whether two sizes are equal."""
         return bool(self.normal(a - b) == 0)
 
     def of(self, value: ir.Value | None) -> Counting | None:
-        """What a tensor counts; None where that is not known."""
+        """Returns the counting of a tensor; None where it is not known."""
         if value is None:
             return None
         if value not in self.countings:
@@ -191,7 +191,7 @@ class _Followed:
         return self.countings[value]
 
     def columns(self, value: ir.Value | None) -> list[Counting | None]:
-        """What each component of tuples counts; nothing where their number is not known."""
+        """Returns the counting of each component of index tuples; empty where the number of components is not known."""
         sizes = dims_of(value)
         if value is None or not sizes or not sizes[-1].is_Integer:
             return []
@@ -234,7 +234,7 @@ class _Followed:
         return Counting(a.begin * times, tuple(step * times for step in a.steps), sizes)
 
     def regrouped(self, node: ir.Node, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
-        """The counting through Squeeze, Unsqueeze and a Reshape that only adds or removes dims of 1."""
+        """Follows a counting through Squeeze, Unsqueeze and a Reshape that only adds or removes dims of 1."""
         source = self.of(node.inputs[0])
         if source is None:
             return None
@@ -256,7 +256,7 @@ class _Followed:
         return None if source is None else Counting(source.begin, tuple(source.steps[k] for k in order), sizes)
 
     def aligned(self, one: Counting | None, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
-        """An operand that broadcasts to these dims; None where a size differs that is not 1."""
+        """Broadcasts an operand's counting to these dims; None where a size differs that is not 1."""
         if one is None or len(one.sizes) > len(sizes):
             return None
         ahead = len(sizes) - len(one.sizes)
@@ -283,7 +283,7 @@ _RULES: Mapping[str, _Rule] = {
 
 
 def _constant(tensor: ir.TensorProtocol, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
-    """The begin and the steps of a constant, if all its elements follow them."""
+    """Returns the counting of a constant; None where its elements follow none."""
     if not tensor.size or tensor.size > _LARGEST:
         return None
     array = tensor.numpy().astype(np.int64)
@@ -296,14 +296,17 @@ def _constant(tensor: ir.TensorProtocol, sizes: tuple[sympy.Expr, ...]) -> Count
 
 
 def _column(tuples: Counting | None, k: int) -> Counting | None:
-    """One component of tuples that stand along the last dim."""
+    """Returns one component of tuples along the last dim."""
     if tuples is None:
         return None
     return Counting(tuples.begin + k * tuples.steps[-1], tuples.steps[:-1], tuples.sizes[:-1])
 
 
 def _by_strides(index: Counting, at: _Followed) -> list[int] | None:
-    """The dims from the largest step to the smallest, if each step is the number of elements behind it; None if they are not."""
+    """Returns the dims from the largest step to the smallest.
+
+    Returns None unless each step is the product of the sizes of all dims with smaller steps.
+    """
     left = [k for k, size in enumerate(index.sizes) if size != 1]
     order: list[int] = []
     behind = _ONE

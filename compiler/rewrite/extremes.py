@@ -1,9 +1,9 @@
-"""Decomposes maxima and minima that have a gradient into ops that may each be sharded.
+"""Decomposes each maximum and minimum that has a gradient into ops that can be sharded.
 
     top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
 
-The first and the third are reductions that ranks complete, each over the shards of `x` that it has: so equal elements share a
-cotangent over all ranks as they do on one. The parts take the numbers and about the time that the gradient of the whole op takes.
+The first and the third are reductions: each rank reduces its own shard of `x`, and collectives complete them. So equal elements share a
+cotangent over all ranks as they do on one. The parts compute the same numbers as the gradient of the whole op, in about the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POOL = "GlobalMaxPool"
 
 
 def in_parts(model: ir.Model, training: Training, known: Known) -> None:
-    """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts; `known`: what is promised of dims."""
+    """Decomposes every extreme with a gradient and known axes into its parts; `known`: the promised facts about dims."""
     _decompose_collectives(model, training, known)
     flows = flowing(reads_of(model.graph), training)
     nodes = [
@@ -40,7 +40,7 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
     nodes = [node for node in nodes if shaped[node].shape is not None and _axes(node, shaped[node]) != ()]
     if not nodes:
         return
-    whole = {node: (_axes(node, shaped[node]), shaped[node].dtype) for node in nodes}  # an extreme may read another
+    whole = {node: (_axes(node, shaped[node]), shaped[node].dtype) for node in nodes}  # an extreme may read another one
     for node, path in node_paths(model).items():
         node.name = path
     module = modules(model)
@@ -49,7 +49,7 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
 
 
 def _decompose_collectives(model: ir.Model, training: Training, known: Known) -> None:
-    """The same for an all_reduce of a local map by max or min: each rank has one element, and every rank reads the result."""
+    """Decomposes an all_reduce of a local map by max or min: each rank has one element, and every rank reads the result."""
     flows = flowing(reads_of(model.graph), training)
     nodes = [
         node
@@ -89,7 +89,7 @@ def _node(
 
 
 def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
-    """The axes of the reduction; () if there are none, or they are known only at run time."""
+    """Returns the axes of the reduction; () where there are none, or they are known only at run time."""
     assert x.shape is not None
     rank = len(x.shape)
     if node.op_type == _POOL:
@@ -103,7 +103,7 @@ def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
 def _decompose(
     node: ir.Node, axes: tuple[int, ...], kind_of_x: ir.DataType | None, metadata: Mapping[str, str]
 ) -> None:
-    """Keeps the node, as the first of the parts; the others belong to the module of its path."""
+    """Decomposes an extreme; its node stays as the first part, and the other parts belong to the module of its path."""
     graph, x, old = node.graph, node.inputs[0], node.outputs[0]
     assert isinstance(graph, ir.Graph)
     assert x is not None

@@ -1,4 +1,4 @@
-"""Nodes whose gradient in torch is not that of their op become ops that have it, in a program with a backward pass; numbers stay the same.
+"""Rewrites nodes whose gradient in torch differs from their op's into ops with torch's gradient, in a program with a backward pass.
 
     y = Gather(w, ids)  {partc.gradient: padding_row 0}      a row of a table has no gradient: `padding_idx`
 ->  y = Where(ids == 0, stopped(Gather(w, ids)), Gather(w, ids))
@@ -6,12 +6,12 @@
     y = Clip(x, a, b)  {partc.gradient: inside}              no gradient at the bounds either: `hardtanh`, `relu6`
 ->  y = Where(a < x and x < b, x, stopped(Clip(x, a, b)))
 
-    y = ReduceMax(x, [k])  {partc.gradient: first}           of equal maxima the first has all of it: `max(dim)`, `min(dim)`
+    y = ReduceMax(x, [k])  {partc.gradient: first}           of equal maxima the first gets all of it: `max(dim)`, `min(dim)`
 ->  y = GatherElements(x, ArgMax(x))
 
-A padding row is changed by another reader of the table, as an output layer that is tied to it, and by weight decay, as in torch.
+The values stay the same. Another reader of the table, such as an output layer tied to it, and weight decay still change a padding row.
 
-Splits that exporters write as sequences, written as what they are: a sequence has no gradient, and nothing of it can be sharded.
+Splits that exporters write as sequences become Splits: a sequence has no gradient, and cannot be sharded.
 
 s = SplitToSequence(x, 8), q = SequenceAt(s, 0), k = SequenceAt(s, 1), v = SequenceAt(s, 2)     torch's x.split(8, -1)
 q, k, v = Split(x, [8, 8, 8])
@@ -32,7 +32,7 @@ from partc.compiler.rewrite.train_mode import modules
 
 
 def give_gradient_forms(model: ir.Model, trains: Callable[[ir.Value], bool]) -> None:
-    """Rewrites each marked node of `model`, but lookups of a weight that `trains` says is not trained.
+    """Rewrites each marked node of `model`, except lookups of a weight for which `trains` is false.
 
     Raises CompileError for a marked node in a body.
     """
@@ -65,7 +65,7 @@ def give_gradient_forms(model: ir.Model, trains: Callable[[ir.Value], bool]) -> 
 
 @dataclass
 class _Rewriting:
-    """Adds nodes next to a node, of its module."""
+    """Adds nodes in the module of a node, and then replaces its output."""
 
     model: ir.Model
     node: ir.Node
@@ -73,7 +73,7 @@ class _Rewriting:
     nodes: list[ir.Node] = field(default_factory=list)
 
     def add(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """The value that a node makes; `word` is its name below the path of the node."""
+        """Adds a node and returns its output; `word` is its name below the path of the replaced node."""
         name = f"{name_of(self.node)}.{word}"
         given = ir.convenience.convert_attributes(attributes)
         made = ir.Node("", op_type, inputs, given, outputs=[ir.Value(name=name)], name=name)
@@ -89,13 +89,13 @@ class _Rewriting:
         return value
 
     def stopped(self) -> ir.Value:
-        """The node's output without a gradient."""
+        """Returns the node's output through an Identity that stops its gradient."""
         made = self.add("stopped", "Identity", self.node.outputs[0])
         self.nodes[-1].metadata_props[STOPS_GRADIENT] = "true"
         return made
 
     def give(self, result: ir.Value) -> None:
-        """Puts the added nodes behind the node, and `result` in place of its output, under its name."""
+        """Inserts the added nodes after the node, and puts `result` in place of its output, under its name."""
         old, graph = self.node.outputs[0], self.model.graph
         result.type, result.shape = old.type, old.shape
         graph.insert_after(self.node, self.nodes)
@@ -142,7 +142,7 @@ _FORMS: dict[str, Callable[[_Rewriting, str], None]] = {
 
 
 def split_sequences(model: ir.Model) -> None:
-    """Changes `model`: each SplitToSequence into known lengths whose parts are all taken by known positions becomes a Split."""
+    """Replaces each SplitToSequence of `model` by a Split, where its lengths and all positions that are read are known."""
     for node in list(model.graph):
         if node.op_type == "SplitToSequence" and node.domain in ("", "ai.onnx"):
             _split(model.graph, node)
@@ -184,7 +184,7 @@ def _split(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _lengths(node: ir.Node) -> list[int] | None:
-    """Into which lengths the node splits; None where only a run tells, or where the parts lose their axis."""
+    """Returns the lengths into which the node splits; None where they are known only at run time, or the parts lose their axis."""
     x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Local maps before anything is sharded: how many ranks their axes have, and where parameters that are learned enter them."""
+"""Prepares local maps before anything is sharded: sets the sizes of their axes, and gives trainable parameters an entry into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partc.compiler.plan.rules import Plan
 
 
 def with_sizes(model: ir.Model, plan: Plan) -> ir.Model:
-    """The model, whose local maps know how many ranks each axis has: those of the plan's mesh, on one rank 1.
+    """Sets the number of ranks along each axis in the nodes of local maps: the sizes of the plan's mesh, or 1 for a plan of one rank.
 
     Raises CompileError for axes that the mesh does not have, and for roots and pairs beyond an axis.
     """
@@ -61,7 +61,10 @@ def _beyond(node: ir.Node, axis: str, size: int) -> Iterator[Problem]:
 
 
 def refuse_modes(model: ir.Model, paths: Mapping[ir.Node, str]) -> None:
-    """Raises CompileError for what a plan that trains changes, inside of a local map: there ranks would draw and keep each its own."""
+    """Raises CompileError for a BatchNormalization or Dropout inside of a local map, in a plan that trains.
+
+    There each rank would draw its own masks and keep its own statistics.
+    """
     problems = [
         Problem(
             paths[node],
@@ -77,7 +80,7 @@ def refuse_modes(model: ir.Model, paths: Mapping[ir.Node, str]) -> None:
 
 
 def enter_parameters(model: ir.Model, learned: Mapping[ir.Value, object]) -> None:
-    """Parameters that nodes of a local map read enter it whole, so that the ranks' gradients are terms of one."""
+    """Makes trainable parameters that a local map reads enter it replicated, so that the ranks' gradients are partial sums of one."""
     entered: dict[tuple[str, ir.Value], ir.Value] = {}
     borders = {node.metadata_props[INSIDE]: node for node in reversed(list(model.graph)) if is_border(node)}
     for node in list(model.graph):

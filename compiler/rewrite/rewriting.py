@@ -1,4 +1,4 @@
-"""A model that is rewritten after its shapes are known: new nodes and values get their paths, types and shapes as they are made."""
+"""Rewrites a model whose shapes are known: new nodes and values get their paths, types and shapes as they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Typed)
 
 
 class Rewriting(Generic[T]):
-    """The graph of a program in the making; `done` gives the program of it."""
+    """A program's graph during a rewrite, with its paths and values; `done` returns the new program."""
 
     def __init__(self, program: T) -> None:
         self.before = program
@@ -27,12 +27,12 @@ class Rewriting(Generic[T]):
         self.paths, self.values = dict(program.paths), dict(program.values)
 
     def done(self, **changed: Any) -> T:
-        """The program after all changes."""
+        """Returns the program after all changes."""
         paths = {node: self.paths[node] for node in self.graph}
         return replace(self.before, paths=paths, values=self.values, **changed)
 
     def free(self, name: str) -> str:
-        """The name, with strokes where the model has it already; it is taken from then on."""
+        """Returns the name, made unique where the model has it already, and reserves it."""
         found = first_free(name, self._names.__contains__)
         self._names.add(found)
         return found
@@ -42,7 +42,7 @@ class Rewriting(Generic[T]):
         return set(self.before.own_names)
 
     def like(self, value: ir.Value, name: str, sizes: Mapping[int, Dim] | None = None) -> ir.Value:
-        """A new value as `value` is, but for the sizes of these dims."""
+        """Returns a new value like `value`, except for the sizes of the dims in `sizes`."""
         info, shape = self.values[value], value.shape
         dims = None if shape is None else [(sizes or {}).get(k, dim) for k, dim in enumerate(shape.dims)]
         made = ir.Value(name=name, type=value.type, shape=None if dims is None else ir.Shape(dims))
@@ -51,7 +51,7 @@ class Rewriting(Generic[T]):
         return made
 
     def turned(self, value: ir.Value, name: str, order: Sequence[int]) -> ir.Value:
-        """A new value as `value` is, with its dims in this order."""
+        """Returns a new value like `value`, with its dims in this order."""
         info, shape = self.values[value], value.shape
         assert shape is not None
         made = ir.Value(name=name, type=value.type, shape=ir.Shape([shape[axis] for axis in order]))
@@ -59,7 +59,7 @@ class Rewriting(Generic[T]):
         return made
 
     def constant(self, name: str, numbers: Array | Sequence[int] | int) -> ir.Value:
-        """A new constant: an array, or an int64 vector or number."""
+        """Adds a constant: an array, or an int64 vector or number."""
         array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64)
         tensor = ir.Tensor(array, name=name)
         kind = ir.TensorType(tensor.dtype)
@@ -69,7 +69,7 @@ class Rewriting(Generic[T]):
         return value
 
     def vector(self, name: str, size: int) -> ir.Value:
-        """A new vector of int64 that a node makes."""
+        """Returns a new int64 vector, to be the output of a node."""
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([size]))
         self.values[value] = ValueInfo("tensor(int64)", (size,), 8)
         return value
@@ -85,7 +85,7 @@ class Rewriting(Generic[T]):
         domain: str = "",
         **more: Any,
     ) -> ir.Node:
-        """A new node in front of `before`, in whose module it is: its path is that one's with the suffix."""
+        """Inserts a new node before `before`, in the same module; its path is that node's path with the suffix."""
         extra = ir.convenience.convert_attributes(more)
         path = f"{self.paths[before]}{suffix}"
         node = ir.Node(domain, op_type, list(inputs), [*attributes, *extra], outputs=list(outputs), name=path)
@@ -96,7 +96,7 @@ class Rewriting(Generic[T]):
         return node
 
     def take_place(self, new: ir.Value, old: ir.Value, at: ir.Node) -> None:
-        """All readers of `old` read `new`; an output of the graph keeps its name by an Identity in front of `at`."""
+        """Makes all readers of `old` read `new`; an output of the graph keeps its name by an Identity inserted before `at`."""
         if old.is_graph_output():
             leaving = self.like(old, name_of(old))
             self.put(at, "Identity", [new], [leaving], ".output")
@@ -106,7 +106,7 @@ class Rewriting(Generic[T]):
         old.replace_all_uses_with(new)
 
     def drop(self, nodes: Sequence[ir.Node]) -> None:
-        """Takes out those of the nodes, given in the graph's order, that are read no more."""
+        """Removes those of the nodes, listed in the graph's order, whose outputs are no longer read."""
         for node in reversed(nodes):
             if any(out.uses() or out.is_graph_output() for out in node.outputs):
                 continue

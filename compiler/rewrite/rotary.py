@@ -1,7 +1,7 @@
-"""Pass: the tables of a rotary embedding get a record for each of the batch, which onnxruntime asks for.
+"""Pass: repeats the tables of a rotary embedding for each record of the batch, as onnxruntime requires.
 
-By the standard a table of one record serves all of a batch, and exporters write it so: cosine (1, seq, half) beside X (batch, heads, seq,
-size). onnxruntime refuses the node where the batch is larger. Repeated to the batch's records, the tables are cut as X is.
+In the standard a table of one record serves the whole batch, and exporters write it so: cosine (1, seq, half) with X (batch, heads, seq,
+size). onnxruntime refuses the node where the batch is larger. A repeated table is sharded as X is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from partc.compiler.rewrite.rewriting import Rewriting
 
 
 def repeat_tables(program: Typed) -> Typed:
-    """The program with an Expand in front of every table of one record that more records read."""
+    """Returns the program with an Expand before every table of one record that serves more records."""
     work = Rewriting(program)
     found = [node for node in work.graph if node.op_type == "RotaryEmbedding" and node.domain in ("", "ai.onnx")]
     for node in found:

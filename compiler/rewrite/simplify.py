@@ -1,14 +1,14 @@
-"""Passes over large tensors that the gradients of single nodes cannot save, since each sees its own node only.
+"""Removes passes over large tensors that gradient rules cannot avoid, since each rule sees its own node only.
 
     e = Expand(v), y = Mul(e, x)              y = Mul(v, x)                    x is as large as e: the op broadcasts by itself
     s = Scatter(zeros, i, u), y = Add(a, s)   y = Scatter(a, i, u)             both add, and no zeros are made
     s = Scatter(zeros, i, u), y = Sum(a, b, s)   s = Sum(a, b), y = Scatter(s, i, u)
     y = Sum(a, b, c)                          t = Add(a, b), y = Add(t, c)
-    t = Gemm(a, b), y = Transpose(t)          y = Gemm(b, a), both operands the other way round
+    t = Gemm(a, b), y = Transpose(t)          y = Gemm(b, a), both operands exchanged and transposed
 
-The gradient of a cross entropy is so the exponentials times a number a position, less that number at each label; that of a table
-which is looked up and multiplied with is the product's, with the rows that were looked up added in. The last is the gradient of a weight
-that a model keeps transposed, as those of PyTorch are.
+So the gradient of a cross entropy is the exponentials times a number for each position, minus that number at each label; that of a table
+that is both looked up and multiplied with is the product's, with the looked-up rows added in. The last rule is for the gradient of a weight
+that a model stores transposed, as PyTorch does.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _OF_INTEREST = frozenset((*_BROADCASTING, *_ADDING, "Transpose", "Gemm", "Expand
 
 
 def simplify(steps: Sequence[Compute | Comm], kept: Collection[Value]) -> list[Compute | Comm]:
-    """The steps, of which some fall away and others read what these read; `kept` is what is read after the last.
+    """Returns the steps without superfluous ops, whose readers read the ops' inputs instead; `kept`: the values read after the last step.
 
-    A value's shape is None where one of its dims is not known; equal shapes say equal sizes.
+    A value's shape is None where one of its dims is not known; equal shapes mean equal sizes.
     """
     changed = _Lean(steps, kept).run()
     return [one for index, step in enumerate(steps) for one in changed.get(index, (step,))]
 
 
 class _Lean:
-    """The ops of interest, by their places among the steps; others are readers, which stay."""
+    """The ops that may be simplified, by their index among the steps; all other steps only read, and stay."""
 
     def __init__(self, steps: Sequence[Compute | Comm], kept: Collection[Value]) -> None:
         self.now: list[tuple[Compute, ...]] = [() for _ in steps]
@@ -52,7 +52,7 @@ class _Lean:
                     self.reads[one] = self.reads.get(one, 0) + 1
 
     def run(self) -> dict[int, tuple[Compute, ...]]:
-        """Maps each place to the ops that are there now, where they have changed."""
+        """Simplifies the ops; maps each changed index to the ops that are there now."""
         for index in self._all("Add", "Sum"):
             self._scatter_into(index)
         for index in self._all("Transpose"):
@@ -117,7 +117,7 @@ class _Lean:
             self._place(at, tuple([_reading(one, made, source) for one in self.now[at]]))
 
     def _in_pairs(self, index: int) -> None:
-        """A Sum of several as Adds, the large ones first: onnxruntime takes less time for these."""
+        """Replaces a Sum of several operands by Adds, the large ones first: onnxruntime takes less time for these."""
         found: list[Compute] = []
         for op in self.now[index]:
             if not op.is_op("Sum") or len(op.reads) < 3:
@@ -133,12 +133,12 @@ class _Lean:
         self._place(index, tuple(found))
 
     def _broadcasts(self, op: Compute, value: Value) -> bool:
-        """Whether the op makes the same of what `value` was expanded from: another operand is as large."""
+        """Whether the op gives the same result from the operand of the Expand that made `value`: another operand is as large."""
         others = [one for one in op.reads if self._producer(one, "Expand") is None]
         return op.is_op(*_BROADCASTING) and any(_same(one, value) for one in others)
 
     def _place(self, index: int, ops: tuple[Compute, ...]) -> None:
-        """Puts ops in the place of others; what only those read and makes zeros, copies or shapes, falls away."""
+        """Replaces the ops at an index; zeros, copies or shapes that only the old ops read are removed."""
         before = self.now[index]
         self._count(index, before, -1)
         self.now[index] = self.changed[index] = ops
@@ -163,7 +163,7 @@ class _Lean:
                     del self.producers[value]
 
     def _producer(self, value: Value, *op_types: str) -> Compute | None:
-        """The op that makes a value, if it is one of these."""
+        """Returns the op that makes a value, if its type is one of these."""
         here = self.now[self.producers[value]] if value in self.producers else ()
         return here[0] if len(here) == 1 and here[0].is_op(*op_types) else None
 
@@ -178,7 +178,7 @@ def _same(one: Value, other: Value) -> bool:
 
 
 def _reading(op: Compute, value: Value, instead: Value) -> Compute:
-    """The op, reading another value in the place of one."""
+    """Returns the op with `instead` in place of `value` among its inputs."""
     if value not in op.reads:
         return op
     return _with(op, [instead if one is value else one for one in op.reads], op.makes[0], op.label)
@@ -192,7 +192,7 @@ def _with(
     like: ir.Node | None = None,
     op_type: str = "",
 ) -> Compute:
-    """What stands in the place of an op: one of the same type and attributes, those of `like`, or of another type; over other values."""
+    """Returns a step in place of `op`, over other values, with the attributes and type of `like` (default `op`), or with `op_type`."""
     like = like or op.node
     node = ir.Node(like.domain, op_type or like.op_type, [], list(like.attributes.values()))
     return replace(op, node=node, inputs=tuple(inputs), outputs=(output,), label=label)

@@ -1,14 +1,14 @@
-"""Pass: detours of Reshapes are taken out: a matrix is transposed where it is, and what is reshaped there and back stays as it is.
+"""Pass: removes detours of Reshapes: dims are transposed in place, and a Reshape with its inverse is removed.
 
 Exporters that do not know a rank merge the leading dims, transpose the last ones, and take the leading dims apart again. Of a merged
-dim only the major-most part can be cut, and heads are not:
+dim only the major-most part can be sharded, and that is not the heads:
 
     (batch, 8, seq, 16) -> Reshape (8*batch, seq, 16) -> Transpose (8*batch, 16, seq) -> Reshape (batch, 8, 16, seq)
     (batch, 8, seq, 16) -> Reshape (batch, 8, seq, 16) -> Transpose (batch, 8, 16, seq)
 
-Any dim may then be sharded. Nothing else changes: the elements move alike. A plan that cuts nothing leaves such a model as it is.
+Any dim may then be sharded. The elements move as before, and nothing else changes. A plan without shardings keeps such detours.
 
-In a step of a decoder the heads of a projection are told apart and joined again, since the fused attention takes them joined. Each layer
+In a step of a decoder the heads of a projection are split and joined again, since the fused attention takes them joined. Each layer
 would have four such pairs, of two nodes that compute nothing:
 
     (batch, seq, 512) -> Reshape (batch, seq, 8, 64) -> Reshape (batch, seq, 512)
@@ -27,7 +27,7 @@ from partc.compiler.rewrite.rewriting import Rewriting
 
 
 def straighten(program: Typed) -> Typed:
-    """The program with every such detour taken out of its model; `paths` and `values` follow."""
+    """Returns the program without such detours; `paths` and `values` are updated."""
     is_cut = cuts(program.plan, program.declared)
     if not is_cut and program.generation is None:
         return program
@@ -43,19 +43,19 @@ def straighten(program: Typed) -> Typed:
 
 
 def _there(back: ir.Node) -> ir.Node | None:
-    """The Reshape whose result `back` gives the shape again that it had before."""
+    """Returns the Reshape that `back` undoes, or None."""
     first = _producer(back.inputs[0], "Reshape")
     source = first.inputs[0] if first is not None else None
     if first is None or source is None or source.shape is None or back.outputs[0].shape is None:
         return None
     if first.device_configurations or back.device_configurations:
-        return None  # what an annotation says, it says of these nodes
+        return None  # annotations are for these nodes
     dims, made = source.shape, back.outputs[0].shape
     return first if len(dims) == len(made) and all(map(same, dims, made)) else None
 
 
 def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """The Reshape, the Transpose and the Reshape that end in `last`, if they are one."""
+    """Returns the Reshape, the Transpose and the Reshape of the detour that ends in `last`; None where there is none."""
     turn = _producer(last.inputs[0], "Transpose")
     first = _producer(turn.inputs[0], "Reshape") if turn is not None else None
     if turn is None or first is None or first.inputs[0] is None or len(list(turn.outputs[0].uses())) > 1:
@@ -69,7 +69,7 @@ def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
     if not inner or order[0] != 0 or len(made) <= len(merged) or len(source) <= inner:
         return None
     if any(node.device_configurations for node in (first, turn, last)):
-        return None  # what an annotation says, it says of these nodes
+        return None  # annotations are for these nodes
     kept = all(same(source[-k], merged[-k]) and same(turned[-k], made[-k]) for k in range(1, inner + 1))
     return (first, turn, last) if kept and not _copies_a_dim(last) else None
 
@@ -84,7 +84,7 @@ def _order(turn: ir.Node, rank: int) -> list[int]:
 
 
 def _copies_a_dim(node: ir.Node) -> bool:
-    """Whether an entry of a Reshape's target may be a 0 that copies a dim: another input has others there."""
+    """Whether a Reshape's target may have a 0, which copies a dim: another input may have another size there."""
     if node.attributes.get_int("allowzero", 0):
         return False
     target = constant_ints(node, 1)
@@ -95,7 +95,7 @@ def _copies_a_dim(node: ir.Node) -> bool:
 
 
 def _straight(work: Rewriting[Typed], first: ir.Node, turn: ir.Node, last: ir.Node) -> None:
-    """Reshapes to the dims of the end at once, and transposes there."""
+    """Replaces a detour by a Reshape to the dims of the end, and a Transpose of these."""
     end, merged = last.outputs[0], first.outputs[0].shape
     assert end.shape is not None
     assert merged is not None
@@ -112,7 +112,7 @@ def _straight(work: Rewriting[Typed], first: ir.Node, turn: ir.Node, last: ir.No
 
 
 def _target(work: Rewriting[Typed], last: ir.Node, back: list[int]) -> ir.Value:
-    """The target of `last` with its entries in the order that the dims have before they are transposed."""
+    """Returns the target of `last` with its entries in the order of the dims before the Transpose."""
     given = last.inputs[1]
     assert given is not None
     numbers, path = constant_ints(last, 1), work.paths[last]

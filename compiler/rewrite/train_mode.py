@@ -1,8 +1,8 @@
-"""The modes of a model's nodes: what BatchNormalization and Dropout are while it trains, and while it is evaluated.
+"""Puts a model's BatchNormalization and Dropout nodes into their form for training, or for evaluation.
 
-Exporters give models in inference form, where BatchNormalization takes the running statistics and Dropout does nothing. Training works on
-the single-device model, before anything is placed or cut: normalizations take the statistics of the batch and give new running ones,
-dropouts draw masks (`ops/families/neural/dropout.py`). Nodes keep their paths, so that patterns match as before; one that becomes
+Exporters write models in inference form, where BatchNormalization uses the running statistics and Dropout does nothing. Training changes
+the single-device model, before anything is placed or sharded: normalizations use the statistics of the batch and return new running ones,
+dropouts draw masks (`ops/families/neural/dropout.py`). Nodes keep their paths, so that patterns match as before; a node that becomes
 several is the module of these.
 
     modes = to_training(model, cut=True, seed=7, frozen=lambda name: False)
@@ -28,17 +28,16 @@ from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place, unbiased
 
 STEP = "step"
-"""The graph's input that masks follow from: a number of int64 that no two draws of one training have in common."""
+"""The graph's input that determines the masks: an int64 number, different for each draw of one training."""
 _BATCH_NORM = "BatchNormalization"
 _STANDARD = ("", "ai.onnx")
 
 
 @dataclass(frozen=True)
 class Modes:
-    """What training changes besides parameters: `statistics` with the values that replace them after a step, and whether `step` is fed.
+    """The states that training changes besides parameters: pairs of `statistics` and their new values, and the input `step` or None.
 
-    `step` is the graph's input of that name. Whoever runs several microbatches in a step gives each its own number, for they
-    would have the same masks.
+    A step of several microbatches must feed each its own number as `step`, else they would have the same masks.
     """
 
     statistics: list[tuple[ir.Value, ir.Value]] = field(default_factory=list)
@@ -53,12 +52,12 @@ class Modes:
 def to_training(
     model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str], bool], known: Known = MappingProxyType({})
 ) -> Modes:
-    """Changes `model`, of opset 21 or later, to what it is in training.
+    """Changes `model`, of opset 21 or later, into its form for training.
 
-    `cut`: whether any operator may run on several ranks. `seed`: of all masks. `frozen` says of a weight, by name, whether it stays as it
-    is: a normalization whose statistics do, or both its scale and bias, stays in inference form. `known`: what is promised of dims.
+    `cut`: whether any operator may run on several ranks. `seed`: the seed of all masks. `frozen`: whether the weight of a name is frozen:
+    a normalization with frozen statistics, or with frozen scale and bias, stays in inference form. `known`: promised facts about dims.
 
-    Raises CompileError, all violations at once, where randomness or statistics are asked for in a way that cannot be followed.
+    Raises CompileError with all violations, where randomness or statistics are used in a way that is not supported.
     """
     graph = model.graph
     paths = node_paths(model)
@@ -96,7 +95,7 @@ def to_training(
 
 
 def to_evaluation(model: ir.Model) -> None:
-    """Changes `model` to what it is when it is evaluated: running statistics are taken, and nothing is dropped."""
+    """Changes `model` into its form for evaluation: running statistics are used, and nothing is dropped."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if _is(node, _BATCH_NORM):
             infer_in_place(node)
@@ -109,7 +108,7 @@ def _is(node: ir.Node, op_type: str) -> bool:
 
 
 def _has_state(node: ir.Node) -> bool:
-    """Whether the running statistics are weights, or the node takes those of the batch anyway."""
+    """Whether the running statistics are weights, or the node uses those of the batch anyway."""
     weights = all(value is not None and value.is_initializer() for value in node.inputs[3:5])
     return weights or bool(node.attributes.get_int("training_mode", 0))
 
@@ -120,7 +119,7 @@ def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
 
 
 def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node, ir.Value]:
-    """Maps each node to a value with the shape and type of its input: as inferred, else as the model says."""
+    """Maps each node to a value with the shape and type of its input: as inferred, else as in the model."""
     inputs = {node: value for node in nodes if (value := node.inputs[0]) is not None}
     if not inputs:
         return {}
@@ -133,7 +132,10 @@ def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node,
 def _trained(
     model: ir.Model, nodes: list[ir.Node], known: Mapping[ir.Node, ir.Value]
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """Puts normalizations into training; their statistics with what replaces them. Nodes that share some move them in turn."""
+    """Puts normalizations into training form; returns each of their statistics with the value that replaces it.
+
+    Nodes that share statistics update them one after the other.
+    """
     module = modules(model)
     newest: dict[ir.Value, ir.Value] = {}
     for node in nodes:
@@ -156,7 +158,7 @@ def _trained(
 
 
 def modules(model: ir.Model) -> Callable[[str], dict[str, str]]:
-    """What gives the metadata by which nodes belong to the module of a path, in the words that the model uses."""
+    """Returns a function from a path to the metadata by which nodes belong to the module at that path, in the keys that the model uses."""
     scopes = {key for node in model.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props}
 
     def module(path: str) -> dict[str, str]:
@@ -167,7 +169,7 @@ def modules(model: ir.Model) -> Callable[[str], dict[str, str]]:
 
 
 def _ratio(node: ir.Node) -> float | None:
-    """The share that is dropped; None where only a run tells."""
+    """Returns the dropped share; None where it is known only at run time."""
     given = node.inputs[1] if len(node.inputs) > 1 else None
     if given is None:
         return 0.5
@@ -176,7 +178,7 @@ def _ratio(node: ir.Node) -> float | None:
 
 
 def _seeded(node: ir.Node, ratio: float, step: ir.Value, seed: int) -> None:
-    """Replaces a dropout by one whose masks follow from the seed, the node's path and the step."""
+    """Replaces a dropout by one whose masks depend on the seed, the node's path and the step."""
     graph = node.graph
     assert graph is not None
     key = hashlib.sha256(f"{seed}:{node.name}".encode()).digest()
@@ -190,7 +192,7 @@ def _seeded(node: ir.Node, ratio: float, step: ir.Value, seed: int) -> None:
 
 
 def _undropped(node: ir.Node) -> None:
-    """A dropout that lets everything through."""
+    """Turns a dropout off."""
     given = list(node.inputs[2:3])
     if given and node.graph is not None:
         node.resize_inputs(2)
@@ -198,14 +200,14 @@ def _undropped(node: ir.Node) -> None:
 
 
 def _forget(graph: ir.Graph | ir.Function, values: list[ir.Value | None]) -> None:
-    """Takes out weights that are no longer read."""
+    """Removes weights that are no longer read."""
     for value in dict.fromkeys(values):
         if value is not None and value.is_initializer() and not value.uses() and isinstance(graph, ir.Graph):
             graph.initializers.pop(name_of(value), None)
 
 
 def _attributes(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[Problem]:
-    """Ops that drop something inside of themselves."""
+    """Yields a problem for each op that drops elements inside of itself."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         drops = [
             f"{name} = {attr.value:g}"
@@ -224,7 +226,7 @@ def _attributes(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[Probl
 
 
 def _inside(graph: ir.Graph, paths: Mapping[ir.Node, str], frozen: Callable[[str], bool]) -> Iterator[Problem]:
-    """Nodes with a mode within the bodies of others, which training does not reach."""
+    """Yields a problem for each BatchNormalization or Dropout within the body of another node, which training does not reach."""
     for owner in graph:
         for body in bodies(owner):
             for node in ir.traversal.RecursiveGraphIterator(body):

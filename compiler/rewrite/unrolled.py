@@ -1,7 +1,8 @@
-"""A model whose local maps are written out: the single-device meaning, in plain ONNX, that everything else is held against.
+"""Writes out a model's local maps: their meaning on a single device, in plain ONNX, the reference for every other execution.
 
-Each coordinate of a local map's axes has nodes of its own: its shards are parts of what enters, a collective is ordinary ops of what
-several coordinates have, and what leaves is joined. Nothing of this is used where ranks run the model."""
+Each coordinate of a local map's axes has its own nodes: its shards are parts of the inputs, a collective is plain ops on the values of
+several coordinates, and the outputs are joined. Ranks do not run this form.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Place = tuple[int, ...]
 
 
 def unrolled(model: ir.Model, mesh: Mapping[str, int]) -> ir.Model:
-    """The model itself where it has no local maps; else a copy without any. `mesh` has the sizes of axes, 1 where it says none."""
+    """Returns the model itself where it has no local maps; else a copy without any. `mesh` has the sizes of axes; any other axis has 1."""
     if not any(is_inside(node) for node in model.graph):
         return model
     model = model.clone()
@@ -94,7 +95,7 @@ class _Map:
         return [value] if count == 1 else self.add("Split", [value], count, axis=dim, num_outputs=count)
 
     def shards(self, value: ir.Value, dim: int, count: int, rank: int) -> list[ir.Value]:
-        """As `split`, by a Reshape, of which the sizes are known to be equal also where it is not known what divides the dim."""
+        """Splits as `split` does, through a Reshape, so that the shards are known to be equal even where the dim's divisor is not known."""
         if count == 1:
             return [value]
         there = [*(k for k in range(rank) if k != dim), dim]
@@ -137,7 +138,7 @@ class _Map:
             (self.copies[node.outputs[0], place],) = self.add("Identity", [shards[self._shard(node, place)]])
 
     def _shard(self, node: ir.Node, place: Place) -> tuple[int, ...]:
-        """Per dim which shard a coordinate has."""
+        """Returns the shard's index along each dim, for a coordinate."""
         at = dict(zip(self.sizes, place, strict=True))
         found = []
         for axes in specs(node):
@@ -185,7 +186,7 @@ class _Map:
                 (self.copies[out, place],) = self.add("Identity", [value])
 
     def _together(self, node: ir.Node, values: list[ir.Value]) -> list[ir.Value]:
-        """What each coordinate along the axis gets where they have these."""
+        """Returns the result of a collective for each coordinate along the axis, from their values."""
         said, count = node.attributes, len(values)
         dim, root = said.get_int("dim", 0), said.get_int("root", 0)
         to = said.get_int("to", dim)

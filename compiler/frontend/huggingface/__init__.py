@@ -1,1 +1,1 @@
-"""Models of Hugging Face's `transformers`: the settings by which torch exports them, their inputs and their outputs."""
+"""Models of Hugging Face's `transformers`: the settings with which torch exports them, their inputs and their outputs."""

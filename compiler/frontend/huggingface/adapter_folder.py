@@ -1,8 +1,8 @@
-"""A folder of an adapter as peft writes it: `adapter_config.json` and `adapter_model.safetensors`, two narrow weights for each module.
+"""Reads an adapter's folder as peft writes it: `adapter_config.json` and `adapter_model.safetensors`, two narrow weights for each module.
 
     y = x W + (x A^T) B^T * scale        A [rank, inputs], B [outputs, rank], scale = alpha / rank, or alpha / sqrt(rank) with rslora
 
-What a folder has besides such pairs (weights of whole modules, biases, magnitudes) is refused by its name.
+Any other tensor of the folder (weights of whole modules, biases, magnitudes) is refused by its name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OTHER_FORMS = {
     "alora_invocation_tokens": "it begins in the middle of a prompt",
     "arrow_config": "several adapters are mixed by token",
 }
-"""Settings of peft under which an adapter is more than a sum of products."""
+"""Settings of peft under which an adapter is more than a sum of low-rank products, each with its effect."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter of one product: A^T [rank, inputs] and B^T [outputs, rank]."""
+    """The adapter of one module: a [rank, inputs], b [outputs, rank] and the factor of their product."""
 
     a: ir.TensorProtocol
     b: ir.TensorProtocol
@@ -50,17 +50,17 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The width between A and B."""
+        """The rank of the product: the number of rows of A."""
         return int(self.a.shape.numpy()[0])
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The inputs and outputs of the product."""
+        """The numbers of inputs and outputs of the product."""
         return int(self.a.shape.numpy()[1]), int(self.b.shape.numpy()[0])
 
 
 def read_adapter(folder: Path, where: str) -> Mapping[str, LowRank]:
-    """Maps each module to what the adapter adds there, in float32. Raises CompileError with all that is wrong with the folder."""
+    """Maps each module to its low-rank product, in float32. Raises CompileError with all problems of the folder."""
     if not (folder / ADAPTER_CONFIG).exists():
         fact = f"'{folder}' has no {ADAPTER_CONFIG}" if folder.is_dir() else f"'{folder}' is not a folder"
         raise CompileError(Problem(where, fact, help="give the folder that peft's save_pretrained wrote"))
@@ -85,7 +85,7 @@ def read_adapter(folder: Path, where: str) -> Mapping[str, LowRank]:
 
 
 def _unreadable(config: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
-    """Says why the settings are refused: fact, law and remedy."""
+    """Yields the reasons why the settings are refused: fact, law and remedy."""
     kind = config.get("peft_type")
     if kind != "LORA":
         law = "an adapter adds a product of two narrow weights, peft's LORA"
@@ -108,7 +108,7 @@ def _unreadable(config: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
 
 
 def _pairs(tensors: Mapping[str, InFile]) -> tuple[dict[str, dict[str, InFile]], list[str]]:
-    """Maps each module to its tensors A and B; and the names of the other tensors."""
+    """Maps each module to its tensors A and B; the second result is the names of all other tensors."""
     pairs: dict[str, dict[str, InFile]] = {}
     others = []
     for name, tensor in tensors.items():
@@ -121,7 +121,7 @@ def _pairs(tensors: Mapping[str, InFile]) -> tuple[dict[str, dict[str, InFile]],
 
 
 def _misfits(pairs: Mapping[str, Mapping[str, InFile]], others: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Says why the tensors are refused: fact, law and remedy."""
+    """Yields the reasons why the tensors are refused: fact, law and remedy."""
     if others:
         law = "an adapter has lora_A.weight and lora_B.weight of linear layers"
         yield f"has {first_of([*map(repr, others)])}", law, "train it on linear layers alone"
@@ -144,7 +144,7 @@ def _misfits(pairs: Mapping[str, Mapping[str, InFile]], others: list[str]) -> It
 
 
 def _scale(config: Mapping[str, object], module: str, rank: int) -> float:
-    """The factor of a module's product; a pattern of `alpha_pattern` matches the end of its name, as peft reads it."""
+    """Returns the factor of a module's product; a pattern of `alpha_pattern` matches the end of the module's name, as in peft."""
     patterns = config.get("alpha_pattern") or {}
     assert isinstance(patterns, dict)
     alpha = config["lora_alpha"]

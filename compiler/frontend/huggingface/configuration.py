@@ -1,11 +1,11 @@
-"""Attributes of the configuration of a model of `transformers`, each read with a kind and a default.
+"""Reads attributes of the configuration of a model of `transformers`, each with a type and a default.
 
     attribute(BertConfig(), "is_decoder", bool, False)          False
     attribute(DistilBertConfig(), "is_decoder", bool, False)    False: the class has no such attribute
     attribute(LlavaConfig(), "max_position_embeddings", int)    that of its text model
 
-Half of the classes lack any one attribute, some have properties that raise, and a composite one has those of its text model in another.
-No module but this one reads an attribute of a configuration.
+About half of the classes lack any particular attribute, some have properties that raise, and a composite configuration has its text
+model's attributes in a nested configuration. Only this module reads attributes of a configuration.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def attribute(config: Any, name: str, kind: type[T]) -> T | None: ...
 @overload
 def attribute(config: Any, name: str, kind: type[T], default: U) -> T | U: ...
 def attribute(config: Any, name: str, kind: type, default: object = None) -> object:
-    """The attribute of a configuration, or else of its text model's; the default where both lack it or have it in another kind."""
+    """Returns an attribute of a configuration, else of its text model's; the default where both lack it or have it with another type."""
     for of_text in (False, True):
         try:
             value = getattr(text_of(config) if of_text else config, name, None)
-        except Exception:  # a property may raise, such as NotImplementedError of a model without such a size
+        except Exception:  # a property may raise, such as NotImplementedError where the model has no such size
             continue
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
@@ -35,16 +35,19 @@ def attribute(config: Any, name: str, kind: type, default: object = None) -> obj
 
 
 def text_of(config: Any) -> Any:
-    """The configuration of the model that makes text; itself where it has no other, or several."""
+    """Returns the configuration of the text model; the configuration itself where it has no text model, or several."""
     try:
         return config.get_text_config(decoder=True)
-    except Exception:  # several text models, or a class of the user's own
+    except Exception:  # several text models, or a class that the user wrote
         return config
 
 
 @contextmanager
 def no_padding(config: Any) -> Iterator[None]:
-    """Within, a configuration names no token of padding: a model looks for it among the tokens, and there are none of weights alone."""
+    """A context in which a configuration names no padding token.
+
+    A model looks for the padding token among its input tokens, and an export without weights has no token values.
+    """
     name = "pad_token_id"
     parts = {id(part): vars(part) for part in (config, text_of(config))}.values()
     before = [{name: fields[name]} if name in fields else {} for fields in parts]

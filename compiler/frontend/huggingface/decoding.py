@@ -1,10 +1,10 @@
-"""The settings of a model's generation configuration that differ from greedy decoding without an end.
+"""Reads the settings of a model's generation configuration that differ from greedy decoding without an end.
 
 `transformers` reads it from `generation_config.json`, else from `config.json`:
 
     eos_token_id: [2, 7]        a sequence ends after either token
-    temperature: 0.6            with `do_sample` an option of requests that do not say so themselves, as `repetition_penalty` always
-    num_beams: 4                a setting that changes tokens, and that no program follows
+    temperature: 0.6            with `do_sample`, the default of a request's option; `repetition_penalty` also without `do_sample`
+    num_beams: 4                a setting that changes tokens, and that partc does not implement
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEUTRAL = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "remove_invalid_values": False,
     "sequence_bias": None, "stop_strings": None, "watermarking_config": None,
 }  # fmt: skip
-"""Maps each setting that changes the generated tokens to the value with which it changes none."""
+"""Maps each setting that changes the generated tokens to the value at which it has no effect."""
 
 
 _OPTIONS: dict[str, tuple[str, object, bool]] = {
@@ -46,11 +46,14 @@ _OPTIONS: dict[str, tuple[str, object, bool]] = {
     "forced_bos_token_id": ("forced_first", None, False),
     "forced_eos_token_id": ("forced_last", None, False),
 }
-"""By setting the option of a request, the value by which it asks for nothing, and whether it counts where tokens are drawn alone."""
+"""Maps each setting to a request's option, the value at which the option has no effect, and whether it applies to sampling alone."""
 
 
 def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
-    """What a module's configuration of generation says, or the file of its folder; of any other module what its positions say."""
+    """Returns the decoding settings of a module: from its generation configuration, or from the file in its folder.
+
+    A module without such a configuration has only the limit of its positions or its window.
+    """
     most, kind = min([one for one in (longest(module), _window(module)) if one is not None], default=(0, ""))
     settings: Any = getattr(module, "generation_config", None)
     if folder is not None and settings is not None and (folder / _FILE).exists():
@@ -67,8 +70,9 @@ def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
 
 
 def _window(module: torch.nn.Module) -> tuple[int, str] | None:
-    """The most entries that the cache of `transformers` keeps of a layer whose mask has no window, as of Moshi; None where it keeps all,
-    or masks have windows.
+    """Returns the most entries that the cache of `transformers` keeps for a layer whose mask has no window (as of Moshi), with `WINDOW`.
+
+    Returns None where the cache keeps all entries, or the masks have windows.
     """
     models = [*of_transformers(module)]
     names = {name for one in models for name in vars(sys.modules[type(one).__module__])}
@@ -86,7 +90,7 @@ def _window(module: torch.nn.Module) -> tuple[int, str] | None:
 
 
 def _defaults(settings: Any, vocabulary: int) -> Iterator[tuple[str, int | float | list[int]]]:
-    """Options of requests by their names, those that ask for something."""
+    """Yields the options of requests by their names, with their values; only options that have an effect."""
     drawn = bool(getattr(settings, "do_sample", None))
     for name, (option, neutral, is_of_draws) in _OPTIONS.items():
         value = getattr(settings, name, None)

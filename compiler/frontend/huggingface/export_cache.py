@@ -1,13 +1,14 @@
-"""Keeps exported folders between commands: the graph and the model's declarations, without weights, which stay in their files.
+"""Stores exports of folders between commands: the graph and the model's declarations, without weights, which stay in their files.
 
     ~/.cache/partc/exports/<key>.onnx
 
-The key is a hash of all that an export depends on: the folder's name, which messages have, its configuration, the names, types and shapes
-of its weights, the versions of the libraries, and the code of this package that exports. Weights are read from the folder as it is when
-the entry is used. A folder is not kept where numbers of its weights decide the graph, or where weights are converted.
+The key is a hash of everything that an export depends on: the folder's name (messages show it), its configuration, the names, types and
+shapes of its weights, the versions of the libraries, and the code of this package that exports. When an entry is used, the weights are
+read from the folder as it is then. A folder's export is not stored where values of its weights decide the graph, or where weights are
+converted.
 
-`PARTC_CACHE` names another folder than `~/.cache/partc`; empty, nothing is kept. An entry begins with the SHA-256 of the rest: a damaged
-one is removed. Entries of another user's folder are not read.
+`PARTC_CACHE` names another folder than `~/.cache/partc`; if it is empty, nothing is stored. An entry begins with the SHA-256 of its other
+bytes: a damaged entry is removed. Entries in another user's folder are not read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from partc.runtime.files.regular import read_regular
 from partc.runtime.files.replace import remove_file, replacing
 
 MOST_BYTES = 1 << 30
-"""The most bytes of all entries; those that were not used for longest are removed."""
+"""The limit of all entries' bytes together; the least recently used entries are removed."""
 _FORMAT = 1
 _FACTS = "partc.export_cache"
 _SUFFIX = ".onnx"
@@ -50,10 +51,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True)
 class Export:
-    """A folder's export without its weights: the source, by weight the name of its tensor in the files, and how torch called the module.
+    """A folder's export without its weights: the source, the tensor in the files for each weight, and how torch called the module.
 
-    `inputs`, `outputs`, `sizes`, `arguments` are those of `TorchModel`, `names` those of parameters and buffers. `compared`: whether it was
-    compared with the module, or is too large for that.
+    `weights` maps each weight to the name of its tensor in the files. `inputs`, `outputs`, `sizes`, `arguments` are those of `TorchModel`,
+    `names` are the names of parameters and buffers. `compared`: whether it was compared with the module, or is too large for that.
     """
 
     source: Source
@@ -67,7 +68,7 @@ class Export:
 
 
 def cache_folder() -> Path | None:
-    """The folder of the entries; None where nothing is to be kept."""
+    """Returns the folder of the entries; None where nothing is to be stored."""
     said = os.environ.get("PARTC_CACHE")
     if said is not None:
         return Path(said) / "exports" if said else None
@@ -79,7 +80,7 @@ def cache_folder() -> Path | None:
 
 
 def key_of(folder: Path, files: Mapping[str, InFile] | None, decoder: bool, absent: bool = False) -> str:
-    """The name of an entry; `decoder`: whether the model is exported with past and present, `absent`: without numbers of its weights."""
+    """Returns an entry's key; `decoder`: the model is exported with past and present, `absent`: without the values of its weights."""
     said = {
         "format": _FORMAT,
         "decoder": decoder,
@@ -110,7 +111,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _code() -> str:
-    """A hash of the files of this package that an export depends on."""
+    """Returns a hash of this package's files that an export depends on."""
     root, total = Path(__file__).parents[2], hashlib.sha256()
     for folder in _CODE:
         for path in sorted((root / folder).rglob("*.py")):
@@ -120,7 +121,7 @@ def _code() -> str:
 
 
 def read(key: str, where: str) -> Export | None:
-    """An entry; None where there is none that can be used. Its weights have no numbers yet."""
+    """Reads an entry; None where there is no usable one. Its weights have no values yet."""
     folder = cache_folder()
     path = None if folder is None else folder / f"{key}{_SUFFIX}"
     if path is None or folder is None or refusal(folder) or not path.exists():
@@ -133,7 +134,7 @@ def read(key: str, where: str) -> Export | None:
         facts = json.loads(next(one.value for one in proto.metadata_props if one.key == _FACTS))
         export = _export(proto, facts, path, where)
     except Exception:  # protobuf raises its own kinds, by version
-        with contextlib.suppress(OSError, PartcError):  # a folder that may only be read
+        with contextlib.suppress(OSError, PartcError):  # the folder may be read-only
             remove_file(path)
         return None
     with contextlib.suppress(OSError):
@@ -178,7 +179,7 @@ def _without_numbers() -> ir.TensorProtocol:
 
 
 def keep(key: str, folder_name: str, export: Export) -> str:
-    """Writes an entry of a folder; the text of a warning where that is not possible, else ""."""
+    """Writes the entry of a folder; returns a warning where that is not possible, else ""."""
     folder = cache_folder()
     if folder is None:
         return ""
@@ -217,7 +218,7 @@ def keep(key: str, folder_name: str, export: Export) -> str:
 
 
 def refusal(folder: Path) -> str:
-    """Why the entries in a folder are not used; "" where they are."""
+    """Returns the reason why the entries in a folder are not used; "" where they are used."""
     try:
         found = folder.stat()
     except OSError as error:
@@ -230,7 +231,7 @@ def refusal(folder: Path) -> str:
 
 
 def entries() -> list[tuple[Path, int, float]]:
-    """The entries with their bytes and when they were used, the latest first."""
+    """Returns each entry with its bytes and the time of its last use, the latest first."""
     folder = cache_folder()
     found = []
     for path in folder.glob(f"*{_SUFFIX}") if folder is not None and folder.is_dir() else ():
@@ -244,7 +245,7 @@ def entries() -> list[tuple[Path, int, float]]:
 
 
 def model_of(path: Path) -> str:
-    """The folder of which an entry is; "" where it cannot be read."""
+    """Returns the name of the folder whose export an entry is; "" where the entry cannot be read."""
     try:
         proto = onnx.load_model_from_string(read_regular(path)[32:])
         return str(json.loads(next(one.value for one in proto.metadata_props if one.key == _FACTS))["folder"])
@@ -253,7 +254,7 @@ def model_of(path: Path) -> str:
 
 
 def clear() -> int:
-    """Removes all entries; their number."""
+    """Removes all entries and returns their number."""
     found = entries()
     for path, _, _ in found:
         remove_file(path)

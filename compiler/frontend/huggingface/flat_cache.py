@@ -1,24 +1,25 @@
-"""A model of `transformers` that makes tokens, whose forward takes its cache as tensors, and gives it back with a step's entries.
+"""Gives a generating model of `transformers` a forward whose cache is tensors: the past as inputs, with the step's entries as outputs.
 
     input_ids, position_ids [batch, sequence], past_0_key [batch, heads, past, size], past_0_value, ..
         ->  logits, present_0_key, present_0_value, ..
 
-The forward of an encoder with a decoder has both, and gives the keys and values, too, that the decoder makes of the encoder's output:
+For an encoder with a decoder, the forward runs both, and also returns the cross-attention keys and values that the decoder computes from
+the encoder's output:
 
     input_ids or input_features, encoder_attention_mask, decoder_input_ids [batch, target], past_0_key, ..
         ->  logits, present_0_key, .., cross_0_key [batch, heads, sequence, size], cross_0_value, ..
 
-Positions are an input where the model takes them, as `generate` of `transformers` gives them: of positions that it counts itself a forward
-has one row for all sequences, and torch exports that number as a constant.
+Positions are an input where the model takes them, as in `generate` of `transformers`: a forward that counts positions itself has one row
+of positions for all sequences, and torch exports that number of rows as a constant.
 
-Layers of a state space or of linear attention keep states of fixed size, which each step replaces, next to the keys and values of the
-others. Such a model is exported with one token of each sequence: the forms that `transformers` has for several begin with no state.
+Layers of a state space or of linear attention have states of fixed size, which each step replaces, next to the keys and values of the
+other layers. Such a model is exported with one token per sequence: `transformers`' forms for several tokens begin without a state.
 
     input_ids [batch, 1], past_0_conv [batch, channels, kernel], past_0_recurrent [batch, ..]
         ->  logits, present_0_conv, present_0_recurrent
 
-The module itself stays, so that nodes and weights keep their names; only its `forward` is another one. Layers of which a window alone is
-attended keep all entries: their mask leaves out those before it.
+The module itself stays, so that nodes and weights keep their names; only its `forward` is replaced. Layers with sliding-window attention
+keep all entries in the cache: their mask excludes the entries before the window.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ if TYPE_CHECKING:
     import torch
 
 PAST, ENCODER_MASK, POSITIONS = "past", "encoder_attention_mask", "position_ids"
-"""The name of the dim along which caches grow; of the input that says which entries of an encoder's input are meant; of positions."""
+"""The dim along which caches grow; the input that marks the valid entries of an encoder's input; the input of positions."""
 _LAW = (
     "a cache of 'generate' is keys and values of each layer of a decoder, or states that the cache of transformers has"
 )
 _SIDES = ("key", "value")
 _STATES = ("conv", "recurrent")
 _BEGUN_OTHERWISE = {"zaya": "attention_bias"}
-"""Maps types of models to the setting with which their states do not begin with zeros."""
+"""Maps model types to the setting with which their states begin with other values than zeros."""
 _OF_STATES = "LinearAttentionLayer"
 _LAYERS = {"DynamicLayer", _OF_STATES, "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
-"""The classes of a cache's layers whose tensors are known."""
+"""The classes of cache layers whose tensors this module can read."""
 
 
 def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]:
-    """Gives a module that forward; its inputs, and the names of its outputs.
+    """Replaces a module's forward by one with flat caches; returns its inputs, and the names of its outputs.
 
-    CompileError where its cache is not keys and values by layer.
+    Raises CompileError where its cache is not keys and values, or known states, of each layer.
     """
     if not module.can_generate():
         fact = f"{type(module).__name__} is not a model that makes tokens"
@@ -91,8 +92,10 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
 
 @dataclass(frozen=True)
 class _Step:
-    """A model's own forward: `inputs` without caches, and `run`, which gives of these and the past of each layer logits, the layers of the
-    cache, and with an encoder the layers of the keys and values that are made of its output.
+    """A model's own forward. `inputs`: its inputs without caches.
+
+    `run` takes these and the past tensors of each layer. It returns logits, the layers of the cache and, for a model with an encoder, the
+    layers of the cross-attention keys and values.
     """
 
     inputs: Mapping[str, Input]
@@ -135,9 +138,9 @@ def _with_encoder(module: Any, where: str) -> _Step:
 
 
 def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any]:
-    """What is added to the scores of an encoder's entries, so that they count or do not: a model takes it as it is.
+    """Returns an additive mask over an encoder's entries, [batch, 1, 1, entries]; the model adds it to the attention scores as it is.
 
-    It is [batch, 1, 1, entries]. Fused attention becomes ONNX's op, for which onnxruntime wants a row for each of the `tokens` that attend.
+    For fused attention it has a row for each of the `tokens` that attend: that becomes ONNX's op, and onnxruntime wants those rows.
     """
     import torch
 
@@ -150,20 +153,20 @@ def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any
 
 
 def keeps_states(module: Any) -> bool:
-    """Whether a layer of a decoder has states of fixed size in the cache of `transformers`."""
+    """Whether a decoder's cache in `transformers` has a layer with states of fixed size."""
     from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
     if has_encoder(module):
         return False
     try:
         layers = DynamicCache(config=module.config).layers
-    except Exception:  # kinds of layers that the cache has no class for
+    except Exception:  # the cache has no class for a kind of layer
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
-    """A cache of `transformers` with these tensors by layer; `config`: that of a model that keeps states."""
+    """Returns a cache of `transformers` with these tensors for each layer; `config`: that of a model with states, else None."""
     from transformers import cache_utils
 
     cache: Any = cache_utils.DynamicCache(config=config)
@@ -176,7 +179,7 @@ def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
         for name in (name for name in tensors if name not in _SIDES):
             kind, _, at = name.partition("_")
             layer, index = cache.layers[k], int(at or 0)
-            getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # which a step overwrites
+            getattr(layer, f"{kind}_states")[index] = tensors[name].clone()  # a step overwrites it
             getattr(layer, f"is_{kind}_states_initialized")[index] = layer.has_previous_state[index] = True
             if kind == "conv":
                 layer.conv_kernel_size[index] = tensors[name].shape[-1]
@@ -185,7 +188,7 @@ def _cache(pasts: Sequence[Mapping[str, Any]], config: Any = None) -> Any:
 
 
 def _tensors(layer: Any) -> dict[str, Any]:
-    """The tensors of a layer of a cache by name."""
+    """Maps names to the tensors of one layer of a cache."""
     found = {name: getattr(layer, f"{name}s", None) for name in _SIDES}
     for kind in _STATES:
         for at, state in getattr(layer, f"{kind}_states", {}).items():
@@ -194,8 +197,9 @@ def _tensors(layer: Any) -> dict[str, Any]:
 
 
 def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[list[int | str], str]]], bool]:
-    """For each layer by tensor of its cache the dims but for the first, and the type, as two tokens make them; and whether an encoder's
-    output has others.
+    """Returns, for each layer, the dims but the first and the type of each cache tensor, as a run on two tokens gives them.
+
+    The second result is whether the cache has cross-attention layers of an encoder's output.
     """
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet
@@ -212,14 +216,14 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
             device=device,
         )
         for name, one in step.inputs.items()
-        if name != ENCODER_MASK  # numbers of a mask decide how it is read
+        if name != ENCODER_MASK  # the model treats a mask by its values
     }
     try:
         unfused, short = settings.unfused_attention(module), short_frequencies(module)
         with torch.no_grad(), quiet(), unfused, short, no_padding(module.config):
             _, grown, *crossing = step.run(given, [])
         found = [_tensors(layer) for layer in grown]
-    except Exception as error:  # what a model of another kind of cache raises
+    except Exception as error:  # a model with another kind of cache may raise anything
         raise _refusal(module, where, f"{kind} runs with no such cache: {_reason(error)}") from error
     if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
         raise _refusal(module, where)
@@ -249,7 +253,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
 
 
 def _refusal(module: Any, where: str, fact: str = "") -> CompileError:
-    """The error with a fact, or that states are elsewhere than in the cache."""
+    """Returns the error with `fact`; without one, it states that the model has states outside of the cache."""
     help_ = "export it in a module of your own, with past and present"
     if not fact or (getattr(module, "_is_stateful", False) and not keeps_states(module)):
         fact = f"{type(module).__name__} keeps states of a kind of its own"
@@ -258,8 +262,9 @@ def _refusal(module: Any, where: str, fact: str = "") -> CompileError:
 
 
 def _reason(error: Exception) -> str:
-    """The text of an error; the line of the model's code where it asks for numbers, which no weights have while a model is exported, and
-    where the text alone names nothing of the model.
+    """Returns the text of an error, with the line of the model's code where the text alone names nothing of the model.
+
+    Where the code asks for values, which weights do not have during an export, the text says so.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     lines = [one for one in traceback.extract_tb(error.__traceback__) if "modeling_" in one.filename]
@@ -272,11 +277,11 @@ def _reason(error: Exception) -> str:
 
 
 def start_tokens(module: Any) -> tuple[int, ...]:
-    """The tokens with which the decoder of a model with an encoder begins, as its configuration says; of a decoder alone none."""
+    """Returns the tokens with which a model's decoder begins, from its configuration; empty for a model without an encoder."""
     token = attribute(module.config, "decoder_start_token_id", int) if has_encoder(module) else None
     return () if token is None else (token,)
 
 
 def _argument(module: Any) -> str:
-    """The argument of its forward that takes a cache; the second is its name in older versions."""
+    """Returns the name of the forward's argument for the cache: "cache", or "past_key_values" in older versions."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"

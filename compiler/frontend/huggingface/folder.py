@@ -1,8 +1,8 @@
-"""A local folder of a model of `transformers` as a model: `config.json` says the class, `*.safetensors` have the weights.
+"""Loads a local folder of a model of `transformers`: `config.json` names the class, `*.safetensors` have the weights.
 
 The model is built and exported without its weights, on torch's meta device, and each weight is taken from its file by name. Buffers that
-no file has, such as a rotary embedding's frequencies, are computed while the model is built. Nothing is fetched, and no code of the
-folder's own runs. Without weights, `config.json` is all that is read: they are names, types and shapes.
+no file has, such as a rotary embedding's frequencies, are computed while the model is built. Nothing is downloaded, and no code in the
+folder runs. With `weights` False only `config.json` and the files' headers are read: weights are then names, types and shapes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from partc.compiler.frontend.torch.torch_model import TorchModel
 
 _LITERAL = "lifted_tensor"
-"""In the names that torch gives to tensors of literals in a forward."""
+"""A part of the names that torch gives to tensors of literals in a forward."""
 
 
 def load_folder(
@@ -58,9 +58,9 @@ def load_folder(
     keep: bool = True,
     weights: Weights = True,
 ) -> Source:
-    """The model in a folder, `known`, `cache`, `compare` and `weights` as of `load`. Raises CompileError with all that is wrong with it.
+    """Loads the model in a folder; `known`, `cache`, `compare` and `weights` are as in `load`. Raises CompileError with all its problems.
 
-    `keep`: whether a kept export may be used, and a new one is kept.
+    `keep`: whether a stored export may be used, and a new one is stored.
     """
     folder = path.resolve()
     config = _settings(folder)
@@ -97,7 +97,7 @@ def _with_weights(
     cache: bool,
     absent: bool,
 ) -> Source:
-    """A kept export with the weights of its folder; the torch module is built where it is asked for."""
+    """Returns a stored export with the weights of its folder; the torch module is built only when it is asked for."""
     initializers = export.source.model.graph.initializers
     tensors: dict[tuple[str, ir.DataType], ir.TensorProtocol] = {}
     said = config.get("dtype") or config.get("torch_dtype")
@@ -131,7 +131,7 @@ def _with_weights(
 
 @dataclass(frozen=True)
 class _Built:
-    """A module on the meta device, the numbers of its buffers, its weights, and how its forward is called."""
+    """A module on the meta device, the values of its buffers, its weights, and the inputs and outputs of its forward."""
 
     module: Any
     buffers: Mapping[str, torch.Tensor]
@@ -144,7 +144,7 @@ class _Built:
     def of(
         folder: Path, config: dict[str, object], files: Mapping[str, InFile] | None, cache: bool, absent: bool
     ) -> _Built:
-        """The module of a folder; with `cache` its forward takes past and gives present."""
+        """Builds the module of a folder; with `cache` its forward takes past and returns present."""
         module, buffers, widened = _built(_architecture(config, folder), folder)
         weights = taken(module, files, folder.name, absent) if files is not None else unread(module, widened)
         where = f"{folder.name}/{CONFIG}"
@@ -158,7 +158,7 @@ class _Built:
 
     @property
     def stored(self) -> dict[str, ir.TensorProtocol]:
-        """Maps names to the tensors that the module itself does not have; a buffer that a file has is the file's."""
+        """Maps names to the tensors that the module itself does not have; for a buffer that a file has, the file's tensor."""
         return {
             **{name: ir.Tensor(one.numpy(), name=name) for name, one in self.buffers.items()},
             **self.weights.tensors,
@@ -173,7 +173,7 @@ def _exported(
     cache: bool,
     absent: bool,
 ) -> tuple[Source, Export | None]:
-    """The model of a folder as torch exports it, and what is kept of that; None where the folder must be exported each time."""
+    """Exports the model of a folder; the second result is the export to store, or None where the folder must be exported each time."""
     where = f"{folder.name}/{CONFIG}"
     with recording(folder) as recorder:
         from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
@@ -230,7 +230,7 @@ def _exported(
 
 
 def _without_numbers(model: ir.Model, known: Collection[str]) -> list[str]:
-    """The names of the initializers without numbers, but for those that are known from elsewhere."""
+    """Returns the names of the initializers without values, except those in `known`."""
     values = model.graph.initializers.items()
     return [
         name
@@ -240,10 +240,10 @@ def _without_numbers(model: ir.Model, known: Collection[str]) -> list[str]:
 
 
 def _allocate(module: torch.nn.Module) -> None:
-    """Moves parameters and buffers from the meta device to memory that is not written, and so is not taken.
+    """Moves parameters and buffers from the meta device to uninitialized memory, which takes no physical pages.
 
-    Of a literal in a forward, such as the index `[-2]` of Falcon's heads, torch makes a tensor on the device of what it indexes. A trace
-    reads no number of a weight, so that the rest of an export stays the same.
+    For a literal in a forward, such as the index `[-2]` of Falcon's heads, torch makes a tensor on the device of the indexed tensor. A
+    trace reads no value of a weight, so the rest of the export stays the same.
     """
     import torch
 
@@ -275,7 +275,7 @@ def _settings(folder: Path) -> dict[str, object]:
 
 
 def _architecture(config: dict[str, object], folder: Path) -> Any:
-    """The class that `architectures` names."""
+    """Returns the class that `architectures` in config.json names."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     where = f"{folder.name}/{CONFIG}"
     try:
@@ -299,7 +299,10 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
 
 
 def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor], str]:
-    """The model with all of its tensors on the meta device, by name its buffers as they were before, and the narrower type that it had."""
+    """Returns the model with all its tensors on the meta device, a map of names to its buffers' values, and its type before widening.
+
+    The type is "bfloat16" or "float16" where the model was widened to float32, else empty.
+    """
     import torch
     from partc.compiler.frontend.torch.torch_model import quiet
 
@@ -325,7 +328,7 @@ def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Within, a parameter moves to the meta device as soon as a module has it: its memory is not written, so it takes none."""
+    """A context in which a parameter moves to the meta device as soon as a module registers it, before its memory is written to."""
     import torch
 
     register = torch.nn.Module.register_parameter

@@ -1,4 +1,4 @@
-"""Folders of quantized weights: tensors of GPTQ, AWQ, fp8 and MXFP4 as weights of the float model, by `quantization_config` in config.json.
+"""Reads tensors of GPTQ, AWQ, fp8 and MXFP4 as weights of the float model; `quantization_config` in config.json names the method.
 
     GPTQ  qweight [K * bits / 32, N] int32, the first row of a word in its lowest bits; qzeros [K / group, N * bits / 32]; g_idx [K]
     AWQ   qweight [K, N * bits / 32] int32, the even columns of a word, then the odd ones; qzeros [K / group, N * bits / 32]
@@ -35,15 +35,15 @@ from partc.runtime.units import first_of
 _WORD = 32
 _HELP = "use the folder of float weights, with `quantize` in the plan"
 _FORMS = {"gptq": ("checkpoint_format", ("gptq", "gptq_v2")), "awq": ("version", ("gemm",))}
-"""By method the key of the packing, and the packings that are read, the usual one first."""
+"""Maps each method to the key of its packing, and the packings that are read, the usual one first."""
 _SCALES_OF_FP8 = {"fp8": "_scale_inv", "fbgemm_fp8": "_scale", "compressed-tensors": "_scale"}
-"""Maps each method to the end of the name of the scales of a weight in fp8."""
+"""Maps each method to the suffix of the name of an fp8 weight's scales."""
 _OF_FP4 = np.array([sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 _MX_BLOCK, _MX_BIAS = 32, 127
 
 
 def float_weights(config: Mapping[str, object], files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
-    """The tensors of a folder by name, of which a quantized weight is one. Raises CompileError with all that cannot be read."""
+    """Returns a folder's tensors by name, each quantized weight as one tensor. Raises CompileError with all weights that cannot be read."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict):
         return files
@@ -87,7 +87,10 @@ def float_weights(config: Mapping[str, object], files: Mapping[str, InFile], fol
 
 @dataclass(frozen=True)
 class _Packing:
-    """How numbers lie in words. `by_rows`: a word has numbers of consecutive rows, else of columns. `less`: zero points minus 1."""
+    """How quantized numbers are packed into 32-bit words.
+
+    `by_rows`: a word holds numbers of consecutive rows, else of columns. `less`: zero points are stored minus 1.
+    """
 
     bits: int
     group: int
@@ -102,7 +105,7 @@ class _Packing:
     def weight(
         self, name: str, words: InFile, zeros: InFile | None, scales: InFile | None, groups: InFile | None
     ) -> BlockedWeight | str:
-        """The weight of a module; what is wrong with it where it cannot be read."""
+        """Returns the weight of a module, or the text of its problem where it cannot be read."""
         if zeros is None or scales is None:
             return "has qweight without qzeros and scales"
         types = {one.stored.dtype.name for one in (words, zeros)}
@@ -139,7 +142,7 @@ class _Packing:
         return BlockedWeight(name, (columns, size), self.bits, block, self.symmetric, order, parts.read)
 
     def numbers(self, words: Array) -> Array:
-        """The numbers of words, along the last dim."""
+        """Unpacks words into their numbers, along the last dim."""
         shifts = np.arange(0, _WORD, self.bits, dtype=np.uint32)
         numbers = ((words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << self.bits) - 1)).astype(np.uint8)
         if not self.by_rows:  # the first half of a word has the even columns, the other the odd ones
@@ -147,7 +150,7 @@ class _Packing:
         return numbers.reshape(*words.shape[:-1], -1)
 
     def columns(self, words: ir.TensorProtocol, rows: slice, columns: slice, less: bool = False) -> Array:
-        """The numbers of some rows and columns of a tensor whose words have columns, [rows, columns]; `less`: stored minus 1."""
+        """Unpacks a box of a tensor whose words pack columns: [rows, columns]; `less`: the numbers are stored minus 1."""
         first = columns.start // self.per_word
         chosen = np.ascontiguousarray(shard_of(words, (rows, slice(first, -(-columns.stop // self.per_word)))))
         numbers = self.numbers(chosen)
@@ -163,7 +166,7 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tensors of a weight, whose rows are in `order`."""
+    """The tensors of one quantized weight; `order` permutes its rows."""
 
     packing: _Packing
     name: str
@@ -176,7 +179,7 @@ class _Parts:
     scales: ir.TensorProtocol
 
     def read(self, columns: slice, blocks: slice) -> Blocks:
-        """The blocks of some columns."""
+        """Returns the blocks of a range of columns and of blocks."""
         packing, rows = self.packing, slice(blocks.start * self.block, blocks.stop * self.block)
         source = rows if self.order is None else slice(0, self.size)
         if packing.by_rows:
@@ -200,18 +203,21 @@ class _Parts:
 
 
 def _mapped(file: InFile, name: str) -> ir.TensorProtocol:
-    """A tensor of a file in its own type."""
+    """Returns a tensor of a file in its stored type."""
     return stored_as(file, ir.DataType(file.stored.dtype.code), name)
 
 
 def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
-    """The tensors with those of fp8 times their scales: of blocks of a `size`, else of rows or of the whole tensor."""
+    """Returns the tensors, with each fp8 weight multiplied by its scales.
+
+    A scale applies to a block of `size`; without `size`, to a row or the whole tensor.
+    """
     found, problems = dict(files), list[Problem]()
     for name, file in files.items():
         if not file.stored.dtype.name.startswith("float8"):
             continue
         scale, shape = found.pop(f"{name}{suffix}", None), file.stored.shape
-        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # of activations, which stay floats
+        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # scales of activations, which stay floats
         rows = [[*shape[:1]], [*shape[:1], 1]]
         of_rows = scale is not None and not size and [*scale.stored.shape] in rows
         block = size if isinstance(size, list) and len(size) == 2 else [1, *shape[1:]] if of_rows else [*shape]
@@ -228,7 +234,7 @@ def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str)
 
 
 def _of_mxfp4(files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
-    """The tensors with experts in MXFP4 as floats."""
+    """Returns the tensors, with experts in MXFP4 as floats."""
     found, problems = dict(files), list[Problem]()
     for name in [name.removesuffix("_blocks") for name in files if name.endswith("_blocks")]:
         blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
@@ -250,7 +256,7 @@ def _of_mxfp4(files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
 def _of_fp4(
     blocks: InFile, scales: InFile, shape: tuple[int, int, int]
 ) -> Callable[[ir.DataType, str], ir.TensorProtocol]:
-    """Makes experts' weights [E, K, N] of blocks of four bits and exponents."""
+    """Returns a function that makes experts' weights [E, K, N] from blocks of 4-bit numbers and their exponents."""
     packed, exponents = _mapped(blocks, ""), _mapped(scales, "")
 
     def expert(number: int, rows: slice, columns: slice) -> Array:
@@ -271,7 +277,7 @@ def _of_fp4(
 
 
 def _scaled(file: InFile, scale: InFile, block: Sequence[int]) -> Callable[[ir.DataType, str], ir.TensorProtocol]:
-    """Makes a weight of fp8 times the scales of its blocks."""
+    """Returns a function that makes an fp8 weight multiplied by the scales of its blocks."""
     numbers, scales = _mapped(file, ""), _mapped(scale, "")
 
     def compute(box: Box) -> Array:

@@ -1,8 +1,8 @@
-"""Rotary positions whose frequencies depend on the length of a sequence: `longrope`, as of Phi-3, and dynamic scaling.
+"""Bounds sequences of models whose rotary frequencies depend on the sequence's length: `longrope`, as in Phi-3, and dynamic scaling.
 
-`transformers` takes other frequencies as soon as a sequence has more tokens than a number of its configuration. The keys of a cache were
-rotated by the old ones, and a step of an exported graph rotates its own tokens alone. So an export has the frequencies of short sequences,
-and no sequence is longer.
+`transformers` uses other frequencies as soon as a sequence has more tokens than a number in its configuration. The cached keys were
+rotated with the old frequencies, and a step of an exported graph rotates only its own tokens. So an export has the frequencies of short
+sequences, and no sequence may be longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAW = "an exported model rotates by the frequencies of short sequences"
 
 
 def longest(module: torch.nn.Module) -> tuple[int, str] | None:
-    """The most tokens of a sequence for which frequencies stay, and the type of positions; None where they always do."""
+    """Returns the most tokens of a sequence whose frequencies stay the same, and the type of positions; None where there is no limit."""
     found = []
     for one, kinds in _rotating(module):
         for layer, kind in kinds.items():
@@ -38,7 +38,7 @@ def longest(module: torch.nn.Module) -> tuple[int, str] | None:
 
 
 def limit(module: torch.nn.Module, read: list[Spec], names: DimNames, where: str) -> None:
-    """Bounds the dims of inputs after the first one by that number. CompileError where they are declared as larger."""
+    """Bounds the inputs' dims after the first by `longest`. Raises CompileError where they are declared larger."""
     if (found := longest(module)) is None:
         return
     most, kind = found
@@ -61,7 +61,7 @@ def limit(module: torch.nn.Module, read: list[Spec], names: DimNames, where: str
 
 @contextmanager
 def short_frequencies(module: torch.nn.Module) -> Iterator[None]:
-    """Within, frequencies are those of short sequences, whatever is computed."""
+    """A context in which the frequencies are those of short sequences, whatever the length."""
     before = [(one, one.rope_type) for one, _ in _rotating(module)]
     for one, kinds in before:
         layers = kinds if isinstance(kinds, Mapping) else {None: kinds}
@@ -77,7 +77,7 @@ def short_frequencies(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _rotating(module: torch.nn.Module) -> Iterator[tuple[Any, dict[str | None, str]]]:
-    """The modules of `transformers` with such positions, each with their type by type of layer."""
+    """Yields the modules of `transformers` with such positions, each with a map of layer types to position types."""
     for one in module.modules():
         kinds = getattr(one, "rope_type", None)
         if kinds is None or not type(one).__module__.startswith("transformers."):

@@ -1,7 +1,7 @@
-"""The tensors of a folder's `*.safetensors` by name: of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+"""Lists the tensors in a folder's `*.safetensors` by name: `model.safetensors`, or the files that `model.safetensors.index.json` names.
 
-Headers alone are read. A file may be a link, as in Hugging Face's cache, whose folders link to files named by their hash: a tensor's
-place is in the file that the link leads to.
+Only headers are read. A file may be a link, as in Hugging Face's cache, whose folders link to files named by their hash: a tensor's offset
+refers to the file that the link leads to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN = "copy the file again, or save the model again with save_pretrained"
 
 @dataclass(frozen=True)
 class InFile:
-    """A tensor in a file; the path is not a link."""
+    """A tensor in a file; the path is resolved and not a link."""
 
     file: Path
     stored: Stored
@@ -36,13 +36,13 @@ class InFile:
 
 @dataclass(frozen=True)
 class InFiles(InFile):
-    """A weight that several tensors make: `tensor` gives it in an element type, by a name. `file` is that of one of them."""
+    """A weight computed from several tensors. `tensor` makes it in an element type, with a name; `file` has one of the tensors."""
 
     tensor: Callable[[ir.DataType, str], ir.TensorProtocol]
 
 
 def read_object(path: Path, where: str) -> dict[str, object]:
-    """The JSON object in a file. Raises CompileError where it has none."""
+    """Reads the JSON object in a file. Raises CompileError where the file has none."""
     try:
         found = json.loads(read_regular(path, _LARGEST_JSON))
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, InFile]:
-    """The tensors by name. Raises CompileError with all that is wrong with the files and their index."""
+    """Maps each name to its tensor. Raises CompileError with all problems of the files and their index."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return _of_one_file(folder)
     where = f"{folder.name}/{INDEX}"

@@ -1,6 +1,6 @@
-"""The settings by which torch exports a model of `transformers`: no cache, experts as batched products, attention unfused.
+"""The settings with which torch exports a model of `transformers`: no cache, experts as batched products, unfused attention.
 
-A model gets the first two before it is exported, and the last only if torch cannot export its attention as it is.
+A model gets the first two before its export, and the last only if torch cannot export its attention unchanged.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ HELPS = {
     "experts": 'make the model with experts_implementation="batched_mm"',
     "attention": 'make the model with attn_implementation="eager"',
 }
-"""Maps each setting that partc cannot set to what a user can write instead."""
+"""Maps each setting that partc cannot set to a text: what a user can write instead."""
 _SYMPTOMS = (
     (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
     (re.compile(r"grouped_mm"), "experts"),
     (re.compile(r"Cannot view a tensor with shape|scaled_dot_product|SDPA \(MHA\)"), "attention"),
 )
-"""Texts of torch's errors about models of `transformers` that it cannot export unchanged, with the setting that helps."""
+"""Patterns of torch's errors about models of `transformers` that it cannot export unchanged, each with the setting that helps."""
 
 
 def of_transformers(module: torch.nn.Module) -> Iterator[Any]:
-    """The models of `transformers` in a module, the module itself first where it is one."""
+    """Yields the models of `transformers` in a module; the module itself comes first where it is one."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return (one for one in module.modules() if loaded is not None and isinstance(one, loaded.PreTrainedModel))
 
@@ -43,15 +43,17 @@ def is_of_transformers(module: torch.nn.Module) -> bool:
 
 
 def prepare(module: torch.nn.Module) -> None:
-    """Gives a module the settings without which torch exports no model of `transformers`; a module around a model says itself
-    what it wants of the cache."""
+    """Sets the cache and the experts of the models of `transformers` in a module, without which torch exports none.
+
+    The cache is set only where the module itself is such a model; a module around a model chooses for itself.
+    """
     for setting in ("cache", "experts"):
         settle(module, setting)
 
 
 @contextmanager
 def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
-    """Within, the models of `transformers` in a module compute attention unfused, and so none looks at the numbers of a mask."""
+    """A context in which the models of `transformers` in a module compute unfused attention, so that none reads the values of a mask."""
     before = [(one, attribute(one.config, "_attn_implementation", str, "eager")) for one in of_transformers(module)]
     settle(module, "attention")
     try:
@@ -62,16 +64,16 @@ def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
 
 
 def remedy(message: str, module: torch.nn.Module) -> str:
-    """The setting of `transformers` that an error of torch asks for; empty where it is another one."""
+    """Returns the setting of `transformers` that would avoid an error of torch; empty for any other error."""
     found = (setting for symptom, setting in _SYMPTOMS if symptom.search(message))
     return next(found, "") if any(of_transformers(module)) else ""
 
 
 def settle(module: torch.nn.Module, setting: str) -> bool:
-    """Gives the models of `transformers` in a module a setting; whether any could take it."""
+    """Applies a setting to the models of `transformers` in a module; returns whether any could take it."""
     models = list(of_transformers(module))
     match setting:
-        case "cache":  # an encoder and a decoder have copies of the configuration
+        case "cache":  # encoder and decoder have copies of the configuration
             models = models if is_of_transformers(module) else []
             for one in models:
                 one.config.use_cache = False
@@ -88,7 +90,7 @@ def settle(module: torch.nn.Module, setting: str) -> bool:
 
 
 def _attend(model: Any, name: str) -> None:
-    """Sets how a model computes attention. Falcon looks at its configuration in each forward, and lets no function set that."""
+    """Sets how a model computes attention. Falcon reads it from its configuration in each forward, and has no method to set it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
     else:

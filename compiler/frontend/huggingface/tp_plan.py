@@ -1,7 +1,7 @@
-"""The `tp_plan` of the models of `transformers` in a module: how their authors shard them over ranks.
+"""Reads the `tp_plan` of the models of `transformers` in a module: how their authors shard them over ranks.
 
-A model has the entries of its configuration's `base_model_tp_plan` under the paths of its own modules, with those of its class, such as
-that of the head. A module around a model puts its name in front.
+A model has the entries of its configuration's `base_model_tp_plan`, under the paths of its own modules, and those of its class, such as
+the head's. A module around a model adds the path of the model as a prefix.
 
     LlamaConfig         layers.*.self_attn.q_proj: colwise     ->     model.layers.*.self_attn.q_proj: colwise
     LlamaForCausalLM    lm_head: colwise_gather_output         ->     lm_head: colwise_gather_output
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def tp_plan(module: torch.nn.Module) -> tuple[TpPlanEntry, ...]:
-    """The entries of all models of `transformers` in a module, each named once, in their order."""
+    """Returns the entries of all models of `transformers` in a module, in their order; a model inside another one adds none."""
     paths = {id(one): path for path, one in module.named_modules()}
     taken: list[str] = []
     found: list[TpPlanEntry] = []
     for model in of_transformers(module):
         path = paths[id(model)]
         if any(not outer or path.startswith(f"{outer}.") for outer in taken):
-            continue  # the model around it has its entries
+            continue  # the outer model has its entries
         taken.append(path)
         found += _entries(model, f"{path}." if path else "")
     return tuple(found)

@@ -1,8 +1,8 @@
-"""The weights of a model of `transformers` in the tensors of its folder, by name, none of them read before it is asked for.
+"""Maps the weights of a model of `transformers` to the tensors of its folder, by name; no tensor's data is read before its first use.
 
-Names are those of `transformers`' own loading: a tensor's name goes through the renamings and conversions that the library knows of the
-architecture, as of Mixtral, whose folder has a tensor for each expert and whose model has one for all of them. A tensor that is taken as it
-is stays in its file. One that is converted, or stored in another type, is made when it is read, each alone.
+Names are matched as `transformers` loads them: a tensor's name goes through the library's renamings and conversions for the architecture,
+as for Mixtral, whose folder has a tensor for each expert and whose model has one tensor for all of them. A tensor that is used unchanged
+stays in its file. A tensor that is converted, or stored in another type, is computed when it is read, one at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HELP = "check that config.json and the weights are of one model"
 
 @dataclass
 class _Origin:
-    """The sources of a weight: tensors by name, each with the conversion's pattern that takes it, and the conversion."""
+    """The sources of a weight: the names of its tensors, the conversion, and the conversion's pattern that matches each tensor."""
 
     conversion: Any = None
     names: list[str] = field(default_factory=list)
@@ -40,10 +40,10 @@ class _Origin:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The tensors of a model's weights by name, and the names in the folder that the model does not read.
+    """Maps a model's weights to their tensors, and lists the names in the folder that the model does not read.
 
-    `origins`: by weight the name of its tensor in the folder; None where that does not say all: some are converted, or their numbers
-    decided which weights are tied.
+    `origins` maps each weight to the name of its tensor in the folder. It is None where names are not enough: weights are converted, or
+    values decided which weights are tied.
     """
 
     tensors: Mapping[str, ir.TensorProtocol]
@@ -52,9 +52,9 @@ class FolderWeights:
 
 
 def unread(model: Any, widened: str) -> FolderWeights:
-    """The weights of a model of which nothing is read; a tied one has one tensor for all of its names.
+    """Returns the weights of a model without reading any; the names of a tied weight share one tensor.
 
-    `widened`: the type of the folder's weights, where it is another than the model's; else empty.
+    `widened`: the type of the folder's weights where it differs from the model's, else empty.
     """
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -69,16 +69,16 @@ def _absent(wanted: torch.Tensor, name: str, kept: ir.DataType | None) -> ir.Ten
 
 
 def absent_as(dtype: ir.DataType, shape: Sequence[int], name: str, kept: ir.DataType | None) -> ir.TensorProtocol:
-    """A weight that is not read; `kept`: its type in the folder, where that is known."""
+    """Returns a weight without data; `kept`: its type in the folder, where that is known."""
     if kept is not None and widens(kept, dtype):
         return WidenedTensor(AbsentTensor(kept, shape, name), dtype, name)
     return AbsentTensor(dtype, shape, name)
 
 
 def taken(model: Any, files: Mapping[str, InFile], where: str, absent: bool = False) -> FolderWeights:
-    """The tensors of all weights. A tied weight has one for all of its names; the model's are untied where the folder's differ.
+    """Returns the tensors of all weights. The names of a tied weight share one tensor; they are untied where the folder's values differ.
 
-    `absent`: none is read, and each is held against the model by name and shape alone.
+    `absent`: no data is read, and only names and shapes are compared with the model's.
 
     Raises CompileError with all weights that the folder lacks or has in another shape.
     """
@@ -129,7 +129,7 @@ def taken(model: Any, files: Mapping[str, InFile], where: str, absent: bool = Fa
 
 
 def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) -> tuple[dict[str, _Origin], list[str]]:
-    """The sources of each weight, and the names that belong to none, as `transformers` matches them."""
+    """Returns the sources of each weight, and the names in the folder that belong to no weight, matched as in `transformers`."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -155,7 +155,7 @@ def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) 
 def _converted(
     model: Any, name: str, origin: _Origin, files: Mapping[str, InFile], meta: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The weights that a conversion gives by name; with `meta` their shapes and types alone."""
+    """Returns the weights that a conversion makes, by name; with `meta` only their shapes and types."""
     conversion = copy.deepcopy(origin.conversion)
     for own, pattern in zip(origin.names, origin.patterns, strict=True):
         conversion.add_tensor(name, own, pattern, _read(files[own], meta))
@@ -186,7 +186,7 @@ def _tensor(
     wanted: torch.Tensor,
     kept: ir.DataType,
 ) -> ir.TensorProtocol:
-    """The tensor of a weight: a place in a file, or one computed from such places, of type `kept`, when it is read."""
+    """Returns the tensor of a weight: a place in a file, or a tensor of type `kept` that is computed from such places when it is read."""
     dtype, shape = ir.tensor_adapters.from_torch_dtype(wanted.dtype), ir.Shape(wanted.shape)
     if origin.conversion is None:
         return stored_as(files[origin.names[0]], dtype, name)
@@ -202,7 +202,7 @@ def _tensor(
 
 
 def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
-    """A tensor of a file: in its own type a place in the file, else converted when it is read."""
+    """Returns a tensor of a file: a place in the file where the types agree, else a tensor that is converted when it is read."""
     if isinstance(file, InFiles):
         return file.tensor(dtype, name)
     kept, shape = file.stored, file.stored.shape
@@ -225,9 +225,9 @@ def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
 
 
 def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir.TensorProtocol]) -> bool:
-    """Gives all names of a tied weight one tensor; a model whose folder has different ones for them is untied.
+    """Gives all names of a tied weight one tensor; a model whose folder has different values for the names is untied.
 
-    Returns whether numbers decided that.
+    Returns whether values had to be compared to decide that.
     """
     import torch
 

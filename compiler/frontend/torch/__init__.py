@@ -1,1 +1,1 @@
-"""Modules of torch, and files that torch exports: names and weights of modules, and what takes no gradient."""
+"""Modules of torch, and files that torch exports: names and weights of modules, and values that no gradient flows through."""

@@ -1,13 +1,13 @@
-"""Effects of torch's training that an exported graph lacks: hooks of gradients, writes to buffers, scaled gradients.
+"""Finds effects of torch's training that an exported graph lacks: hooks of gradients, writes to buffers, scaled gradients.
 
-The graph of such a module is right for inference, and its training would differ from torch's without a word. So each effect is written
-into the model's metadata as a problem (`UNTRAINABLE`), with which a compile for training ends:
+The graph of such a module is right for inference, but its training would differ from torch's without any message. So each effect is
+written into the model's metadata as a problem (`UNTRAINABLE`), and a compile for training fails with it:
 
     self.body.weight.register_hook(...)    'body.weight': has a hook of its gradient (Tensor.register_hook)
     self.count += 1                        'count': the forward changes this buffer
 
 A hook of a tensor is registered while forward runs, mostly below `if h.requires_grad`. The trace runs without gradients, so an `Observer`
-follows which tensors depend on parameters, and answers for autograd.
+tracks which tensors depend on parameters, and answers in place of autograd.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HOOKS_OF_PARAMETERS = {
 
 
 def hook_problems(module: torch.nn.Module) -> Iterator[Problem]:
-    """The hooks of gradients that the parameters and submodules of a module have."""
+    """Yields a problem for each hook of a gradient that the module's parameters or submodules have."""
     import torch
 
     for name, parameter in module.named_parameters():
@@ -68,7 +68,7 @@ def hook_problems(module: torch.nn.Module) -> Iterator[Problem]:
 
 
 def refuse_cumulative_averages(module: torch.nn.Module) -> None:
-    """Raises CompileError for each BatchNorm in training mode that torch cannot export: of the mean of all batches."""
+    """Raises CompileError for each BatchNorm in training mode with momentum=None, the mean of all batches, which torch cannot export."""
     import torch
 
     problems = []
@@ -84,11 +84,11 @@ def refuse_cumulative_averages(module: torch.nn.Module) -> None:
 
 
 def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgram) -> Iterator[Problem]:
-    """The buffers, parameters and inputs that forward changes, but for the statistics of a BatchNorm."""
+    """Yields a problem for each buffer, parameter and input that forward changes, except the statistics of a BatchNorm."""
     import torch
 
     signature = program.graph_signature
-    # torch's exporter forgets that an instance_norm by the statistics of its input moves the running ones
+    # torch's exporter does not report that an instance_norm with its input's statistics updates the running ones
     norms = [node for node in program.graph.nodes if node.target is torch.ops.aten.instance_norm.default]
     moved = [str(one) for node in norms if node.args[5] for one in node.args[3:5]]
     own = {signature.inputs_to_buffers[one]: True for one in moved if one in signature.inputs_to_buffers}
@@ -113,9 +113,9 @@ def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgra
 
 
 def mark_gradients(model: ir.Model) -> list[Problem]:
-    """Marks nodes whose gradient in torch is not that of their op (`GRADIENT_FORM`); returns a problem for each that no op has.
+    """Marks nodes whose gradient in torch is not that of their op (`GRADIENT_FORM`); returns a problem for each gradient that no op has.
 
-    Of a file that `torch.onnx.export` wrote, too, whose nodes name the calls that they come from.
+    It also works on a file that `torch.onnx.export` wrote: its nodes' metadata name the torch calls that they come from.
     """
     problems = []
     for node in nodes_of(model.graph):
@@ -137,7 +137,7 @@ def mark_gradients(model: ir.Model) -> list[Problem]:
 
 
 def write_problems_into(model: ir.Model, problems: Sequence[Problem]) -> None:
-    """Writes into the model's metadata why it cannot be trained as the module would be, and what forward changes."""
+    """Writes into the model's metadata why its training would differ from the module's, and the buffers that forward changes."""
     if problems:
         import json
 
@@ -148,9 +148,9 @@ def write_problems_into(model: ir.Model, problems: Sequence[Problem]) -> None:
 
 
 class Observer:
-    """Sees every function of torch that forward calls: which tensors depend on parameters, and what asks for or changes gradients.
+    """Tracks every function of torch that forward calls: which tensors depend on parameters, and which calls query or change gradients.
 
-    `complete`: whether it has seen a forward to its end.
+    `complete`: whether it has observed a forward to its end.
     """
 
     def __init__(self, module: torch.nn.Module, recorder: Recorder) -> None:
@@ -173,7 +173,7 @@ class Observer:
     def attributes(self) -> Iterator[None]:
         """Compares the buffers and numbers of all modules before and after a forward.
 
-        `self.center = ...` assigns another tensor, of which a trace knows nothing, and `self.calls += 1` makes a constant.
+        A trace misses these changes: `self.center = ...` assigns another tensor, and `self.calls += 1` becomes a constant.
         """
         before = {path: _attributes(one) for path, one in self.module.named_modules()}
         yield
@@ -188,9 +188,9 @@ class Observer:
                 self.problems.append(Problem(_where(f"{path}.{name}".lstrip(".")), fact, _NO_WRITES, _REMEDY_OF_WRITES))
 
     def answers(self, func: object, args: Sequence[Any]) -> bool:
-        """Whether `answer` gives the result of a call that autograd would answer.
+        """Whether `answer` must give the result of a call, since autograd would answer it.
 
-        torch itself is told the truth, that nothing is recorded: it would look for the records.
+        Calls from torch's own code are not answered: torch would look for recorded gradients, and there are none in a trace.
         """
         if func in self._hooks:
             return self._depends(args[0])
@@ -200,7 +200,7 @@ class Observer:
         return asks != "torch" and not asks.startswith("torch.")
 
     def answer(self, func: object, args: Sequence[Any]) -> object:
-        """What autograd would answer; a hook becomes a problem."""
+        """Returns the result that autograd would give; a registration of a hook becomes a problem."""
         if func in self._asks:
             return self._asks[func](True)
         fact = f"forward registers a hook of a tensor's gradient (Tensor.{self._hooks[func]})"
@@ -208,7 +208,10 @@ class Observer:
         return _Handle()
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, made: object, off: bool) -> None:
-        """Follows one call; `off`: forward has turned gradients off. A change of a tensor in place without gradients is a problem."""
+        """Tracks one call and its result; `off`: forward has turned gradients off.
+
+        A change in place of a tensor that depends on parameters, while gradients are off, becomes a problem.
+        """
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
@@ -238,7 +241,7 @@ class Observer:
             self._dependent[given[0]] = True
 
     def detached(self, args: Sequence[Any], made: object) -> None:
-        """Follows `x.data`, which changes with `x` and has no gradient."""
+        """Tracks the result of `x.data`, which changes with `x` and has no gradient."""
         if self._depends(args[0]):
             self._aliases[made] = True
 
@@ -250,7 +253,7 @@ class Observer:
         return bool(tensor.requires_grad) if isinstance(tensor, _parameter()) else tensor in self._dependent
 
     def _line(self) -> str:
-        """The user's line that is running, else the path of the module whose forward is."""
+        """Returns the user's line that is running, else the path of the module whose forward runs."""
         frame, path = sys._getframe(1), ""
         while frame is not None:
             file = frame.f_code.co_filename
@@ -262,7 +265,7 @@ class Observer:
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, object]:
-    """The buffers of a module, and its own numbers; those of `transformers` are sizes that it has seen."""
+    """Returns a module's buffers and its numeric attributes; not those of `transformers`' modules, which are sizes that they have seen."""
     found: dict[str, object] = dict(module._buffers)
     if not type(module).__module__.startswith("transformers."):
         found |= {name: one for name, one in vars(module).items() if type(one) in (int, float)}
@@ -270,7 +273,7 @@ def _attributes(module: torch.nn.Module) -> dict[str, object]:
 
 
 class _Handle:
-    """What `register_hook` returns."""
+    """The handle that a registration of a hook returns."""
 
     def remove(self) -> None:
         """Removes nothing: no hook was registered."""
@@ -281,7 +284,7 @@ def _where(path: str) -> str:
 
 
 def _changes(name: str) -> bool:
-    """Whether a function of torch of this name changes its first tensor in place."""
+    """Whether the torch function of this name changes its first tensor in place."""
     if name in ("requires_grad_", "detach_", "share_memory_"):
         return False
     return name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))

@@ -1,14 +1,14 @@
-"""Cleans up an exported graph: folds constants, and takes out nodes that change no bit of any value.
+"""Cleans up an exported graph: folds constants, and removes nodes that change no bit of any value.
 
-The law: what a graph computes stays the same bit for bit. So nothing here compares a constant with a tolerance (onnxscript's
-patterns take 1e-8 for 0 and 1.000005 for 1), and only ops are folded whose results the standard and IEEE 754 fix to the last bit.
+The law: the graph's results stay the same bit for bit. So no constant is compared with a tolerance (onnxscript's patterns take 1e-8 for 0
+and 1.000005 for 1), and an op is folded only if the standard and IEEE 754 define its result to the last bit.
 
-    Mul(x, 1), Div(x, 1), Sub(x, 0), Add(x, -0.0)     x    and not Add(x, 0.0), which makes 0.0 of -0.0
+    Mul(x, 1), Div(x, 1), Sub(x, 0), Add(x, -0.0)     x    and not Add(x, 0.0), which turns -0.0 into 0.0
     Transpose(x) {perm: [0, 1, 2]}                    x
     Slice(x, 0, 9223372036854775807, axis, 1)         x
     Reshape(Squeeze(n), [-1])                         n, where it has one dim
     Unsqueeze(Unsqueeze(x, [1]), [0])                 Unsqueeze(x, [0, 2])
-    Reshape(x, shape)                                 Reshape(x, [2, -1, 8]), where shapes say so
+    Reshape(x, shape)                                 Reshape(x, [2, -1, 8]), where shapes determine it
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onnx_ir.passes import common
 from partc.compiler.ir.graph import nodes_of
 
 _LARGEST_OPERAND, _LARGEST_RESULT = 8192, 1 << 18
-"""Elements of what is folded: a larger constant would take more room in the file than the nodes that make it."""
+"""The most elements of a folded op's operand and result: a larger constant would take more space in the file than its nodes."""
 _TO_THE_END = np.iinfo(np.int64).max
 _FOLDED = frozenset(
     (
@@ -35,9 +35,9 @@ _FOLDED = frozenset(
         *("ReduceProd", "ReduceSum", "CumSum", "Pow"),
     )
 )
-"""Ops whose results are fixed to the last bit, of whatever type."""
+"""Ops whose results are defined to the last bit, for some types at least."""
 _OF_INTEGERS = frozenset(("ReduceProd", "ReduceSum", "CumSum", "Pow"))
-"""The ops among them whose results are fixed for integers alone: a sum of floating-point numbers depends on its order."""
+"""The ops of `_FOLDED` whose results are defined to the last bit for integers alone: a sum of floats depends on its order."""
 _DRAWING = frozenset(
     (
         *("Bernoulli", "Dropout", "Multinomial"),
@@ -45,11 +45,11 @@ _DRAWING = frozenset(
     )
 )
 _APART = "partc.frontend.apart"
-"""The domain of nodes that are not to be merged, while others are."""
+"""The domain of nodes that must not be merged, while other nodes are."""
 
 
 def clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
-    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
+    """Folds shape arithmetic and constants; meanwhile the weights are inputs of the graph, so that they are not folded."""
     graph = model.graph
     contents = {name: value.const_value for name, value in weights.items()}
     declared = len(graph.inputs)
@@ -92,7 +92,7 @@ def _simplify(model: ir.Model) -> None:
 
 
 def _is_fixed(node: ir.Node) -> bool:
-    """Whether a node's result is fixed to the last bit."""
+    """Whether a node's result is defined to the last bit."""
     if node.op_type not in _FOLDED:
         return False
     x = node.inputs[0] if node.inputs else None
@@ -101,7 +101,10 @@ def _is_fixed(node: ir.Node) -> bool:
 
 @contextmanager
 def _nodes_apart(model: ir.Model) -> Iterator[None]:
-    """Keeps nodes from being merged that are equal to the pass that merges, and compute something else: what draws, and signed zeros."""
+    """A context in which the pass that merges equal nodes leaves some alone.
+
+    These nodes look equal to that pass, but compute different values: random draws, and attributes that differ in the sign of a zero.
+    """
     apart = [node for node in nodes_of(model.graph) if node.domain == "" and _is_apart(node)]
     for node in apart:
         node.domain = _APART
@@ -124,7 +127,7 @@ def _is_minus_zero(number: float) -> bool:
 
 
 def _take_out(model: ir.Model) -> bool:
-    """Applies the rules of this module once to every node; whether one changed anything."""
+    """Applies the rules of this module once to every node; returns whether any changed the graph."""
     changed = False
     for node in list(nodes_of(model.graph)):
         rule = _RULES.get(node.op_type) if node.domain == "" and node.graph is not None else None
@@ -145,7 +148,10 @@ def _take_out(model: ir.Model) -> bool:
 
 
 _Made = ir.Value | tuple[str, list[ir.Value]] | None
-"""What a rule gives: the value that the node's is, or an op and what it reads, with the node's attributes; None: the node stays."""
+"""The result of a rule.
+
+A value that replaces the node's output, or an op and its inputs that replace the node with its attributes, or None: the node stays.
+"""
 
 
 def _neutral_factor(node: ir.Node) -> _Made:
@@ -165,7 +171,10 @@ def _neutral_addend(node: ir.Node) -> _Made:
 
 
 def _where_neutral(node: ir.Node, places: tuple[int, ...], number: float) -> _Made:
-    """The other operand, where one at these places is a constant of this number, of equal sign too, that does not broadcast it."""
+    """Returns the other operand where one at these places is a neutral constant, else None.
+
+    The constant has one element, equal to `number` also in the sign of zero, and broadcasting it does not change the other operand's rank.
+    """
     for k in places:
         constant, other = _constant(node, k), node.inputs[1 - k]
         if constant is None or other is None or other.shape is None or constant.ndim > len(other.shape):
@@ -235,14 +244,14 @@ _RULES: dict[str, Callable[[ir.Node], _Made]] = {
 
 
 def _constant(node: ir.Node, k: int) -> np.ndarray | None:
-    """The numbers of an operand that is a constant."""
+    """Returns the array of an operand that is a constant, else None."""
     value = node.inputs[k] if k < len(node.inputs) else None
     tensor = None if value is None else value.const_value
     return None if tensor is None else tensor.numpy()
 
 
 def _integers(node: ir.Node, numbers: list[int]) -> ir.Value:
-    """A constant before a node."""
+    """Inserts a constant before a node, and returns it."""
     tensor = ir.tensor(np.array(numbers, np.int64))
     constant = ir.node("Constant", [], {"value": tensor})
     assert isinstance(node.graph, ir.Graph)

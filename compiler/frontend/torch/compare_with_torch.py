@@ -1,8 +1,9 @@
-"""Runs an exported graph and its torch module on small inputs, and refuses a graph whose numbers are not torch's.
+"""Runs an exported graph and its torch module on small inputs, and refuses a graph whose outputs differ from torch's.
 
 Inputs are drawn with a fixed seed: ordinary numbers, zeros, tiny ones (1e-6 to 1e-30) and large ones (1e3), ids from all rows of their
-tables. An element may be off by 2e-6 of itself and of the output's largest (float32), and beyond it by what rounding does to the graph,
-which is measured where it is needed (`comparison/rounding.py`). Numbers that torch does not get finite are not compared on large inputs.
+tables. The tolerance of an element is 2e-6 of itself plus 2e-6 of the output's largest element (float32). Beyond it, the effect of rounding
+on the graph is allowed, which is measured only where it is needed (`comparison/rounding.py`). On large inputs, elements that are not finite
+in torch are not compared.
 
     model.py:12: the exported graph is not the torch module: on zeros 'y' is 0 at [0, 1], torch has 1e-08
       the first module that differs is 'norm' (RMSNorm), by 1e-08
@@ -35,25 +36,25 @@ _SHARE = 2e-6
 _KINDS = ("ordinary numbers", "zeros", "tiny numbers", "large numbers")
 _DRAWS = 3
 _CHOOSING = ("TopK", "ArgMax", "ArgMin", "Hardmax", "Unique")
-"""Ops that choose among equal numbers, each library its own: of zeros all are equal."""
+"""Ops that choose among equal elements, each library in its own way: of zeros all are equal."""
 _LOSING = ("Elu", "Selu", "Celu")
-"""Ops whose kernels take 1 from exp(x), which loses what is tiny (the guide's table has them)."""
+"""Ops whose kernels subtract 1 from exp(x), which loses tiny numbers (the guide's table lists them)."""
 _COPIES = 5
-"""As many times the weights may be in memory: torch's, onnxruntime's, theirs with rounding, transposed ones, and numbers in between."""
+"""The most copies of the weights in memory: torch's, onnxruntime's, its copies with rounding, transposed ones, intermediate values."""
 _HELP = "--no-compare compiles it as it is; torch's numbers are not to be expected of it"
 
 
 def compare_with_torch(model: ir.Model) -> list[str]:
-    """Compares a graph with the module that it was exported from; lines that say what was left out.
+    """Compares a graph with the module that it was exported from. Returns lines that name the parts that were not compared.
 
-    Raises DifferentError where an output is not torch's.
+    Raises DifferentError where an output differs from torch's.
     """
     torch_model = torch_model_of(model)
     return [] if torch_model is None else compare_graph(model, torch_model)
 
 
 def compare_graph(model: ir.Model, torch_model: TorchModel, what: str = "the exported graph") -> list[str]:
-    """As `compare_with_torch`, of any graph with the module's inputs and outputs; `what` names the graph."""
+    """Compares any graph with the module's inputs and outputs, as `compare_with_torch` does; `what` names the graph in messages."""
     needed = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     if needed > (free := free_memory()) / _COPIES:
         return [
@@ -98,7 +99,7 @@ def compare_graph(model: ir.Model, torch_model: TorchModel, what: str = "the exp
 def _compared(
     graph: GraphSessions, kind: str, names: Sequence[str], values: Mapping[str, Array], torchs: Mapping[str, Array]
 ) -> list[Compared]:
-    """A row an output; rounding is measured where one is not close."""
+    """Returns one comparison for each output; rounding is measured only where an output is not close."""
     want = {name: torchs[name] for name in names if name in torchs}
     if kind != _KINDS[0]:
         want = {name: array for name, array in want.items() if array.dtype.kind in "fc"}
@@ -123,7 +124,7 @@ def _rows(want: Mapping[str, Array], have: Mapping[str, Array], noise: Mapping[s
 
 
 def _finite(want: Array, have: Array) -> Array:
-    """Torch's numbers, and the graph's where torch's are not finite."""
+    """Returns torch's array, with the graph's numbers where torch's are not finite."""
     if want.shape != have.shape or want.dtype.kind not in "fc":
         return want
     return np.where(np.isfinite(want), want, have)
@@ -149,7 +150,7 @@ def _problem(
 
 
 def _worst(want: Array, have: Array) -> tuple[int, ...]:
-    """Where an output is off the most, in what it may be off there."""
+    """Returns the index of the element with the largest error relative to its tolerance."""
     with np.errstate(all="ignore"):
         error = np.where((want == have) | (np.isnan(want) & np.isnan(have)), 0.0, np.abs(have.astype(float) - want))
         size = np.where(np.isfinite(want), np.abs(want), 0.0).astype(float)
@@ -159,7 +160,7 @@ def _worst(want: Array, have: Array) -> tuple[int, ...]:
 
 
 def _first_module(graph: GraphSessions, torch_model: TorchModel, values: Mapping[str, Array]) -> str:
-    """A sentence that names the first module whose output differs; empty where none is found."""
+    """Returns a sentence that names the first module whose output differs; empty where there is none."""
     calls: dict[str, list[tuple[torch.nn.Module, list[Array]]]] = {}
 
     def seen(path: str, module: torch.nn.Module, made: list[torch.Tensor]) -> None:
@@ -187,7 +188,10 @@ def _first_module(graph: GraphSessions, torch_model: TorchModel, values: Mapping
 
 
 def _cases(graph: GraphSessions, torch_model: TorchModel) -> Iterator[tuple[str, dict[str, Array], dict[str, Array]]]:
-    """Maps each kind to inputs and to torch's results for them; where torch takes no small sizes, the inputs are those of the export."""
+    """Yields each kind of inputs with the inputs and torch's outputs for them.
+
+    Where torch does not run on the small sizes, the inputs have the sizes of the export.
+    """
     small = _small_sizes(torch_model)
     numbers = any(spec.dtype.is_floating_point() for spec in torch_model.inputs)
     rows = {spec.name: graph.rows(spec.name) for spec in torch_model.inputs}
@@ -198,14 +202,14 @@ def _cases(graph: GraphSessions, torch_model: TorchModel) -> Iterator[tuple[str,
             values = {spec.name: _drawn(spec, sizes, kind, below[spec.name]) for spec in torch_model.inputs}
             try:
                 want = torch_model.run(values)
-            except Exception:  # whatever a module raises of sizes or numbers that it does not take
+            except Exception:  # a module may raise anything for sizes or values that it rejects
                 continue
             yield kind, values, want
             break
 
 
 def _small_sizes(torch_model: TorchModel) -> dict[str, int]:
-    """Legal sizes for the dynamic dims that are not those of the export, no two alike where that is possible."""
+    """Returns legal sizes for the dynamic dims, other than the export's sizes and all different where possible."""
     sizes: dict[str, int] = {}
     for spec in torch_model.inputs:
         for axis, dim in enumerate(spec.dims):
@@ -220,7 +224,10 @@ def _small_sizes(torch_model: TorchModel) -> dict[str, int]:
 
 
 def _drawn(spec: Spec, sizes: Mapping[str, int], kind: str, rows: int | None) -> Array:
-    """Numbers of a kind for an input; the same in every run. What looks like a mask is 1 in its first half."""
+    """Draws numbers of a kind for an input, the same in every run.
+
+    Integers that index no table look like a mask: the first half along the last dim is 1.
+    """
     rng = np.random.default_rng([_KINDS.index(kind), *spec.name.encode()])
     shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims)
     dtype = spec.dtype.numpy()
@@ -248,6 +255,6 @@ def _drawn(spec: Spec, sizes: Mapping[str, int], kind: str, rows: int | None) ->
 
 
 def free_memory() -> int:
-    """Bytes of memory that can be had."""
+    """Returns the bytes of available memory."""
     lines = dict(line.split(":", 1) for line in text_of_system("/proc/meminfo").splitlines() if ":" in line)
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else 1 << 62

@@ -1,7 +1,7 @@
-"""The regions of functions that `shard` or `place` speaks of, in a graph that torch exported: between the markers of their calls.
+"""Finds the regions of functions under `shard` or `place` in a graph that torch exported, by the markers of their calls.
 
-A call's nodes are those on the paths from what enters it to what leaves it. They get a scope of the function's name below the module that
-calls it, `block.attend.MatMul`, as those of a function that is called with an op builder.
+A call's nodes are those on the paths from its inputs' markers to its outputs' markers. They get a scope of the function's name below the
+module that calls it, `block.attend.MatMul`, as the nodes of a function that is called with an op builder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from partc.compiler.frontend.names import TORCH_SCOPES, module_of
 from partc.runtime.spellings import first_free, numbered
 
 _MARK = "partc.region"
-"""The metadata of an Identity that stands for a marker: the call, the place of the tensor, and whether it leaves."""
+"""The metadata of an Identity that stands for a marker: the call, the tensor's index, and whether it is an output of the call."""
 
 
 def keep_marks(model: ir.Model) -> None:
-    """Makes each marker an Identity with its call in the metadata, so that the graph has ops of ONNX alone."""
+    """Turns each marker into an Identity with its call in the metadata, so that the graph has only ops of ONNX."""
     for node in model.graph:
         if node.domain == DOMAIN:
             call, place = (node.attributes.get_int(name, 0) for name in ("call", "place"))
@@ -34,7 +34,7 @@ def keep_marks(model: ir.Model) -> None:
 
 
 def take_regions(model: ir.Model, recorder: Recorder) -> None:
-    """Takes the markers out of the graph, and adds the region of each call to what `shard` and `place` were told.
+    """Removes the markers from the graph, and adds the region of each call to its `shard` and `place` records.
 
     Raises CompileError where a strategy does not fit the tensors of a call.
     """
@@ -61,7 +61,7 @@ def take_regions(model: ir.Model, recorder: Recorder) -> None:
     known = {(one.where, one.name) for call in recorder.torch_calls for one in call.calls if one.regions}
 
     def counts(one: TracedCall) -> bool:
-        """Whether a call stands for itself: a tracing of forward that was repeated makes it again, without a region."""
+        """Whether a record counts: a repeated trace of forward records the same call again, without a region."""
         return bool(one.regions) or is_module(one.target) or (one.where, one.name) not in known
 
     recorder.shards[:] = filter(counts, recorder.shards)
@@ -71,7 +71,7 @@ def take_regions(model: ir.Model, recorder: Recorder) -> None:
 
 
 def _between(entering: Iterable[ir.Node], leaving: Iterable[ir.Node]) -> list[ir.Node]:
-    """The nodes on the paths from what enters to what leaves, in no order."""
+    """Returns the nodes on the paths from the entering marks to the leaving ones, in no particular order."""
     behind: set[ir.Node] = set()
     waiting = [use.node for mark in entering for use in mark.outputs[0].uses()]
     while waiting:
@@ -90,7 +90,7 @@ def _between(entering: Iterable[ir.Node], leaving: Iterable[ir.Node]) -> list[ir
 
 
 def _move(node: ir.Node, around: str, path: str, recorder: Recorder) -> None:
-    """Gives a node of a call the scope of the function, below which its module is named as below the one around."""
+    """Adds the function's scope to a node of a call; a module inside the function is named below that scope."""
     scopes = ast.literal_eval(node.metadata_props.get(TORCH_SCOPES, "[]"))
     if not scopes:
         return
@@ -103,7 +103,7 @@ def _move(node: ir.Node, around: str, path: str, recorder: Recorder) -> None:
 
 
 def _tensors(marks: Mapping[int, ir.Node], shapes: Sequence[tuple[object, ...]]) -> tuple[ir.Value, ...]:
-    """The tensors of one side of a call; one that the function does not read stands without a producer or a name."""
+    """Returns the tensors of one side of a call; a tensor that the function does not read has no producer and no name."""
     found = []
     for place, shape in enumerate(shapes):
         if (mark := marks.get(place)) is None:
@@ -118,12 +118,12 @@ def _tensors(marks: Mapping[int, ir.Node], shapes: Sequence[tuple[object, ...]])
 
 
 def _take_out(node: ir.Node) -> None:
-    """Lets the readers of a marker read what it marks."""
+    """Removes a marker: its readers read the marked value."""
     (value,) = node.inputs
     assert value is not None
     graph, made = node.graph, node.outputs[0]
     assert isinstance(graph, ir.Graph)
-    if made in graph.outputs:  # the output of the model keeps its name: its maker makes it
+    if made in graph.outputs:  # the model's output keeps its name: its producer gets it
         made.name, value.name = None, made.name
     made.replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(node, safe=True)

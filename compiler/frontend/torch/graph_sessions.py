@@ -1,6 +1,6 @@
-"""An exported graph in onnxruntime: any of its values by name, also with operands that are changed by units in the last place.
+"""Runs an exported graph in onnxruntime: returns any of its values by name, also with operands changed by units in the last place.
 
-Large weights are fed from where they are, so that onnxruntime neither copies nor folds them, and nothing is dropped.
+Large weights are fed from their own memory, so that onnxruntime neither copies nor folds them. Dropout is off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partc.compiler.ir.graph import nodes_of
 from partc.runtime.artifact.tensors.dtypes import Array
 
 _SMALL = 64
-"""Weights of more elements are fed, so that onnxruntime neither copies nor folds them."""
+"""Weights with more elements are fed as inputs, so that onnxruntime neither copies nor folds them."""
 _RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 _PASSED_ON = (
     "Cast",
@@ -34,12 +34,12 @@ _PASSED_ON = (
 
 
 def one_line(error: Exception) -> str:
-    """An error's text in one line."""
+    """Returns an error's text in one line."""
     return " ".join(str(error).split())
 
 
 def drawn_outputs(model: ir.Model) -> list[str]:
-    """The outputs of a model that follow from random numbers."""
+    """Returns the outputs of a model that depend on random numbers."""
     reached = set[ir.Value]()
     for node in model.graph:
         inside = [one.op_type for one in nodes_of([node])]
@@ -49,11 +49,11 @@ def drawn_outputs(model: ir.Model) -> list[str]:
 
 
 class NotRunError(Exception):
-    """What onnxruntime says where it cannot run a graph."""
+    """onnxruntime's message where it cannot run a graph."""
 
 
 class GraphSessions:
-    """An exported graph in onnxruntime: large weights are fed, and nothing is dropped."""
+    """Sessions of one exported graph in onnxruntime, with large weights fed as inputs and dropout off."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class GraphSessions:
         self.drawn = drawn_outputs(model)
 
     def _written(self) -> onnx.ModelProto:
-        """The model without its large weights, which are inputs of it."""
+        """Serializes the model with its large weights as inputs."""
         graph = self.model.graph
         weights = {name: (value, value.const_value) for name, value in graph.initializers.items()}
         fed = {
@@ -71,7 +71,7 @@ class GraphSessions:
             for name, (value, tensor) in weights.items()
             if tensor is not None
             and tensor.size > _SMALL
-            # in training onnxruntime writes new statistics into what it is fed
+            # in training onnxruntime writes new statistics into its feeds
             and all(node.op_type != "BatchNormalization" for node, _ in value.uses())
         }
         count = len(graph.inputs)
@@ -97,11 +97,11 @@ class GraphSessions:
         return proto
 
     def has(self, ops: Sequence[str]) -> bool:
-        """Whether it has one of these ops."""
+        """Whether the graph has one of these ops."""
         return any(node.op_type in ops for node in nodes_of(self.model.graph))
 
     def refused(self) -> str:
-        """Why onnxruntime does not load it; empty where it does."""
+        """Returns the reason why onnxruntime does not load the graph; empty where it does."""
         try:
             self._session([value.name or "" for value in self.model.graph.outputs], 0)
         except Exception as error:
@@ -109,7 +109,7 @@ class GraphSessions:
         return ""
 
     def run(self, values: Mapping[str, Array], names: Sequence[str], seed: int = 0) -> dict[str, Array]:
-        """Values of the graph by name; with a seed operands are changed by units in the last place."""
+        """Returns values of the graph by name; a nonzero seed changes operands by units in the last place."""
         if not names:
             return {}
         session = self._session(names, seed)
@@ -117,7 +117,7 @@ class GraphSessions:
         feeds = {name: array for name, array in {**values, **self._fed}.items() if name in taken}
         try:
             return dict(zip(names, session.run([*names], feeds), strict=True))
-        except Exception as error:  # each of onnxruntime's is a class of its own
+        except Exception as error:  # onnxruntime's errors have no common class
             raise NotRunError(one_line(error)) from error
 
     def _session(self, names: Sequence[str], seed: int) -> Any:
@@ -135,7 +135,7 @@ class GraphSessions:
                 proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in more)
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
-            # a BatchNormalization in training that follows a product is folded into it as if it were not in training
+            # onnxruntime folds a BatchNormalization after a product into it, even in training mode
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._sessions[seed, more] = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -160,7 +160,7 @@ class GraphSessions:
         return found
 
     def rows(self, name: str) -> int | None:
-        """The fewest rows of the tables that an input's numbers are looked up in; None where there is no table."""
+        """Returns the fewest rows of the tables that an input indexes; None where it indexes none."""
         value = next((one for one in self.model.graph.inputs if one.name == name), None)
         waiting, reached, found = [value] if value is not None else [], set[ir.Value](), list[int]()
         while waiting:

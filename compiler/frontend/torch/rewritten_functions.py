@@ -1,14 +1,14 @@
-"""Functions of torch that its exporter translates into other numbers or not at all, in operators that it translates rightly.
+"""Rewrites torch functions that its exporter translates wrongly or not at all into operators that it translates rightly.
 
     cross_entropy        loses `label_smoothing`, and takes probabilities for classes
     embedding_bag        becomes sequences of tensors, whose sizes are lost; here for bags of one length, a matrix of ids
-    dropouts             in place, of channels and alpha become random numbers, which an evaluation draws, too; here a Dropout
+    dropouts             in place, of channels and alpha become random numbers, even in evaluation; here a Dropout
     rrelu                has no translation; in evaluation it is a leaky_relu
     rnn_tanh, rnn_relu   lose the dropout between their layers
     Tensor.detach_       leaves no trace
     gaussian_nll_loss    asks whether a variance is negative; one below `eps` counts as `eps`, with the gradient of itself
 
-`rewritten()` maps each to the function that takes its place while a module is traced.
+`rewritten()` maps each of them to the function that replaces it while a module is traced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SELU = 1.7580993408473766
-"""The product of SELU's two constants, of which its lowest value is the negative."""
+"""The product of SELU's two constants; its negative is SELU's lowest value."""
 
 
 @functools.cache
 def rewritten() -> dict[object, Callable[..., Any]]:
-    """Maps each function of torch to the function that is traced in place of it."""
+    """Maps each function of torch to the function that replaces it in the trace."""
     import torch
     from torch.nn import functional
 
@@ -48,13 +48,13 @@ def _detach_(tensor: Tensor) -> Tensor:
 
 
 def _dropouts() -> dict[object, Callable[..., Tensor]]:
-    """Each function that drops, but for the plain one, as one that makes a Dropout."""
+    """Maps each dropout function, except the plain one out of place, to a form that makes a Dropout."""
     import torch
     from torch.nn import functional
 
     channels = functools.partial(_drop_channels, 2)
     alpha_of_channels = functools.partial(_drop_alpha, 2)
-    # Tensors of these numbers of dims have no dim of records.
+    # Tensors with these numbers of dims have no batch dim.
     of_functional: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
         functional.dropout: functional.dropout,
         functional.dropout1d: lambda x, p, train: _drop_channels(1 if x.dim() == 2 else 2, x, p, train),
@@ -81,7 +81,7 @@ def _in_place(drop: Callable[..., Tensor], input: Tensor, p: float, train: bool)
 
 
 def _in_either_form(function: Callable[..., Tensor], drop: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of `torch.nn.functional` by what drops: in place it copies the result into its input."""
+    """Wraps `drop` with the signature of a function of `torch.nn.functional`: with `inplace` it copies the result into its input."""
     signature = inspect.signature(function)
 
     def dropout(*args: Any, **kwargs: Any) -> Tensor:
@@ -99,7 +99,10 @@ def _drop_channels(lead: int | None, input: Tensor, p: float, train: bool) -> Te
 
 
 def _drop_alpha(lead: int | None, input: Tensor, p: float, train: bool) -> Tensor:
-    """Drops to SELU's lowest value, and keeps mean and variance; where the Dropout does nothing, this does nothing either."""
+    """Sets dropped elements to SELU's lowest value, and preserves mean and variance.
+
+    Where the Dropout in the graph is off, its mask is all ones, and so this function changes nothing either.
+    """
     import torch
 
     if not train or not p or p == 1:
@@ -110,7 +113,7 @@ def _drop_alpha(lead: int | None, input: Tensor, p: float, train: bool) -> Tenso
 
 
 def _mask(lead: int | None, input: Tensor, p: float) -> Tensor:
-    """A Dropout of ones, for each element, or for each index of the first dims."""
+    """Returns a Dropout of ones: one for each element, or one for each index of the first `lead` dims."""
     import torch
 
     shape = input.shape if lead is None else (*input.shape[:lead], *[1] * (input.dim() - lead))
@@ -134,7 +137,7 @@ def _rnn(
     weights: list[Tensor],
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Layer by layer, with a dropout between them."""
+    """Runs an RNN layer by layer, with a dropout between the layers."""
     import torch
 
     if len(options) != 6 or not isinstance(options[1], int):  # a packed sequence
@@ -161,7 +164,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """(1 - s) nll + s / C sum over classes of -log p w; of probabilities t the sum of -log p w ((1 - s) t + s / C)."""
+    """(1 - s) nll + s / C sum over classes of -log p w; for probabilities t, the sum of -log p w ((1 - s) t + s / C)."""
     import torch
     from torch.nn import functional
 
@@ -203,7 +206,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """The sum, mean or maximum of a bag's rows but those of padding; of an empty bag zeros."""
+    """Returns the sum, mean or maximum of each bag's rows without those of padding; zeros for an empty bag."""
     import torch
     from torch.nn import functional
 

@@ -1,15 +1,14 @@
-"""Finds the values of a torch module that take no gradient: `x.detach()`, `x.data`, and the results of a block `with torch.no_grad()` or
-`inference_mode()`.
+"""Marks values of a torch module that pass no gradient on: `x.detach()`, `x.data`, results of `torch.no_grad()` and `inference_mode()`.
 
-An exported graph has `detach` as an Identity, which every clean-up takes out, and of a block nothing at all. So each tensor that a block
-makes is detached while the module is traced, and an Identity that stands for `detach` gets a mark, `STOPS_GRADIENT`:
+An exported graph has `detach` as an Identity, which every clean-up removes, and no sign of a block without gradients. So each tensor that
+such a block makes is detached while the module is traced, and an Identity that stands for `detach` gets a mark, `STOPS_GRADIENT`:
 
     with torch.no_grad():                    taught = MatMul(x, teacher.weight)
         taught = self.teacher(x)             taught.detach = Identity(taught) {partc.stops_gradient}
     return self.student(x) - taught          y = Sub(student, taught.detach)
 
-A `torch.autograd.Function` has a backward that no graph has: an Identity behind it gets its name, `OWN_BACKWARD`.
-Marks stand only where a gradient would go on to a parameter: of a block that is its edge, and of what has no parameters nothing.
+A `torch.autograd.Function` has a backward that no graph has: an Identity after it gets its name, `OWN_BACKWARD`.
+Marks stand only where a gradient would go on to a parameter: for a block that is its edge; nodes without parameters before them get none.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ if TYPE_CHECKING:
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
 _KEPT = "partc.frontend"
-"""The domain of a marked Identity during a clean-up, which leaves ops alone that it does not know."""
+"""The domain of a marked Identity during a clean-up, which leaves ops of an unknown domain alone."""
 
 
 @contextmanager
 def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[list[str]]:
-    """While `module` is traced in here, its forward detaches what it makes where it has turned gradients off.
+    """A context for tracing `module`: its forward detaches the tensors that it makes while it has turned gradients off.
 
-    `observer` sees what forward calls.
-
-    What each `torch.autograd.Function` makes goes through `aten.alias`; the list gets their names.
-
-    Its ops run without gradients, as they do around this: only `forward` itself sees them on, so that it can turn them off.
+    `observer` gets each call in forward. The results of each `torch.autograd.Function` go through `aten.alias`; the list gets the names of
+    these functions. Ops run without gradients, as outside of this context: only the code of `forward` sees them on, so that it can turn
+    them off.
     """
     import torch
     from torch.utils._pytree import tree_map_only
@@ -77,7 +74,7 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
 
     called: list[str] = []
     function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    kind.forward = detaching  # of its class: what torch traces by bytecode would take one of the module for a submodule
+    kind.forward = detaching  # on the class: a trace by bytecode would take an instance's `forward` for a submodule
     try:
         yield called
     finally:
@@ -89,7 +86,10 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
 
 
 def observe_apart(module: torch.nn.Module, recorder: Recorder, arguments: Mapping[str, Any]) -> Observer:
-    """What a copy of the module does when it runs: of a forward that torch traced by bytecode an observer has seen nothing."""
+    """Runs a copy of the module under a new observer, and returns that observer.
+
+    This is for a forward that torch traced by bytecode: the observer of the trace has seen nothing of it.
+    """
     import torch
 
     try:
@@ -106,9 +106,9 @@ def observe_apart(module: torch.nn.Module, recorder: Recorder, arguments: Mappin
 
 
 def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) -> None:
-    """Marks each Identity that keeps a gradient from one of `parameters`, by name; of those in functions and bodies each.
+    """Marks each Identity that stops the gradient of one of `parameters`, by name; in functions and bodies it marks every `detach`.
 
-    `called`: the names of each `torch.autograd.Function` that ran, for the Identity behind what one makes.
+    `called`: the names of the `torch.autograd.Function`s that ran, for the Identity after each one's results.
     """
     graph = model.graph
     followed = {value for name, value in graph.initializers.items() if name in parameters}
@@ -127,7 +127,7 @@ def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) 
 
 @contextmanager
 def marks_preserved(model: ir.Model) -> Iterator[None]:
-    """Keeps a clean-up of the model in here from taking marked nodes for copies."""
+    """A context in which a clean-up of the model does not remove marked nodes as if they were copies."""
     for node in _every(model):
         if not {STOPS_GRADIENT, OWN_BACKWARD}.isdisjoint(node.metadata_props):
             node.domain = _KEPT
@@ -147,7 +147,7 @@ def _is(node: ir.Node, operator: str) -> bool:
 
 
 def _enable(on: bool) -> None:
-    """Turns gradients on or off without a trace in what is being exported."""
+    """Turns gradients on or off without leaving a node in the trace."""
     import torch
 
     with torch._C.DisableTorchFunction():
@@ -164,9 +164,9 @@ def _mode(observer: Observer) -> Callable[[], Any]:
     data, functions = getattr_static(Tensor, "data").__get__, rewritten()
 
     class Detaching(TorchFunctionMode):
-        """Follows whether forward has turned gradients off, and detaches what functions then make.
+        """Tracks whether forward has turned gradients off, and detaches the results of functions while it has.
 
-        `off` is not torch's own switch: that is off, too, inside of a `torch.autograd.Function`, through which a gradient flows.
+        `off` is not torch's own switch: that is also off inside of a `torch.autograd.Function`, through which a gradient flows.
         """
 
         off = False
@@ -191,7 +191,7 @@ def _mode(observer: Observer) -> Callable[[], Any]:
                 observer.detached(args, shown)
                 return shown
             self.off = self.off and not on
-            # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
+            # branches of a `torch.cond` turn gradients off themselves (`traced_blocks.py`)
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
                 traced: Callable[..., Any] = functions.get(func, func)

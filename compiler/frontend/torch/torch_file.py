@@ -1,8 +1,8 @@
-"""Weights of a file that `torch.onnx.export` wrote, as torch's modules have them: under their names, in their shapes, one for each.
+"""Restores the weights of a file that `torch.onnx.export` wrote as torch's modules have them: their names, their shapes, one for each name.
 
-The exporter folds the transpose of a linear layer's weight, which is then `val_152` with its dims exchanged, and of weights that are
-equal when it exports it keeps one. Its metadata say what they were: of a node the call in torch with its operands, of a constant
-what it was folded from, of a weight its name in torch's program.
+The exporter folds the transpose of a linear layer's weight, which is then `val_152` with its dims exchanged, and merges weights that are
+equal at the export. Metadata of the file tell the origin: for a node the call in torch with its operands, for a constant the values that
+it was folded from, for a weight its name in torch's program.
 
     val_152 (64, 32), folded from q_proj.weight, read by linear(x, p_q_proj_weight)    ->    q_proj.weight (32, 64), transposed
     norm1.weight, read by layer_norm(y, p_norm2_weight)                                ->    norm2.weight, with the same numbers
@@ -34,7 +34,7 @@ _KINDS = {"p": "PARAMETER", "b": "BUFFER"}
 
 
 def restored(model: ir.Model) -> ir.Model:
-    """`model` with the weights of a torch export under the names and in the shapes that they have in their modules."""
+    """Gives the weights of a torch export the names and shapes that they have in their modules, and returns `model`."""
     graph = model.graph
     if not any(TORCH_SCOPES in node.metadata_props for node in graph):
         return model
@@ -56,14 +56,14 @@ def restored(model: ir.Model) -> ir.Model:
         and value not in outputs
     ]
     for value in made:
-        if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # its name is that of the caller's proto
+        if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # it shares its name with the caller's proto
             value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(value.const_value))
     name_by_use(model, made)
     return model
 
 
 def _restore_merged(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
-    """Separates equal weights that the exporter has merged: each reader gets the tensor with which torch calls it."""
+    """Separates equal weights that the exporter merged: each reader gets the tensor that torch's call names."""
     own = value.metadata_props.get(_PLACEHOLDER, "")
     for use in list(value.uses()):
         operands = _operands(use.node)
@@ -85,7 +85,7 @@ def _restore_merged(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
 
 
 def _unfold(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
-    """Reads a weight through a Transpose where the file has the transposed weight."""
+    """Replaces a transposed weight of the file by the module's weight and a Transpose."""
     sources = _sources(value)
     tensor = value.const_value
     if tensor is None or len(sources) != 1 or len(tensor.shape) != 2 or not tensor.dtype.is_floating_point():
@@ -114,7 +114,7 @@ def _unfold(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
 
 
 def _transposed_name(value: ir.Value, node: ir.Node, operand: int, source: str) -> str | None:
-    """The weight whose transpose a reader takes in `value`, which is one op on `source`; None where that op is not known."""
+    """Returns the weight whose transpose a reader takes as `value`, which one op made from `source`; None where that op is not known."""
     linear = _LINEAR.search(node.metadata_props.get(_CALL, ""))
     if node.op_type == "MatMul" and operand == 1 and linear is not None:
         if linear[1][2:] == _plain(source):
@@ -125,20 +125,20 @@ def _transposed_name(value: ir.Value, node: ir.Node, operand: int, source: str) 
 
 
 def _operands(node: ir.Node) -> list[str]:
-    """The parameters and buffers that torch's call of a node reads, by their names in torch's program."""
+    """Returns the parameters and buffers that torch's call of a node reads, by their names in torch's program."""
     _, _, arguments = node.metadata_props.get(_CALL, "").partition("](args = ")
     return _OPERAND.findall(arguments)
 
 
 def _dotted(operand: str, node: ir.Node) -> str | None:
-    """The name of a tensor of the node's own module: `p_layers_0_norm_weight` in `layers.0.norm` is `layers.0.norm.weight`."""
+    """Maps a tensor of the node's own module to its name: `p_layers_0_norm_weight` in `layers.0.norm` is `layers.0.norm.weight`."""
     scope = module_of(node)
     begin = f"{_plain(scope)}_" if scope else ""
     return f"{scope}.{operand[2:].removeprefix(begin)}" if begin and operand[2:].startswith(begin) else None
 
 
 def _sources(value: ir.Value) -> list[str]:
-    """All values that a constant was folded from: the operands of its ops, one by one."""
+    """Returns all values that a constant was folded from: the operands of its ops, in order."""
     try:
         names = [str(name) for name in ast.literal_eval(value.metadata_props[FOLDED])]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -147,7 +147,7 @@ def _sources(value: ir.Value) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A tensor's name as torch's program has it behind `p_` or `b_`."""
+    """Returns a tensor's name as it follows `p_` or `b_` in torch's program."""
     return re.sub(r"[^a-zA-Z0-9]", "_", name).lower()
 
 
@@ -166,7 +166,7 @@ def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | None, k
 
 
 def _transposed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The transposed tensor, read when it is asked for."""
+    """Returns the transposed tensor; it is read only when it is used."""
     return ir.LazyTensor(
         lambda: ir.Tensor(tensor.numpy().T, dtype=tensor.dtype),
         dtype=tensor.dtype,

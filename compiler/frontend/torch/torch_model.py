@@ -1,7 +1,7 @@
-"""A torch module with the inputs by which it was exported, so that it can be run for comparison with its exported graph.
+"""A torch module with the inputs of its export, so that it can be run for comparison with its exported graph.
 
-`export` leaves it in the graph's `meta`, under `TORCH_MODEL`. Runs change nothing of the module: forward gets copies of its buffers.
-Dropout is off, since torch and a graph draw other numbers.
+`export` stores it in the graph's `meta`, under `TORCH_MODEL`. A run does not change the module: forward gets copies of its buffers.
+Dropout is off, since torch and a graph draw different numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 TORCH_MODEL = "partc.torch_model"
 """Key of `ir.Model.meta`: the `TorchModel` that the graph was exported from, or a function that builds it."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-"""Functions of torch that drop; each has a form in place, with an underscore."""
+"""Functions of torch that drop; each also has an in-place form, with an underscore."""
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Seen: TypeAlias = "Callable[[str, torch.nn.Module, list[torch.Tensor]], None]"
-"""A callback with the path of a module that has run, the module, and the tensors that it gave."""
+"""A callback for each module that has run: its path, the module, and the tensors that it returned."""
 
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A module, its inputs in order, and by the name of each output of the graph its place among the tensors that forward gives.
+    """A module and its inputs in order. `outputs` maps each output of the graph to its index among the tensors that forward returns.
 
-    `sizes`: those of dynamic dims in the export. `arguments`: what forward calls the inputs, empty where it takes them by position.
+    `sizes`: the dynamic dims' sizes in the export. `arguments`: forward's names for the inputs, empty where it takes them by position.
     `stored`: the tensors of a module that was exported without its weights.
     """
 
@@ -51,7 +51,7 @@ class TorchModel:
     stored: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, those of `stored` read from there; buffers are copies."""
+        """Maps names to parameters and buffers, those in `stored` read from there; buffers are copies."""
         import torch
 
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
@@ -63,7 +63,7 @@ class TorchModel:
         return {name: known.get(id(tensor), tensor) for name, tensor in named.items()}
 
     def call(self, tensors: Tensors | None, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The outputs that forward makes of tensors, by the graph's names; with the module's own tensors where none are given."""
+        """Runs forward; returns its outputs by the graph's names. `tensors` replace the module's own parameters and buffers."""
         import torch
         from torch.utils import _pytree
 
@@ -76,7 +76,7 @@ class TorchModel:
         return {name: leaves[place] for name, place in self.outputs.items()}
 
     def run(self, values: Mapping[str, Array], seen: Seen | None = None) -> dict[str, Array]:
-        """The outputs that forward makes of arrays, by name; `seen` gets what each of its modules gives."""
+        """Runs forward on arrays; returns its outputs by name. `seen` gets the results of each of its modules."""
         import torch
 
         with quiet(), without_gradients(), without_dropout(self.module), _watched(self.module, seen):
@@ -87,7 +87,7 @@ class TorchModel:
 
 
 def torch_model_of(model: ir.Model) -> TorchModel | None:
-    """The module that a graph was exported from; None where it was not exported here."""
+    """Returns the module that a graph was exported from; None where partc did not export it in this process."""
     found = model.meta.get(TORCH_MODEL)
     if callable(found):
         found = model.meta[TORCH_MODEL] = found()
@@ -95,7 +95,7 @@ def torch_model_of(model: ir.Model) -> TorchModel | None:
 
 
 def called_as(torch_model: TorchModel, model: ir.Model, where: str) -> TorchModel:
-    """The module with the names that another graph of it has for its inputs and outputs: the same ones, or others in the same order.
+    """Renames the module's inputs and outputs to those of another graph of it: the same names, or others in the same order.
 
     Raises CompileError where there are more or fewer.
     """
@@ -112,7 +112,7 @@ def called_as(torch_model: TorchModel, model: ir.Model, where: str) -> TorchMode
 
 
 def _matched(ours: Sequence[str], others: Sequence[str]) -> dict[str, str] | None:
-    """Maps each of our names to the other file's name: the same if there is one, else by order; None where the numbers differ."""
+    """Maps each of our names to the other file's name: the same name where it has it, else by order; None where the numbers differ."""
     if set(others) <= set(ours):
         return {name: name for name in others}
     return dict(zip(ours, others, strict=True)) if len(ours) == len(others) else None
@@ -120,7 +120,7 @@ def _matched(ours: Sequence[str], others: Sequence[str]) -> dict[str, str] | Non
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch's exporter and `transformers` log of modules that are not used, and warn of their own internals."""
+    """A context without the logs and warnings of torch's exporter and `transformers` about unused modules and their own internals."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -133,9 +133,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
-    """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
+    """A context without gradients, in which a `with torch.no_grad()` has no effect: else torch makes it a call, and loses its modules.
 
-    Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
+    Attention layers would then use inference kernels that are not ops of ONNX: these are off, too.
     """
     import torch
 
@@ -150,7 +150,7 @@ def without_gradients() -> Iterator[None]:
 
 @contextmanager
 def without_dropout(module: torch.nn.Module) -> Iterator[None]:
-    """Within, nothing is dropped, neither by layers nor by functions that a module in training calls."""
+    """A context in which no element is dropped, neither by layers nor by functions that a module in training calls."""
     import torch
     from torch.nn import functional
 

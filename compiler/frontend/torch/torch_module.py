@@ -1,7 +1,7 @@
 """Exports a `torch.nn.Module` to a model whose nodes and weights keep the names of its modules.
 
 torch's own clean-up would fold weights into others, merge equal ones and drop layers that train, so it stays off. Instead
-the weights are lifted to graph inputs, the graph is cleaned up around them, and they are put back under their names. Layers in
+the weights become graph inputs, the graph is cleaned up around them, and they are put back under their names. Layers in
 training mode stay: Dropout as it is, BatchNorm with `training_mode=1` and its running statistics as outputs, which torch's
 exporter leaves out. A module is exported in the mode that it is in: call `model.eval()` for inference.
 """
@@ -52,17 +52,20 @@ if TYPE_CHECKING:
     import torch
 
 OPSET = 21
-"""What rules are written for and training converts to. From 23 on torch writes attention and rotary embeddings as single ops, of
-which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
+"""The opset of exports: partc's rules are written for it, and training converts to it.
+
+From 23 on torch writes attention and rotary embeddings as single ops. Of these onnxruntime refuses forms that the standard's broadcasting
+allows: tables of one record for a dynamic batch.
+"""
 OPSET_WITH_CACHE = 23
-"""For a decoder that keeps its cache: attention as one op becomes onnxruntime's fused one, and each sequence has a table of its own."""
+"""The opset for a decoder with a cache: attention as one op becomes onnxruntime's fused one, and each sequence has a table of its own."""
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
 _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
 _IN_ANOTHER = "its forward has sizes that torch does not follow; export it in a module of your own, with a dynamic batch, tokens and past"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
-# Paths and source lines of the machine that exports, and what repeats the graph in another form.
+# Paths and source lines of the exporting machine, and metadata that repeat the graph in another form.
 _DROPPED = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.onnx.original_node_name")
 
 
@@ -76,7 +79,7 @@ def export(
     recorder: Recorder,
     opset: int = OPSET,
 ) -> ir.Model:
-    """The module's model. An input is an example tensor, its dims named by `dynamic_shapes`, or whatever `specs` takes.
+    """Exports the module. An input is an example tensor, with its dims named by `dynamic_shapes`, or an entry that `specs` accepts.
 
     Raises CompileError where torch cannot export it or the declarations do not fit forward.
     """
@@ -104,7 +107,7 @@ def export(
     program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
-    model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
+    model: ir.Model = program.model.clone()  # in torch's own model, `==` of two values may add a node
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
@@ -140,9 +143,9 @@ def export(
 def _by_torch(
     module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder, observer: Observer
 ) -> tuple[Any, list[str]]:
-    """torch's program, and the names of each `torch.autograd.Function` that ran.
+    """Returns torch's program, and the names of the `torch.autograd.Function`s that ran.
 
-    A model of `transformers` that torch cannot export as it is gets the settings by which it can.
+    A model of `transformers` that torch cannot export as it is gets the settings with which it can.
     """
     import torch
 
@@ -174,7 +177,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _declared(entry: object, dims: Mapping[int, object]) -> object:
-    """An example tensor as an Input with its dynamic dims; anything else as it is."""
+    """Converts an example tensor to an Input with its dynamic dims; returns anything else unchanged."""
     import torch
 
     if not isinstance(entry, torch.Tensor):
@@ -184,7 +187,7 @@ def _declared(entry: object, dims: Mapping[int, object]) -> object:
 
 
 def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, dict[int, object]]:
-    """Per input its dynamic dims by axis, from torch's own forms: a dict or tuple of inputs, each a dict or tuple of dims."""
+    """Maps each input to its dynamic dims by axis, from torch's forms: a dict or tuple of inputs, each a dict or tuple of dims."""
     if declared is None:
         return {}
     if isinstance(declared, list | tuple):
@@ -200,13 +203,13 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
             if dim is None and not by_axis:
                 continue
             is_plain = dim is None or isinstance(dim, str | int | Symbol)
-            # a `torch.export.Dim` has a name; `Dim.AUTO` and its like have none
+            # a `torch.export.Dim` has a name; `Dim.AUTO` and similar ones have none
             found[name][int(axis)] = dim if is_plain else getattr(dim, "__name__", None)
     return found
 
 
 def _sizes(read: Sequence[Spec], names: DimNames) -> dict[str, int]:
-    """A legal example size for each dynamic dim, no two equal where their Symbols allow it."""
+    """Returns a legal example size for each dynamic dim, all different where their Symbols allow it."""
     sizes: dict[str, int] = {}
     for spec in read:
         for axis, dim in enumerate(spec.dims):
@@ -244,7 +247,7 @@ def _torch_type(spec: Spec) -> torch.dtype:
 
 
 def _refusal(error: Exception, where: str, recorder: Recorder, help: str, what: str) -> Exception:
-    """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
+    """Returns the error to raise, from the root of an error: the user's own unchanged, torch's with the user's line where it has one."""
     root = _root(error)
     if (node := _untranslated(error)) is not None:
         return CompileError(_without_translation(node, root, where))
@@ -261,7 +264,7 @@ def _refusal(error: Exception, where: str, recorder: Recorder, help: str, what: 
 
 
 def _untranslated(error: BaseException | None) -> torch.fx.Node | None:
-    """The node of the exported program that the exporter could not translate, from the frame that tried."""
+    """Returns the node of the exported program that the exporter could not translate, from the stack frame that tried it."""
     import torch
 
     for reason in () if error is None else chain_of(error, contexts=False):
@@ -273,7 +276,7 @@ def _untranslated(error: BaseException | None) -> torch.fx.Node | None:
 
 
 def _without_translation(node: torch.fx.Node, root: BaseException, where: str) -> Problem:
-    """Names the function of torch and the module that calls it."""
+    """Returns a problem that names the function of torch and the module that calls it."""
     stack = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
     module = stack[-1] if stack and stack[-1] else ""
     function = re.sub("^(aten|prims)", "torch", str(node.target).removesuffix(".default"))
@@ -285,9 +288,9 @@ def _without_translation(node: torch.fx.Node, root: BaseException, where: str) -
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Every weight by torch's own name, with what torch says of whether it is trainable.
+    """Gives every weight torch's own name, and marks whether it is trainable in torch.
 
-    A shared one has the first of its names whose module is called; a module that is called under its second name keeps that.
+    A shared weight gets the first of its names whose module is called; a module that is called only under its second name keeps that one.
     """
     scopes = {one for node in graph for one in _QUOTED.findall(node.metadata_props.get(TORCH_SCOPES, ""))}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -311,7 +314,7 @@ def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
 
 
 def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
-    """The graph's inputs by the declared names and dims, in the declared order."""
+    """Gives the graph's inputs the declared names and dims, in the declared order. Raises CompileError where they do not fit."""
     graph = model.graph
     by_name = {value.name: value for value in graph.inputs}
     found = [by_name.get(spec.name) for spec in read]
@@ -336,7 +339,7 @@ def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
 
 
 def _output_names(program: Any, count: int, names: Sequence[str], where: str) -> list[str]:
-    """The declared names, else the keys of the dict that forward returns, else `output` or `output_0`, `output_1`."""
+    """Returns the declared names, else the keys of the dict that forward returns, else `output`, or `output_0`, `output_1`."""
     if names:
         if len(names) != count:
             fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {count}"
@@ -351,7 +354,7 @@ def _output_names(program: Any, count: int, names: Sequence[str], where: str) ->
 
 
 def _chosen(graph: ir.Graph, made: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """Leaves the outputs that are asked for by the names that forward gives them, else the main ones; the names of those left."""
+    """Reduces the graph's outputs to those in `asked`, by forward's names, else to the main ones; returns the remaining names."""
     if asked and not set(asked) <= set(made):
         return asked
     by_name = dict(zip(made, graph.outputs, strict=True))
@@ -362,7 +365,7 @@ def _chosen(graph: ir.Graph, made: Sequence[str], asked: Sequence[str]) -> Seque
 
 
 def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
-    """Outputs get their names; one that is an input, a weight or another output too leaves through an Identity."""
+    """Names the outputs; a value that is also an input, a weight or another output gets an Identity as its output node."""
     graph = model.graph
     kept = {value.name for value in (*graph.inputs, *graph.initializers.values())}
     if clash := [name for name in names if name in kept]:
@@ -380,9 +383,9 @@ def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
 
 
 def _mark_batch_norms(model: ir.Model, training: bool) -> None:
-    """Layers in training take the statistics of the batch, and all move the running variance by torch's law.
+    """Marks all BatchNorms to move the running variance by torch's law; those in training mode use the statistics of the batch.
 
-    `training`: whether the module as a whole is in training mode; a layer in evaluation mode there has been frozen by its author.
+    `training`: whether the module as a whole is in training mode; then a layer in evaluation mode was frozen by its author.
     """
     for node in model.graph:
         if node.op_type != "BatchNormalization":

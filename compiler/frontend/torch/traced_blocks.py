@@ -1,9 +1,9 @@
-"""Blocks without gradients in what torch traced by bytecode: branches of `torch.cond`, and a module that only its strict export takes.
+"""Detaches results of blocks without gradients in code that torch traced by bytecode: branches of `torch.cond`, and its strict export.
 
 There a block `with torch.no_grad()` is a call of a graph by `wrap_with_set_grad_enabled`, which a later step of the export inlines and
-forgets. Each floating-point tensor that such a graph makes is detached here before, unless a block inside turned gradients on again.
-A block `with torch.inference_mode()` leaves no call at all, so that it is traced as a block without gradients, inside of which none are
-turned on.
+forgets. Before that step, each floating-point tensor that such a graph makes is detached, unless an inner block turned gradients on again.
+A block `with torch.inference_mode()` leaves no call at all, so it is traced as a block without gradients, inside of which gradients cannot
+be turned on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def traced_blocks_detached() -> Iterator[None]:
-    """While in here, programs of `torch.export.export` detach what blocks without gradients make."""
+    """A context in which programs of `torch.export.export` detach the results of blocks without gradients."""
     import torch
 
     export = torch.export.export
@@ -41,13 +41,13 @@ def traced_blocks_detached() -> Iterator[None]:
 
 @contextmanager
 def _inference_as_blocks() -> Iterator[None]:
-    """While in here, what torch has traced of a block of inference turns gradients off instead, and on again at its end."""
+    """A context in which a traced block of inference turns gradients off, and on again at its end."""
     import torch
     from torch.autograd import grad_mode
     from torch.overrides import TorchFunctionMode
 
     class Off(TorchFunctionMode):
-        """In a block of inference `torch.enable_grad()` turns nothing on."""
+        """A mode in which `torch.enable_grad()` has no effect inside a block of inference."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch._C._set_grad_enabled and inferring[-1]:
@@ -55,7 +55,7 @@ def _inference_as_blocks() -> Iterator[None]:
             return func(*args, **(kwargs or {}))
 
     inferring: list[bool] = []
-    """Whether each of the blocks around infers, the innermost last; one of `inference_mode(False)` does not."""
+    """For each enclosing block, innermost last, whether it is a block of inference; `inference_mode(False)` is not."""
 
     def enter(mode: bool) -> tuple[bool, Off | None]:
         before = torch.is_grad_enabled()
@@ -76,7 +76,7 @@ def _inference_as_blocks() -> Iterator[None]:
         inferring.pop()
 
     was = grad_mode._enter_inference_mode, grad_mode._exit_inference_mode
-    functools.update_wrapper(enter, was[0])  # the graph's code has these names
+    functools.update_wrapper(enter, was[0])  # the graph's code uses these names
     functools.update_wrapper(leave, was[1])
     grad_mode._enter_inference_mode, grad_mode._exit_inference_mode = enter, leave
     try:
@@ -86,7 +86,7 @@ def _inference_as_blocks() -> Iterator[None]:
 
 
 def _detach(module: torch.fx.GraphModule, off: bool) -> None:
-    """Detaches in `module` and the graphs that it calls; `off`: gradients are off where it is called."""
+    """Detaches tensors in `module` and the graphs that it calls; `off`: gradients are off where it is called."""
     import torch
 
     block, detach = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.aten.detach.default

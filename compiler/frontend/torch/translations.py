@@ -1,7 +1,7 @@
-"""Translations of torch's functions to ONNX that replace the exporter's where numbers are extreme, or where it has none.
+"""Translates functions of torch to ONNX in place of its exporter, where that is wrong for extreme numbers or has no translation.
 
-Each gives torch's value and torch's gradient, by the op table's rules: zeros of both signs, tiny numbers that 1 + x would lose, numbers
-of which an exponential overflows, ties, infinities and NaN. A part that a Where does not choose gets a harmless operand, since its
+Each gives torch's value and torch's gradient, by the op table's rules, also for zeros of both signs, tiny numbers that 1 + x would
+lose, numbers whose exponential overflows, ties, infinities, NaN. A branch that a Where does not choose gets a harmless operand, as its
 gradient would be 0 times infinity:
 
     log1p(x)    Log(1 + x) + (s - ((1 + s) - 1)) / (1 + s), s = x where |x| < 1/2, else 0: what 1 + x has lost
@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 
 class _Ops:
-    """onnxscript's functions of opset 18, imported at their first use: a model that is a file does without."""
+    """onnxscript's functions of opset 18, imported at their first use: a model that is a file does not need them."""
 
     def __getattr__(self, name: str) -> Any:
         from onnxscript import opset18
@@ -36,11 +36,14 @@ _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _LN2 = math.log(2)
 _LONGEST = 4096
 _COMPLEX = "aten::unsqueeze"
-"""The longest dim along which a running product is written out, in its logarithm of steps."""
+"""`_LONGEST`: the longest dim along which a running product is written out, in log2(size) steps.
+
+`_COMPLEX`: the function whose translation for complex numbers is registered in the exporter's registry.
+"""
 
 
 def table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Maps each function of torch to its translation, as `torch.onnx.export` takes them in `custom_translation_table`."""
+    """Maps each function of torch to its translation, in the form of `torch.onnx.export`'s `custom_translation_table`."""
     from onnxscript.function_libs.torch_lib.registration import default_registry, torch_op
 
     # torch takes no translation of complex numbers from a table
@@ -101,7 +104,7 @@ def _table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
 
 
 def drop_in_attention(model: ir.Model) -> None:
-    """Has attention drop what torch's drops: the exporter writes a Dropout that is in inference mode."""
+    """Turns on the Dropout of attention, as in torch: the exporter writes one in inference mode."""
     for node in list(model.graph):
         if node.op_type != "Dropout" or "scaled_dot_product_attention" not in node.metadata_props.get(_CLASSES, ""):
             continue
@@ -114,9 +117,9 @@ def drop_in_attention(model: ir.Model) -> None:
 
 
 def attend_to_none(model: ir.Model) -> None:
-    """Lets a query that a mask of booleans allows no key attend to none, as torch does.
+    """Makes a query whose boolean mask allows no key attend to none, as torch does.
 
-    The exporter masks by the smallest number, of which such a row's softmax makes equal weights, and then looks for NaN in vain.
+    The exporter masks with the smallest number, so the softmax of such a row gives equal weights, and the exporter's NaN test never fires.
     """
     for node in list(model.graph):
         if node.op_type != "IsNaN" or "scaled_dot_product_attention" not in node.metadata_props.get(_CLASSES, ""):
@@ -143,7 +146,7 @@ def attend_to_none(model: ir.Model) -> None:
 
 
 def _in_float(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which computes in 32 bits where its operands have 16."""
+    """Wraps a function so that it computes in 32 bits where its operands have 16."""
 
     def wide(*operands: Any) -> Any:
         kind = operands[0].dtype
@@ -161,12 +164,12 @@ def _float(x: Any) -> Any:
 
 
 def _like(x: Any, number: float) -> Any:
-    """A number as a constant in the type of `x`."""
+    """Returns a number as a constant in the type of `x`."""
     return op.Constant(value=ir.tensor(np.array(number, x.dtype.numpy()), dtype=x.dtype))
 
 
 def _typed(x: Any, like: Any, rank: int | None = None) -> Any:
-    """A value that a translation has made, with the type of `like` and so many dims, by default as many."""
+    """Gives a value that a translation made the type of `like`, and `rank` dims of unknown size, by default the shape of `like`."""
     x.dtype, x.shape = like.dtype, like.shape if rank is None else ir.Shape([None] * rank)
     return x
 
@@ -176,7 +179,7 @@ def _ints(*numbers: int) -> Any:
 
 
 def _operands(x: Any, other: Any) -> tuple[Any, Any]:
-    """Both operands as values of one type."""
+    """Returns both operands as values of one type."""
     if isinstance(other, int | float):
         return x, _like(x, other)
     return (x, other) if x.dtype == other.dtype else (x, op.CastLike(other, x))
@@ -204,7 +207,7 @@ def expm1(x: Any) -> Any:
 
 
 def _softplus(x: Any, like: Any) -> Any:
-    """log(1 + exp(x)), of the type of `like`; onnxruntime has no Softplus of 64 bits."""
+    """log(1 + exp(x)), in the type of `like`; onnxruntime has no Softplus of 64 bits."""
     if like.dtype != ir.DataType.DOUBLE:
         return op.Softplus(x)
     return op.Add(op.Max(x, _like(like, 0)), log1p(_typed(op.Exp(op.Neg(op.Abs(x))), like)))
@@ -215,7 +218,7 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def logaddexp(a: Any, b: Any) -> Any:
-    """max(a, b) + log(1 + exp(-|a - b|)), where a - b is 0 for infinities of one sign, too."""
+    """max(a, b) + log(1 + exp(-|a - b|)), with a - b as 0 also for equal infinities."""
     apart = op.Where(op.Equal(a, b), _like(a, 0), op.Sub(a, b))
     return op.Add(op.Max(a, b), _softplus(op.Neg(op.Abs(apart)), a))
 
@@ -227,7 +230,7 @@ def logaddexp2(a: Any, b: Any) -> Any:
 
 
 def signbit(x: Any) -> Any:
-    """Whether a number is negative, or the negative zero, whose reciprocal is."""
+    """Whether a number is negative, or the negative zero, whose reciprocal is negative."""
     zero = _like(x, 0)
     if not x.dtype.is_floating_point():
         return op.Less(x, zero)
@@ -240,7 +243,7 @@ def copysign(x: Any, sign: Any) -> Any:
 
 
 def atan2(y: Any, x: Any) -> Any:
-    """The arcus tangent of the smaller by the larger, turned by a half or a quarter: also where both are 0 or infinite."""
+    """The arc tangent of the smaller operand over the larger, turned by a half or a quarter: also where both are 0 or infinite."""
     (y, x), zero = _operands(y, x), _like(y, 0)
     steep = op.Greater(op.Abs(y), op.Abs(x))
     over, under = op.Where(steep, x, y), op.Where(steep, y, x)
@@ -255,7 +258,7 @@ def atan2(y: Any, x: Any) -> Any:
 
 
 def hypot(a: Any, b: Any) -> Any:
-    """The root of the sum of squares, of numbers whose squares may be too large."""
+    """The square root of a**2 + b**2, scaled so that the squares do not overflow."""
     larger, power = op.Max(op.Abs(a), op.Abs(b)), 2.0 ** (500 if a.dtype == ir.DataType.DOUBLE else 70)
     scale = op.Where(op.Greater(larger, _like(a, power**0.5)), _like(a, power), _like(a, 1))
     scale = op.Where(op.Less(larger, _like(a, power**-0.5)), _like(a, 1 / power), scale)
@@ -265,7 +268,7 @@ def hypot(a: Any, b: Any) -> Any:
 
 
 def fmax(a: Any, b: Any) -> Any:
-    """The larger one, and of a NaN and a number the number; torch's gradient goes to `a` where both are equal."""
+    """The larger operand; for a NaN and a number, the number. As in torch, the gradient goes to `a` where both are equal."""
     return op.Where(op.Or(op.GreaterOrEqual(a, b), op.IsNaN(b)), a, b)
 
 
@@ -279,14 +282,14 @@ def heaviside(x: Any, at_zero: Any) -> Any:
 
 
 def xlogy(x: Any, y: Any) -> Any:
-    """x log y, and 0 where x is and the logarithm is not finite; NaN where y is."""
+    """x log y; 0 where x is 0 and the logarithm is not finite; NaN where y is NaN."""
     zero = _like(x, 0)
     unbounded = op.Or(op.LessOrEqual(y, zero), op.IsInf(y))
     return op.Mul(x, op.Log(op.Where(op.And(op.Equal(x, zero), unbounded), _like(x, 1), y)))
 
 
 def clamp(x: Any, low: float | None = None, high: float | None = None) -> Any:
-    """Clip with both bounds: onnxruntime's takes the largest number for one that is absent, and an infinity becomes that."""
+    """Clip with both bounds: onnxruntime replaces an absent bound by the largest number, to which it would clip an infinity."""
     if low is None and high is None:
         return op.Identity(x)
     if not x.dtype.is_floating_point():
@@ -299,7 +302,7 @@ def clamp(x: Any, low: float | None = None, high: float | None = None) -> Any:
 
 
 def clamp_by_tensors(x: Any, low: Any = None, high: Any = None) -> Any:
-    """The bound where a number is beyond it; at the bound the gradient is the number's alone."""
+    """Returns the bound where a number is beyond it; at the bound the gradient goes to the number alone."""
     if low is not None:
         low = op.CastLike(low, x)
         x = op.Where(op.Less(x, low), low, x)
@@ -310,7 +313,7 @@ def clamp_by_tensors(x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 def hardtanh(x: Any, low: float = -1, high: float = 1) -> Any:
-    """A clamp through which no gradient flows at the bounds either, as far as one op says so: at 0, by Relu."""
+    """A clamp that passes no gradient at the bounds either, as far as one op can: at 0, by Relu."""
     if low == 0 and x.dtype.is_floating_point():
         return op.Clip(op.Relu(x), _like(x, 0), _like(x, high))
     lowest, highest = _like(x, low), _like(x, high)
@@ -318,7 +321,7 @@ def hardtanh(x: Any, low: float = -1, high: float = 1) -> Any:
 
 
 def power(x: Any, exponent: float) -> Any:
-    """Roots by Sqrt: the power of a negative infinity is a positive one, its root is NaN."""
+    """A power; roots are written as Sqrt, since (-inf) to the power 0.5 is inf, but its square root is NaN."""
     if not x.dtype.is_floating_point():
         if isinstance(exponent, int):
             return op.Pow(x, _like(x, exponent))
@@ -331,7 +334,7 @@ def power(x: Any, exponent: float) -> Any:
 
 
 def divided(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    """The quotient, rounded towards 0 or down: of integers exactly, not by way of a float."""
+    """The quotient, rounded towards 0 or down; the quotient of integers is exact, without conversion to a float."""
     if isinstance(other, float) and not x.dtype.is_floating_point():
         x = _float(x)
     x, other = _operands(x, other)
@@ -344,13 +347,13 @@ def divided(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 def floor_divided(x: Any, other: Any) -> Any:
-    """The quotient rounded down, of the number less its remainder: 2.1 // 0.7 is 2, as 2.1 is less than 3 times 0.7."""
+    """The quotient rounded down, computed from x minus its remainder: 2.1 // 0.7 is 2, as 2.1 is less than 3 times 0.7."""
     if isinstance(other, float) and not x.dtype.is_floating_point():
         x = _float(x)
     x, other = _operands(x, other)
     zero = _like(x, 0)
     if not x.dtype.is_floating_point():
-        rest = op.Mod(x, other)  # of the sign of the divisor
+        rest = op.Mod(x, other)  # with the sign of the divisor
         return op.Div(op.Sub(x, rest), other)
     rest = op.Mod(x, other, fmod=1)
     exact = op.Div(op.Sub(x, rest), other)
@@ -362,7 +365,7 @@ def floor_divided(x: Any, other: Any) -> Any:
 
 
 def remainder(x: Any, other: Any) -> Any:
-    """The remainder, of the sign of the divisor."""
+    """The remainder, with the sign of the divisor."""
     if isinstance(other, float) and not x.dtype.is_floating_point():
         x = _float(x)
     x, other = _operands(x, other)
@@ -374,14 +377,14 @@ def remainder(x: Any, other: Any) -> Any:
 
 
 def _reduced(x: Any, dim: Sequence[int] | int | None) -> tuple[Any, Any]:
-    """What is reduced, and its axes: all of a tensor where no dims are said."""
+    """Returns the operand of a reduction and its axes: all axes where `dim` names none."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return x, _ints(*range(_rank(x)))
     return x, _ints(*([dim] if isinstance(dim, int) else dim))
 
 
 def vector_norm(x: Any, ord: float = 2.0, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
-    """The norm along dims, whose gradient is 0 where all elements are."""
+    """The norm along dims; its gradient is 0 where all elements are 0."""
     x = x if dtype in (-1, None) else op.Cast(x, to=dtype)
     x, axes = _reduced(x, dim)
     keep = int(keepdim)
@@ -405,18 +408,18 @@ def vector_norm(x: Any, ord: float = 2.0, dim: Any = None, keepdim: bool = False
 
 
 def unsqueeze_complex(self: Any, dim: int) -> Any:
-    """Complex numbers with one more dim of 1; the exporter has real and imaginary parts as a last dim of 2."""
+    """Inserts a dim of 1 into complex numbers, which the exporter stores with real and imaginary parts as a last dim of 2."""
     return op.Unsqueeze(self, [dim if dim >= 0 else dim - 1])
 
 
 def cdist(a: Any, b: Any, p: float, compute_mode: int | None = None) -> Any:
-    """The norm of each row of `a` less each row of `b`."""
+    """The norm of the difference of each row of `a` and each row of `b`."""
     difference = op.Sub(op.Unsqueeze(a, _ints(-2)), op.Unsqueeze(b, _ints(-3)))
     return vector_norm(_typed(difference, a, _rank(a) + 1), p, -1)
 
 
 def std(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
-    """The standard deviation along dims, whose gradient is 0 where it is."""
+    """The standard deviation along dims; its gradient is 0 where the deviation is 0."""
     return std_mean(x, dim, correction, keepdim)[0]
 
 
@@ -444,7 +447,7 @@ def _at_extreme(op_type: str, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any
 
 
 def sort(x: Any, stable: bool | None = False, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
-    """TopK of all: of equal elements the first comes first."""
+    """Sorts by a TopK of all elements: of equal elements the first comes first."""
     if _rank(x) == 0:
         return op.Identity(x), op.Constant(value_int=0)
     size = op.Reshape(op.Gather(op.Shape(x), dim, axis=0), _ints(-1))
@@ -457,7 +460,7 @@ def kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any,
 
 
 def median(x: Any, dim: int, keepdim: bool, ignores_nan: bool) -> tuple[Any, Any]:
-    """The lower one of the middle elements along a dim; NaN where an element is, unless those are ignored."""
+    """The lower of the two middle elements along a dim; NaN where any element is NaN, unless NaN are ignored."""
     bad = op.IsNaN(x)
     count = _count(op.Not(bad) if ignores_nan else None, x, dim)
     middle = op.Div(op.Max(op.Sub(count, _ints(1)), _ints(0)), _ints(2))
@@ -476,14 +479,14 @@ def median(x: Any, dim: int, keepdim: bool, ignores_nan: bool) -> tuple[Any, Any
 
 
 def _count(counted: Any, x: Any, dim: int) -> Any:
-    """How many elements along a dim are counted, of each row, or all."""
+    """Returns the number of counted elements along a dim: for each row, or the dim's size where `counted` is None."""
     if counted is None:
         return op.Reshape(op.Gather(op.Shape(x), dim, axis=0), _ints(*[1] * _rank(x)))
     return op.ReduceSum(op.Cast(counted, to=ir.DataType.INT64), _ints(dim), keepdims=1)
 
 
 def median_of_all(x: Any, ignores_nan: bool) -> Any:
-    """The largest element that is at most the median, so that equal ones share the gradient."""
+    """The median of all elements, as the largest element that is at most the median, so that equal elements share the gradient."""
     flat = _typed(op.Reshape(x, _ints(-1)), x, 1)
     found = median(flat, 0, True, ignores_nan)[0]
     lowest = _like(x, -math.inf)
@@ -508,7 +511,7 @@ def logcumsumexp(x: Any, dim: int) -> Any:
 
 
 def _scanned(x: Any, dim: int, neutral: float, combine: Callable[[Any, Any], Any], name: str) -> Any:
-    """A running reduction: each element is combined with the one 1, 2, 4 ... places before it."""
+    """A running reduction in log2(size) steps: each element is combined with the one 1, 2, 4 ... places before it."""
     if _rank(x) == 0:
         return op.Identity(x)
     axis = dim % _rank(x)

@@ -1,1 +1,1 @@
-"""The rewrites of a decoder that generates: its caches, positions, attention, and next token."""
+"""Rewrites a decoder for generation: its caches, positions, attention, and next token."""

@@ -1,12 +1,12 @@
-"""Attention that appends to its cache itself is written in ops of which one appends, so that what holds of `Concat(past, new)` holds of it.
+"""Splits attention that appends to its own cache into an append and an attention, so that rewrites of `Concat(past, new)` apply to it.
 
     y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v)
  ->  present_k = Concat(past_k, k)    present_v = Concat(past_v, v)    y = Attention(q, present_k, present_v, mask)
 
     y, present_k, present_v = GroupQueryAttention(q, k, v, past_k, past_v, seqlens, total, cos, sin)
- ->  the same of its heads, with RotaryEmbedding by the positions behind the past
+ ->  the same for its heads, with RotaryEmbedding by the positions after the past
 
-What is causal, or sees a window alone, gets a mask: entry <= past + n for the n-th token of a step, and entry > past + n - window.
+Causal or windowed attention gets a mask: entry <= past + n for the n-th token of a step, and with a window entry > past + n - window.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from partc.compiler.ir.graph import drop_unread, name_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
 _APPENDING = {("", "Attention"): 4, ("com.microsoft", "GroupQueryAttention"): 3}
-"""Maps each op to the index of its past operand; the past of values is the next operand."""
+"""Maps each op to the index of its operand for the past keys; the past values are the next operand."""
 _LEFT_OUT = ("smooth_softmax", "k_quant_type", "v_quant_type", "qk_output")
 _TURNED, _SEQUENCE = (0, 2, 1, 3), 2
 
 
 def append_apart(model: ir.Model, name: str) -> None:
-    """Rewrites every such node of a model of opset 23 or later; CompileError with those of which it cannot."""
+    """Splits every such node of a model of opset 23 or later. Raises CompileError with all nodes for which it cannot."""
     problems, graph = list[Problem](), model.graph
     appending = [node for node in graph if (node.domain.replace("ai.onnx", ""), node.op_type) in _APPENDING]
     if any(node.inputs[0] is None or node.inputs[0].shape is None for node in appending):
@@ -46,7 +46,7 @@ def append_apart(model: ir.Model, name: str) -> None:
 
 
 def _know_size(node: ir.Node, at: int) -> None:
-    """Gives the last dim of a past and its present its number, where a symbol stands for it, as in files for caches of any element type."""
+    """Replaces a symbol in the last dim of past and present by its size; files for caches of any element type have such symbols."""
     pasts, query = node.inputs[at : at + 2], node.inputs[0]
     if node.op_type == "Attention" or query is None or query.shape is None or not isinstance(query.shape[-1], int):
         return
@@ -65,7 +65,7 @@ def _know_size(node: ir.Node, at: int) -> None:
 
 
 def _left_out(node: ir.Node) -> str:
-    """What of a node has no other form; empty where there is nothing."""
+    """Returns the features of a node that the split form lacks; empty where there are none."""
     past = node.inputs[_APPENDING[node.domain.replace("ai.onnx", ""), node.op_type]]
     if past is None or past.shape is None or len(past.shape) != 4 or not isinstance(past.shape[3], int):
         return "a past that is not [batch, heads, past, size] with a number for its size"
@@ -79,7 +79,7 @@ def _left_out(node: ir.Node) -> str:
 
 
 class _Attended:
-    """One node: its `past` of keys and values, and what it is made of instead."""
+    """One node with its past keys and values, and the ops that replace it."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node, at: int) -> None:
         self.graph, self.node, self.at = graph, node, at
@@ -93,7 +93,7 @@ class _Attended:
         self.attributes = node.attributes
 
     def rewrite(self) -> None:
-        """Puts the ops in place of the node."""
+        """Replaces the node by the split form."""
         build, node, keys = self.build, self.node, self.node.op_type != "Attention"
         query, key, value = (self._heads(k) for k in range(3))
         self._count(query)
@@ -120,7 +120,7 @@ class _Attended:
         self.graph.remove(node, safe=True)
 
     def _heads(self, k: int) -> ir.Value:
-        """Queries, keys or values by head: [batch, heads, tokens, size]."""
+        """Returns queries, keys or values (k = 0, 1, 2) by head: [batch, heads, tokens, size]."""
         value, word = self.node.inputs[k], "qkv"[k]
         if not self.flat:
             assert value is not None
@@ -140,11 +140,11 @@ class _Attended:
         return self.build.op(f"{word}_heads", "Transpose", [parted], perm=_TURNED)
 
     def _count(self, query: ir.Value) -> None:
-        """Makes the number of each token, `steps` of the step and `numbers` of the sequence, and the number of entries."""
+        """Adds `numbers`, the position of each token of the step in its sequence, and `entries`, the numbers of all entries."""
         build, none = self.build, self.build.constant("no_axes", [0])
         zero, one = build.constant("zero", 0), build.constant("one", 1)
         ids = self._ids()
-        source, axis = (query, 2) if ids is None else (ids, 1)  # what ids give is proven without the model's other ops
+        source, axis = (query, 2) if ids is None else (ids, 1)  # a count from ids needs no other ops for its proof
         before, new = (
             build.op(word, "Squeeze", [build.op(f"{word}_1", "Shape", [value], start=dim, end=dim + 1), none])
             for word, value, dim in (("past", self.node.inputs[self.at], 2), ("tokens", source, axis))
@@ -153,7 +153,7 @@ class _Attended:
         self.entries = build.op("entries", "Range", [zero, build.op("all", "Add", [before, new]), one])
 
     def _ids(self) -> ir.Value | None:
-        """The input of the model [batch, tokens] whose tokens are those of the queries, by the symbols of both."""
+        """Returns the model's input [batch, tokens] whose symbols equal those of the queries; None where there is none."""
         query = self.node.inputs[0]
         dims = None if query is None or query.shape is None else [query.shape[0], query.shape[-2]]
         if dims is None or any(getattr(dim, "value", dim) is None for dim in dims):
@@ -162,7 +162,7 @@ class _Attended:
         return next((value for value in inputs if value.shape is not None and [*value.shape] == dims), None)
 
     def _turned(self, value: ir.Value) -> ir.Value:
-        """Queries or keys, rotated by the angles of their positions."""
+        """Returns queries or keys, rotated by the angles of their positions."""
         build = self.build
         rows = build.op("rows", "Unsqueeze", [self.numbers, build.constant("first", [0])])
         cosines, sines = self.node.inputs[7], self.node.inputs[8]
@@ -171,7 +171,7 @@ class _Attended:
         return build.op("rotated", "RotaryEmbedding", [value, *angles], interleaved=interleaved)
 
     def _mask(self, given: ir.Value | None) -> ir.Value | None:
-        """What a token sees."""
+        """Returns the mask of entries that a token attends, combined with the model's own mask `given`."""
         build, grouped = self.build, self.node.op_type != "Attention"
         window = self.attributes.get_int("local_window_size", -1)
         if not grouped and not self.attributes.get_int("is_causal", 0):

@@ -1,14 +1,14 @@
-"""An encoder before a decoder: a separate program computes it once for a sequence, and writes the values that the decoder's layers read.
+"""Splits an encoder from its decoder: a separate program runs it once for a sequence, and writes the caches that the decoder's layers read.
 
     encode             states = encoder(input_ids, mask);  k = states x W  ->  next = TensorScatter(cache, k, 0)
     prefill, decode    y = Attention(q, k, ..)                             ->  y = Attention(q, cache, ..)
     all of them        encoder_attention_mask [batch, entries]             ->  1 for the entries before `encoder_length` of each sequence
 
-The cache of such keys and values is written whole, and never appended to: a decoder reads all of its entries, and its mask leaves out those
-behind the sequence's `encoder_length`. An encoder whose input has one size, such as the features of 30 s of sound, has no mask.
+The cache of such keys and values is written at once, and never appended to: a decoder reads all of its entries, and its mask excludes those
+after the sequence's `encoder_length`. An encoder whose input has a fixed size, such as the features of 30 s of sound, has no mask.
 
-The law. What crosses from the encoder to the decoder are outputs of the model [batch, heads, entries, size] that are made of no past.
-Nothing else of the decoder is made of the encoder's input.
+The law. The keys and values that the decoder reads from the encoder are outputs of the model [batch, heads, entries, size] that depend on
+no past. The decoder depends on the encoder's input only through them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from partc.runtime.artifact.generation import EncoderRecord
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 
 ENCODER_LENGTH, ENCODER_MASK = "encoder_length", "encoder_attention_mask"
-"""The input [slots] that steps are given beside the model's; the model's input in place of which it is."""
+"""The input [slots] that steps get in addition to the model's inputs; the model's input that it replaces."""
 _GROWS = 2
-"""The dim of keys and values that has their entries."""
+"""The dim of keys and values along which their entries lie."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """`source`: what it computes of; `mask`: which entries of that are meant, None where all are; `crossing`: the keys and values that a
-    decoder reads; `length`: their most entries; `fixed`: the names of dims that are numbers from now on;
-    `vocabulary`: how many rows the table has of which the input says some.
+    """An encoder: `source` is its input, `mask` marks the valid entries of the input, or is None where all are valid.
+
+    `crossing`: the keys and values that a decoder reads; `length`: their most entries; `fixed`: the names of dims that become numbers;
+    `vocabulary`: the number of rows of the smallest table that the input indexes, or None.
     """
 
     source: ir.Value
@@ -51,7 +52,7 @@ class Encoder:
 
     @classmethod
     def of(cls, graph: ir.Graph, rules: GenerateRules, name: str) -> Self | None:
-        """The encoder of a model; None of a decoder alone. CompileError where the decoder reads it in another way."""
+        """Returns a model's encoder; None for a decoder alone. Raises CompileError where the decoder reads it in another way."""
         crossing = _crossing(graph)
         if not crossing:
             if rules.encoder_length is not None:
@@ -80,7 +81,7 @@ class Encoder:
         return cls(found[0], mask, crossing, _length(found[0], crossing, rules, name), fixed, vocabulary)
 
     def leave(self, build: NodeBuilder, form: StepForm) -> dict[ir.Value, ir.Value | None]:
-        """Takes the encoder out of a model, whose decoder reads caches; these, in whose place nothing comes."""
+        """Removes the encoder from a model, whose decoder then reads caches; maps each cache to None, since a step replaces none."""
         graph, found = build.graph, dict[ir.Value, ir.Value | None]()
         for value in self.crossing:
             graph.outputs.remove(value)
@@ -93,7 +94,7 @@ class Encoder:
         return found
 
     def encode(self, build: NodeBuilder, form: StepForm) -> dict[ir.Value, ir.Value | None]:
-        """Leaves of a model its encoder, which writes caches; by cache what takes its place."""
+        """Reduces a model to its encoder, which writes caches; maps each cache to the value that replaces it."""
         graph, found = build.graph, dict[ir.Value, ir.Value | None]()
         begin = build.constant("begin_of_each", np.zeros(form.rows))
         graph.outputs.clear()
@@ -108,12 +109,12 @@ class Encoder:
             self._measured(build, value, form)
         drop_unread(graph, [value for value in found.values() if value is not None])
         for value in (value for node in graph for value in node.outputs):
-            value.shape = None  # of other sizes from now on: the pass `shapes` infers them
+            value.shape = None  # its sizes change: the pass `shapes` infers them
         self.source.shape = ir.Shape([form.rows, *self._sizes()])
         return found
 
     def record(self, rules: GenerateRules, start: Collection[int]) -> EncoderRecord:
-        """What the manifest says of it."""
+        """Returns the encoder's record for the manifest."""
         length = "" if self.mask is None else ENCODER_LENGTH
         assert self.source.dtype is not None
         return EncoderRecord(
@@ -127,11 +128,11 @@ class Encoder:
         )
 
     def _sizes(self) -> list[int]:
-        """The dims of one sequence's input."""
+        """Returns the dims of one sequence's input."""
         return [dim if isinstance(dim, int) else self.length for dim in (self.source.shape or ())[1:]]
 
     def _cache(self, build: NodeBuilder, value: ir.Value, form: StepForm) -> ir.Value:
-        """The cache for keys or values, under their name."""
+        """Adds the cache for keys or values, under their name."""
         assert value.shape is not None
         assert value.dtype is not None
         _, heads, _, size = value.shape
@@ -143,7 +144,7 @@ class Encoder:
         return cache
 
     def _mask(self, build: NodeBuilder, form: StepForm) -> None:
-        """Makes the mask of the sequences' lengths, which an input says."""
+        """Replaces the model's mask by one that is computed from the sequences' lengths, a new input."""
         if self.mask is None or not self.mask.uses():
             return
         count = ir.Value(name=ENCODER_LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([form.rows]))
@@ -157,7 +158,7 @@ class Encoder:
         build.graph.inputs.remove(self.mask)
 
     def _measured(self, build: NodeBuilder, value: ir.Value, form: StepForm) -> None:
-        """Lets the readers of the shape of an input that falls away have its numbers."""
+        """Replaces each Shape of an input that is removed by constants."""
         sizes = [form.rows, *(self._sizes() if value is self.source else [*(value.shape or ())][1:])]
         for node in [node for node, _ in value.uses() if node.op_type == "Shape"]:
             begin, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(sizes))
@@ -168,13 +169,13 @@ class Encoder:
 
 
 def takes_any_length(graph: ir.Graph) -> bool:
-    """Whether a model has an encoder whose input has a dynamic dim, so that a plan says how long it may be."""
+    """Whether a model has an encoder whose input has a dynamic dim, so that a plan must set its `encoder_length`."""
     given = _inputs_of(_crossing(graph))
     return any(not isinstance(dim, int) for value in given for dim in (value.shape or ())[1:])
 
 
 def _crossing(graph: ir.Graph) -> tuple[ir.Value, ...]:
-    """The outputs of a model with a past that are keys and values made of none."""
+    """Returns the outputs of a model with a past that are keys and values and depend on no past."""
     appends = [node for value in graph.outputs if (node := value.producer()) and node.op_type == "Concat"]
     pasts = {value for node in appends if (value := node.inputs[0]) is not None and value.is_graph_input()}
     pasts |= states_of(graph).keys()
@@ -183,7 +184,7 @@ def _crossing(graph: ir.Graph) -> tuple[ir.Value, ...]:
 
 
 def _length(given: ir.Value, crossing: Collection[ir.Value], rules: GenerateRules, name: str) -> int:
-    """The most entries that cross."""
+    """Returns the most entries of the encoder's keys and values. Raises CompileError where their shapes or the plan do not fit."""
     dynamic = [dim for dim in (given.shape or ())[1:] if not isinstance(dim, int)]
     if len(dynamic) > 1:
         fact = f"the encoder's input '{given.name}' has {len(dynamic)} dynamic dims behind the batch"
@@ -210,7 +211,7 @@ def _length(given: ir.Value, crossing: Collection[ir.Value], rules: GenerateRule
 
 
 def _inputs_of(values: Collection[ir.Value], behind: Collection[ir.Value] = ()) -> list[ir.Value]:
-    """The inputs of which values are made, but for what is made of `behind`, and of shapes."""
+    """Returns the inputs that `values` depend on, without paths through `behind` or through a Shape."""
     return [value for value in _ancestors(values, behind) if value.is_graph_input()]
 
 

@@ -1,11 +1,13 @@
-"""Attention over a cache by onnxruntime's fused op, where the mask is proven causal: it reads valid entries alone, writes the new ones in
-place, and repeats no heads. Its kernel takes one token of each of several sequences, or several of one: the two forms of a step.
+"""Replaces attention over a cache by onnxruntime's fused op, where the mask is proven causal.
+
+The fused op reads only valid entries, writes the new ones in place, and repeats no heads. Its kernel takes one token of each of several
+sequences, or several tokens of one sequence: the two forms of a step.
 
     Attention(q, repeated(Slice(TensorScatter(cache_k, k, ..))), ..., mask)
-        ->  GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
+      ->  GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
-A mask that is a window, or not proven to be anything (`masks.py`), leaves the model's own form. A mask that is found to let a token see
-later ones is refused, in either form: they are of a later step, or of no sequence.
+Where the mask is a window, or nothing is proven of it (`masks.py`), the model's own form stays. A mask that is proven to let a token attend
+later entries is refused in either form: these belong to a later step, or to no sequence.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _SCALES = 12
-"""The first operand of the op that is a scale."""
+"""The index of the op's first operand that is a scale."""
 
 
 def head_counts(model: ir.Model) -> dict[ir.Node, int]:
-    """Maps each Attention over four dims to the number of heads of its queries, as far as it is known."""
+    """Maps each Attention over four dims to the number of heads of its queries, where it is known."""
     found = [node for node in model.graph if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
     queries = [node.inputs[0] for node in found]
     if any(value is not None and value.shape is None for value in queries):
@@ -45,8 +47,9 @@ def head_counts(model: ir.Model) -> dict[ir.Node, int]:
 
 @dataclass(frozen=True)
 class _Read:
-    """Keys or values that an Attention reads: what appends them, the nodes from there to the Attention, the new ones, and the scale of a
-    cache in int8.
+    """The keys or values that an Attention reads: the node that appends them, the nodes from there to the Attention, and the new entries.
+
+    `scale`: the scale of a cache in int8, else None.
     """
 
     append: ir.Node
@@ -58,9 +61,9 @@ class _Read:
 def sights_of(
     graph: ir.Graph, attentions: Iterable[ir.Node], positions: Positions, form: StepForm, name: str
 ) -> dict[ir.Node, Sight]:
-    """Which tokens every Attention over a cache lets each token see; those with operands that the fused op has not are left out.
+    """Maps each Attention over a cache to the sight of its mask, without those that have operands which the fused op lacks.
 
-    CompileError with every node by which a token sees later ones.
+    Raises CompileError with every node by which a token sees later ones.
     """
     found, known = dict[ir.Node, Sight](), dict[ir.Value | None, Sight]({None: Sight.LATER})
     for node in attentions:
@@ -87,9 +90,9 @@ def fuse_attention(
     found: dict[ir.Value, ir.Value],
     positions: Positions,
 ) -> list[ir.Node]:
-    """Replaces every Attention whose mask is causal; of its caches, `found` has what the new node makes in their place.
+    """Replaces every Attention whose mask is causal; in `found`, its caches then map to the fused op's outputs.
 
-    Gives those that would be replaced if their mask were proven causal.
+    Returns the nodes that would be replaced if their mask were proven causal.
     """
     left = list[ir.Node]()
     for node, sight in sights.items():
@@ -104,8 +107,9 @@ def fuse_attention(
 
 
 def _read(node: ir.Node, k: int) -> _Read | None:
-    """How an operand comes from a cache, which has no other reader: Slice, for a cache in int8 Cast and Mul, and where heads are repeated
-    Unsqueeze, Expand, Reshape.
+    """Returns the path from a cache to an operand, where the cache has no other reader; None where it has another form.
+
+    The path is a Slice, for a cache in int8 also Cast and Mul, and where heads are repeated also Unsqueeze, Expand, Reshape.
     """
     between, value = list[ir.Node](), node.inputs[k]
     while value is not None and len(value.uses()) == 1 and (producer := value.producer()) is not None:
@@ -125,7 +129,7 @@ def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
     scale, is_half = None, kinds[:1] == ["Cast"]
     if kinds[is_half:] == ["Mul", "Cast", "Slice"]:
         scale = between[-3].inputs[1]
-        for _ in range(4 + is_half):  # Cast, Clip, Round, Div, and of 16 bits the Cast before them
+        for _ in range(4 + is_half):  # Cast, Clip, Round, Div, and for 16 bits the Cast before them
             made_by = None if new is None else new.producer()
             new = None if made_by is None else made_by.inputs[0]
     elif kinds != ["Slice"]:
@@ -135,7 +139,7 @@ def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
 
 
 def _is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
-    """Whether the fused op's kernel takes a cache: of its types, and of heads whose size is whole eights."""
+    """Whether the fused op's kernel takes a cache: its type, and a head size that is a multiple of 8."""
     types = _TYPES if scale is None else (ir.DataType.INT8,)
     if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in types:
         return False
@@ -191,15 +195,15 @@ def _fuse(
 
 
 def _flat(build: NodeBuilder, scale: ir.Value) -> ir.Value:
-    """The scales of a cache in a row, as the op wants them."""
+    """Returns the scales of a cache as one vector, the form that the op requires."""
     assert scale.const_value is not None
     return build.constant(f"{scale.name}.flat", scale.const_value.numpy().reshape(-1))
 
 
 def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
-    """An operand [rows, heads, tokens, size] of an Attention as [rows, tokens, heads * size], in front of it.
+    """Returns an Attention's operand [rows, heads, tokens, size] as [rows, tokens, heads * size], in nodes before the Attention.
 
-    Exporters make the one of the other by a Transpose, behind which the heads may be rotated: then they are rotated without it.
+    Exporters make the former from the latter by a Transpose, after which the heads may be rotated: then the rotation moves before it.
     """
     flat, producer = build.constant("flat", [0, 0, -1]), value.producer()
     if producer is not None and _swaps_heads(producer):
@@ -220,5 +224,5 @@ def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> i
 
 
 def _swaps_heads(node: ir.Node) -> bool:
-    """Whether a node is a Transpose of heads and tokens, either way."""
+    """Whether a node is a Transpose that exchanges heads and tokens, in either direction."""
     return node.op_type == "Transpose" and [*node.attributes.get_ints("perm", [])] == [0, 2, 1, 3]

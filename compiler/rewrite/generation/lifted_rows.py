@@ -1,10 +1,10 @@
-"""Values that an export makes of one position for all sequences, made of each sequence's own: they get the batch as another first dim.
+"""Gives values that an export computes from one position for all sequences the batch as an additional first dim, one position each.
 
     bias [1, heads, tokens, entries] = Unsqueeze(Transpose(Gather(table, bucket(Range(0, entries) - steps)), (2, 0, 1)), [0])
- ->  bias [slots, heads, tokens, entries] of steps [slots, tokens, 1] in place of [tokens, 1]: Transpose by (0, 3, 1, 2), and no Unsqueeze
+    ->  bias [slots, heads, tokens, entries] from steps [slots, tokens, 1] in place of [tokens, 1]: Transpose by (0, 3, 1, 2), no Unsqueeze
 
-A dim is added from the steps on, through ops that compute element by element, look rows up, or move dims, up to the Unsqueeze or the
-Reshape that would have added a first dim of 1: there the batch is. It is there, too, where an operand has the batch:
+The dim is added from the steps on, through ops that compute element by element, look up rows, or move dims, up to the Unsqueeze or the
+Reshape that would have added a first dim of 1: the batch takes its place. It also ends where another operand has the batch already:
 
     [tokens, size] + [batch, tokens, size]
     Expand([tokens], [batch, tokens])
@@ -24,7 +24,7 @@ _AS_ONE = ("Cast", "Expand", "Identity", "Unsqueeze")
 
 
 def constant_of(value: ir.Value | None) -> list[int] | None:
-    """A constant of whole numbers; None of another value."""
+    """Returns the integers of a constant; None for any other value."""
     if value is None or value.const_value is None:
         return None
     return [int(one) for one in value.const_value.numpy().reshape(-1)]
@@ -32,10 +32,10 @@ def constant_of(value: ir.Value | None) -> list[int] | None:
 
 @dataclass
 class Lifting:
-    """How one value becomes another one with the batch as its first dim: `edits` are made once all are known to be possible.
+    """Gives one value the batch as a new first dim. `edits` are changes of the graph, made after all are known to be possible.
 
-    `batched`: the values whose first dim is the batch. `lifted`: by value its number of dims before. `sizes`: shapes of lifted values,
-    which have a number more.
+    `batched`: the values whose first dim is the batch. `lifted`: maps each lifted value to its number of dims before. `sizes`: shapes of
+    lifted values, which have one element more.
     """
 
     build: NodeBuilder
@@ -46,7 +46,7 @@ class Lifting:
     edits: list[Callable[[], None]] = field(default_factory=list)
 
     def of(self, value: ir.Value, rank: int) -> bool:
-        """Follows a value of so many dims; whether every reader can take it with a dim more."""
+        """Follows a value of `rank` dims through its readers; returns whether every reader can take it with one more dim."""
         self.lifted[value] = rank
         waiting = [value]
         while waiting:
@@ -61,7 +61,7 @@ class Lifting:
         return True
 
     def _through(self, node: ir.Node) -> list[ir.Value] | None:
-        """What a reader makes that has a dim more, too; None where it has no form for that."""
+        """Returns the outputs of a reader that get one more dim, too; None where the reader has no form for that."""
         made, data = node.outputs[0], node.inputs[0]
         if made.is_graph_output():
             return None
@@ -80,7 +80,7 @@ class Lifting:
             self.lifted[made] = self.ranks.get(made, 99)
         elif node.op_type == "Expand" and data in self.lifted and node.inputs[1] not in self.sizes:
             repeats = made in self.batched and self.ranks.get(made) == self.lifted[data] + 1
-            return [] if repeats else None  # [tokens] for each of a batch
+            return [] if repeats else None  # [tokens] for each sequence of a batch
         elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
             assert node.inputs[1] is not None
             self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Lifting:
         node.replace_input_with(1, self.build.constant(word, axes))
 
     def _absorb(self, node: ir.Node, left: list[int]) -> None:
-        """Lets the batch be the dim of 1 that an Unsqueeze adds, beside others that it adds `left`."""
+        """Puts the batch in place of the first dim of 1 that an Unsqueeze adds; the axes `left` are still added."""
         data = node.inputs[0]
         assert data is not None
         if left:
@@ -120,7 +120,7 @@ class Lifting:
 
 
 def _copy_first(node: ir.Node, build: NodeBuilder) -> None:
-    """Lets a Reshape copy the batch, which its operand has as the first dim, where it made a dim of 1: a 0 copies."""
+    """Makes a Reshape copy its operand's first dim, the batch, where it made a dim of 1: a 0 in the target copies."""
     if (sizes := constant_of(node.inputs[1])) is not None:
         shape = build.constant(f"shape_{'_'.join(map(str, [0, *sizes[1:]]))}", [0, *sizes[1:]])
     else:
@@ -134,7 +134,7 @@ def _copy_first(node: ir.Node, build: NodeBuilder) -> None:
 
 
 def _first_is_one(shape: ir.Value | None) -> bool:
-    """Whether the first number of a shape is 1; of a constant shape that has no 0."""
+    """Whether the first number of a target shape is 1; a constant shape must also have no 0."""
     if (sizes := constant_of(shape)) is not None:
         return sizes[:1] == [1] and 0 not in sizes
     maker = None if shape is None else shape.producer()
@@ -142,7 +142,7 @@ def _first_is_one(shape: ir.Value | None) -> bool:
 
 
 def once(value: ir.Value, build: NodeBuilder) -> None:
-    """Leaves out what repeats a first dim of 1 for each sequence, and what reshapes to one: the value has the batch there."""
+    """Removes each Tile that repeats a first dim of 1 for each sequence, and changes Reshapes to 1: `value` has the batch there."""
     waiting, followed = [value], {value}
     while waiting:
         for node, k in [*waiting.pop().uses()]:
@@ -151,13 +151,13 @@ def once(value: ir.Value, build: NodeBuilder) -> None:
             elif node.outputs[0] not in followed and _keeps_first(node, k, followed):
                 followed.update(node.outputs)
                 if node.op_type == "Reshape":
-                    _copy_first(node, build)  # and goes on there
+                    _copy_first(node, build)  # it continues there
                 else:
                     waiting += node.outputs
 
 
 def _keeps_first(node: ir.Node, k: int, followed: set[ir.Value]) -> bool:
-    """Whether a node, whose operand `k` has the batch in place of a first dim of 1, has it there, too, or would reshape it to 1."""
+    """Whether a node whose operand `k` has the batch instead of a first dim of 1 has it in its output, too, or would reshape it to 1."""
     others = (value for value in node.inputs if value not in followed and value is not None)
     match node.op_type:
         case "Concat":

@@ -1,14 +1,14 @@
-"""What the masks of a decoder let each token see: all up to itself, later ones, or what is not proven.
+"""Classifies the masks of a decoder: a token attends all entries up to itself, later ones too, or nothing is proven.
 
-A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every position that a
-step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more than `MOST` positions
-those are taken that lie evenly apart, the last one among them: a window shows there first.
+A mask depends on positions, the number of tokens and constants alone, and a plan bounds them. So it is evaluated for every position that a
+step can have (any for one token, a multiple of the chunk for a chunk) and compared with a causal mask. Of more than `MOST` positions an
+evenly spaced selection with the last one is evaluated: a window shows there first.
 
-Attention of single ops has its mask between the product of queries and keys and the Softmax:
+Attention written as single ops has its mask between the product of queries and keys and the Softmax:
 
     Softmax(Where(mask, q kT, -inf))    Softmax(q kT * scale + mask)    Softmax(q kT): none
 
-Where something else stands there, or a mask is made of anything else, nothing is proven, and nothing refused.
+Where other ops stand there, or a mask depends on other values, nothing is proven, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
 _LARGEST = 1 << 28
-"""The most bytes of a constant; a mask may read the shape of what is looked up in a table of tokens."""
+"""The most bytes of a constant; a mask may read the shape of rows that are looked up in a table of tokens."""
 _AWAY, _NEAR = -1e4, -100.0
-"""What is added to scores that do not count is at most the first, and to those that do more than the second."""
+"""The number added to the score of an excluded entry is at most the first, and to that of an attended entry more than the second."""
 _SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _OF_CACHE = (*_MOVING, "Mul", "Slice", "Transpose")
 
 
 class Sight(enum.Enum):
-    """Which tokens a mask lets each token see: all up to itself and no other; later ones, too; others, or what is not known."""
+    """The entries that a mask lets each token attend: exactly those up to itself; also later ones; or anything else, or unknown ones."""
 
     CAUSAL = enum.auto()
     LATER = enum.auto()
@@ -43,22 +43,22 @@ class Sight(enum.Enum):
 
 
 def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm, hides: bool = False) -> Sight:
-    """What a mask lets each token see, at every position that a step can have; `hides`: it is true of what a token does not see."""
+    """Evaluates a mask at every position that a step can have; `hides`: the mask is true where an entry is excluded."""
     nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
         return Sight.UNKNOWN
     run, causal = _evaluator(graph, nodes, mask, positions), True
-    # of a prompt that is read token by token the model, too, sees more than one, if it can
+    # where a prompt is read token by token, two tokens are tried as well, if the model takes them
     widths = (form.tokens, 2) if form.rules.chunk == 1 and not positions.takes_one else (form.tokens,)
     for width in widths:
         every = range(0, form.rules.length, width)
         for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
             found = run(some, width)
-            if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
+            if found.ndim == 5 and found.shape[2] == 1:  # queries grouped by their head of keys
                 found = found[:, :, 0]
             found = found.reshape(
                 *[1] * (4 - found.ndim), *found.shape
-            )  # the same of every head, and of every sequence
+            )  # the same for every head, and for every sequence
             found = ~found if hides and found.dtype == np.bool_ else found
             seen = found if found.dtype == np.bool_ else found > _NEAR
             entries, tokens = np.arange(max(some) + width), np.arange(width)
@@ -74,21 +74,21 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
 
 
 def _given(positions: Positions) -> tuple[ir.Value, ...]:
-    """The inputs of a step of which a mask may be made."""
+    """Returns the inputs of a step that a mask may depend on."""
     return positions.position, positions.count, positions.ids
 
 
 def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The positions in batches of a size, the last of which repeats its last one."""
+    """Yields the positions in batches of `size`; the last batch is filled up with its last position."""
     for begin in range(0, len(every), size):
         some = [*every[begin : begin + size]]
         yield some + some[-1:] * (size - len(some))
 
 
 def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> dict[ir.Node, bool] | None:
-    """The nodes that make a value of the given ones and constants, in order, each with whether its numbers count, or its shape alone.
+    """Returns the nodes that compute a value from `given` and constants, in order, each with whether its elements count or its shape alone.
 
-    None where the value is made of anything else, or of the numbers of tokens and not of their count.
+    Returns None where the value depends on anything else, or on the tokens' ids and not only on their count.
     """
     needed, waiting = dict[ir.Node, bool](), [(value, True)]
     while waiting:
@@ -115,7 +115,7 @@ def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> di
 def _evaluator(
     graph: ir.Graph, nodes: Mapping[ir.Node, bool], value: ir.Value, positions: Positions
 ) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
-    """What makes the value for positions and a number of tokens."""
+    """Returns a function of positions and a number of tokens that computes the value in onnxruntime."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper
@@ -155,7 +155,7 @@ def _evaluator(
 
 
 def is_of_cache(value: ir.Value | None) -> bool:
-    """Whether a value is what a decoder's cache holds."""
+    """Whether a value is the content of a decoder's cache, perhaps scaled or with its dims moved."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type == "TensorScatter":
             return True
@@ -166,7 +166,7 @@ def is_of_cache(value: ir.Value | None) -> bool:
 
 
 def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[ir.Node]:
-    """The Softmaxes over scores of a cache's keys by which a token is found to see later ones."""
+    """Returns the Softmaxes over scores of a cache's keys in which a token is proven to attend later entries."""
     known: dict[tuple[ir.Value, bool], Sight] = {}
     found = []
     for node in graph:
@@ -176,13 +176,13 @@ def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[
         for key in masks:
             if key not in known:
                 known[key] = sight_of(graph, key[0], positions, form, key[1])
-        if all(known[key] is Sight.LATER for key in masks):  # also where there is none
+        if all(known[key] is Sight.LATER for key in masks):  # also where there is no mask
             found.append(node)
     return found
 
 
 def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tuple[ir.Value, bool]] | None:
-    """The masks of the scores of keys of a cache, each with whether it hides; None of other scores, or of what is not known."""
+    """Returns the masks on the scores of a cache's keys, each with whether it hides; None for other scores, or an unknown form."""
     found, value = list[tuple[ir.Value, bool]](), softmax.inputs[0]
     while value is not None and (producer := value.producer()) is not None:
         operands = [one for one in producer.inputs if one is not None]
@@ -196,7 +196,7 @@ def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tupl
         if producer.op_type not in _SCALING or len(rest) != 1:
             return None
         value = rest[0]
-        given = [one for one in made if _makers(graph, one, ()) is None]  # what is no constant
+        given = [one for one in made if _makers(graph, one, ()) is None]  # without constants
         if producer.op_type == "Where" and operands[0] in given:
             found.append((operands[0], value is operands[2]))
         elif producer.op_type == "Add":

@@ -1,4 +1,4 @@
-"""Nodes that a rewrite puts into a model, named below one word, as if a module of that name had made them."""
+"""Builds nodes that a rewrite adds to a model, named as if a module of one given name had made them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 
 @functools.lru_cache(maxsize=256)
 def _tensor(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> ir.TensorProtocol:
-    """One tensor for the programs of a plan, so that it is stored once."""
+    """Returns one shared tensor for all programs of a plan, so that it is stored once."""
     return ir.tensor(np.frombuffer(data, kind).reshape(shape), name=name)
 
 
 class NodeBuilder:
-    """Makes nodes, which wait to be put somewhere into the graph, and constants, which are there at once."""
+    """Makes nodes, which wait until `put` inserts them into the graph, and constants, which are in the graph at once."""
 
     def __init__(self, graph: ir.Graph, path: str) -> None:
         self.graph, self.path = graph, path
@@ -31,7 +31,7 @@ class NodeBuilder:
     def op(
         self, word: str, kind: str, inputs: Sequence[ir.Value | None], **attributes: int | Sequence[int]
     ) -> ir.Value:
-        """What a node makes, named after `word`."""
+        """Adds a node with one output, named after `word`, and returns the output."""
         return self.node(word, kind, inputs, 1, "", **attributes)[0]
 
     def node(
@@ -43,7 +43,7 @@ class NodeBuilder:
         domain: str,
         **attributes: int | float | str | Sequence[int],
     ) -> Sequence[ir.Value]:
-        """The outputs of a node, named after `word`."""
+        """Adds a node, named after `word`, and returns its outputs."""
         name = self._free(f"{self.path}.{word}")
         made = [ir.Value(name=name if k == 0 else self._free(f"{name}.{k}")) for k in range(outputs)]
         attrs = ir.convenience.convert_attributes(attributes)
@@ -56,7 +56,7 @@ class NodeBuilder:
         return node.outputs
 
     def constant(self, word: str, numbers: npt.ArrayLike) -> ir.Value:
-        """Whole numbers, int64, or float32 as they are given; the same for the same word."""
+        """Returns a constant: float32 where `numbers` are, else int64. The same word gives the same constant."""
         name = f"{self.path}.constant.{word}"
         if name not in self.graph.initializers:
             given = np.asarray(numbers)
@@ -68,7 +68,7 @@ class NodeBuilder:
         return self.graph.initializers[name]
 
     def put(self, *, before: ir.Node | None = None, after: ir.Node | None = None) -> None:
-        """Puts the nodes that wait into the graph: before or behind a node, else at its end."""
+        """Inserts the waiting nodes into the graph: before or after a node, else at its end."""
         if before is not None:
             self.graph.insert_before(before, self.waiting)
         elif after is not None:
@@ -78,7 +78,7 @@ class NodeBuilder:
         self.waiting = []
 
     def _free(self, name: str) -> str:
-        """The name, with a number where it is taken."""
+        """Returns the name, with a number appended where it is taken."""
         number, found = 1, name
         while found in self._names:
             number, found = number + 1, f"{name}_{number}"

@@ -1,14 +1,14 @@
-"""The positions of a decoder's sequences, each its own: what a model takes of the shape of its past, or is given as an input.
+"""Gives each sequence of a decoder its own position, where a model takes positions from the shape of its past, or as an input.
 
 Shape(past)[axis]                            ->  max(position)
 Range(past, past + tokens)                   ->  Range(0, tokens) + past
 Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(rows, [..]), rows = position + min(Range(0, tokens), count - 1)
-Slice(table [batch, past + tokens], past, ..)  ->  GatherElements(table, rows), where a model counts its mask, as OPT
-what else is made of these, a bias       ->  made of rows, with the batch as its first dim (`lifted_rows.py`)
+Slice(table [batch, past + tokens], past, ..)  ->  GatherElements(table, rows), where a model counts its mask, as OPT does
+values computed from these, a bias        ->  computed from rows, with the batch as first dim (`lifted_rows.py`)
 position_ids [batch, tokens]                 ->  rows
 attention_mask [batch, past + tokens]        ->  1 for the entries before position + tokens
 
-Tokens that are not meant have the position of the last one that is, so that none is beyond a table of positions.
+Padding tokens have the position of the last valid token, so that none is beyond a table of positions.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
 
 POSITION, COUNT = "position", "count"
-"""Inputs [slots] that a step is given beside the model's."""
+"""Inputs [slots] that a step gets in addition to the model's."""
 MASK, ROWS = "attention_mask", "position_ids"
-"""Inputs by the names that exporters give them."""
+"""The names that exporters give to inputs for the mask and the positions."""
 _NO_END = 2**31 - 1
-"""From here on the end of a Slice is that of the tensor."""
+"""From this number on, the end of a Slice is the tensor's end."""
 _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
 class Positions:
-    """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
+    """The values that replace positions in nodes: `past` [1], the most entries before a step, and `length` [1], that plus its tokens."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Positions:
         """The number of dims of each value of the model, and the values whose first dim is the batch."""
         self.takes_one = isinstance([*(ids.shape or ())][1], int)
         self.rows: list[ir.Value] = []
-        """The positions of tokens."""
+        """The values with the positions of tokens."""
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.past.meta[NAMED] = PAST_ENTRIES
@@ -64,7 +64,7 @@ class Positions:
 
     @cached_property
     def ends(self) -> tuple[ir.Value, ir.Value]:
-        """What the fused attention asks for, in 32 bits: the number of each sequence's last entry, and the most entries of any."""
+        """The int32 operands of fused attention: the index of each sequence's last entry, and the most entries of any sequence."""
         build = self.build
         last = build.op(
             "last_entry",
@@ -76,8 +76,9 @@ class Positions:
         return tuple(build.op(f"{word}_32", "Cast", [one], to=kind) for word, one in (("last", last), ("most", total)))  # type: ignore[return-value]
 
     def measure(self, node: ir.Node, shape: Sequence[int], axis: int = -1) -> None:
-        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`, if
-        it grows.
+        """Replaces a Shape of a past by the shape of the valid part of a cache, which has `shape` and grows along `axis`.
+
+        With `axis` -1 the cache does not grow.
         """
         rank, name = len(shape), name_of(node.outputs[0])
         ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
@@ -93,7 +94,7 @@ class Positions:
         self.build.graph.remove(node, safe=True)
 
     def give_rows(self) -> None:
-        """Gives every sequence the numbers of its own tokens, where an export counts from one length for all."""
+        """Gives every sequence the positions of its own tokens, where an export counts from one length for all."""
         for node in [*self._from_past()]:
             self._count_apart(node)
         for node in [node for node, axis in self._behind() if axis == 1 and self.ranks.get(node.outputs[0]) == 2]:
@@ -111,7 +112,7 @@ class Positions:
             if 0 not in axes and not lifting.of(counted, 1 + len(axes)):
                 continue
             rows = self._rows_of(steps)
-            # a dim of 1 before the tokens takes the batch; without one the batch is a dim more
+            # the batch replaces a dim of 1 before the tokens, or is an additional dim
             left = [axis for axis in axes if axis] if 0 in axes else [axis + 1 for axis in axes]
             if left:
                 word = f"rows_{'_'.join(map(str, left))}"
@@ -124,7 +125,10 @@ class Positions:
 
     @property
     def one_length(self) -> bool:
-        """Whether a node takes the longest sequence's length for that of each, once rows are given; CompileError with several slots."""
+        """Whether, after `give_rows`, a node still uses the longest sequence's length for all sequences.
+
+        Raises CompileError where that is so and the plan has several slots.
+        """
         counting = (node for node, *_ in self._rows())
         node = next(itertools.chain(counting, (node for node, _ in self._behind()), self._from_past()), None)
         if node is not None and self.rules.slots > 1:
@@ -134,7 +138,7 @@ class Positions:
         return node is not None
 
     def _rows(self) -> Iterator[tuple[ir.Node, ir.Value, list[int]]]:
-        """The nodes that add the past to the numbers of a step's tokens, each with these, and the dims of 1 that they have there."""
+        """Yields the nodes that add the past to the numbers of a step's tokens, with these numbers and the axes of their dims of 1."""
         lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
             steps = [found for value in node.inputs if value is not None and (found := _steps(value, self.takes_one))]
@@ -142,7 +146,7 @@ class Positions:
                 yield node, *steps[0]
 
     def _behind(self) -> Iterator[tuple[ir.Node, int]]:
-        """The nodes that read what is behind the past, as one length, of other tensors, with the axis; -1 where it is not the last part."""
+        """Yields the Slices that read other tensors from the past on, each with its axis; -1 where it is not the tensor's rest."""
         lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Slice" and node.inputs[1] in lengths]:
             ends, axes, steps = (constant_of(value) for value in (*node.inputs[2:5], None, None)[:3])
@@ -150,12 +154,12 @@ class Positions:
             yield node, axes[0] if is_rest and axes is not None and len(axes) == 1 else -1
 
     def _from_past(self) -> Iterator[ir.Node]:
-        """The nodes that count from one length on."""
+        """Yields the Ranges that begin at the past's length."""
         lengths = copies_of(self.past)
         yield from (node for node in self.build.graph if node.op_type == "Range" and node.inputs[0] in lengths)
 
     def _count_apart(self, node: ir.Node) -> None:
-        """Writes Range(past, past + tokens, 1) as Range(0, tokens, 1) + past; any other Range stays."""
+        """Rewrites Range(past, past + tokens, 1) as Range(0, tokens, 1) + past; any other Range stays."""
         first, end, delta = node.inputs
         adder, lengths = _maker(end), copies_of(self.past)
         if adder is None or adder.op_type != "Add" or constant_of(delta) != [1]:
@@ -172,14 +176,14 @@ class Positions:
         self.build.graph.remove(node, safe=True)
 
     def _steps(self) -> ir.Value:
-        """The numbers of a step's tokens."""
+        """Returns the numbers of a step's tokens, from 0."""
         zero, one, first = (self.build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0])))
         return self.build.op(
             "steps", "Range", [zero, self.build.op("count_of_tokens", "Squeeze", [self.tokens, first]), one]
         )
 
     def _rows_of(self, steps: ir.Value) -> ir.Value:
-        """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
+        """Returns the position of each token [slots, tokens]; `steps`: the tokens' numbers within the step."""
         build, axis = self.build, self.build.constant("axis", [1])
         before = build.op("before_last", "Sub", [self.count, build.constant("one", 1)])
         last = build.op("last_or_first", "Max", [before, build.constant("zero", 0)])
@@ -190,7 +194,7 @@ class Positions:
         return self.rows[-1]
 
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
-        """Makes the inputs that say positions."""
+        """Replaces the model's inputs for positions and the attention mask by values computed from `position`."""
         build = self.build
         zero, one, first, axis = (
             build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0]), ("axis", [1]))
@@ -213,7 +217,7 @@ class Positions:
 
 
 def _steps(value: ir.Value, takes_one: bool) -> tuple[ir.Value, list[int]] | None:
-    """The numbers of a step's tokens, and the dims of 1 with which a value has them; None of another value.
+    """Returns the numbers of a step's tokens and the axes of the dims of 1 that a value adds to them; None for any other value.
 
     `takes_one`: a step has one token, whose number is a constant, [0].
     """
@@ -231,7 +235,7 @@ def _steps(value: ir.Value, takes_one: bool) -> tuple[ir.Value, list[int]] | Non
 
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
-    """The node that computes a value, before the ops that copy its one element."""
+    """Returns the node that computes a value of one element, through ops that only copy it."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _COPIES and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -239,7 +243,7 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
 
 
 def copies_of(value: ir.Value) -> set[ir.Value]:
-    """The values with the one element of a value, whatever their shape."""
+    """Returns the values that copy the one element of a value, whatever their shape."""
     found, waiting = {value}, [value]
     while waiting:
         for node, k in waiting.pop().uses():

@@ -1,15 +1,15 @@
-"""Pass: where there are more ranks than heads of keys, keys and values are repeated over ranks, as in Megatron-LM.
+"""Pass: where there are more ranks than heads of keys, repeats keys and values over ranks, as in Megatron-LM.
 
-Grouped attention has fewer heads of keys than of queries, and each rank needs those that its queries read. Eight ranks over four of
-them: every head of keys, and of values, is on two ranks, and so is its cache. In the model each of these heads stands twice, side by side:
+Grouped attention has fewer heads of keys than of queries, and each rank needs the heads of keys that its queries read. With eight ranks and
+four heads of keys, every head of keys and of values is on two ranks, and so is its cache. In the model each such head is repeated in place:
 
-    k = x W, heads 0 1 2 3    ->    k = x W', heads 0 0 1 1 2 2 3 3       of W' each rank has the columns of one head
+    k = x W, heads 0 1 2 3    ->    k = x W', heads 0 0 1 1 2 2 3 3       each rank has the columns of one head of W'
 
-so the model is the same, and every cut is an equal one. Keys are followed from the attention up to their weights, by the letter of their
-heads in the rule of each op; where something else reads one of these values, they stay as they are.
+so the results are the same, and all shards have equal size. Keys are followed from the attention back to their weights, by the letter of
+their heads in the rule of each op; where a node outside this path reads one of these values, they stay as they are.
 
 Attention that is not fused reads a cache in one of two forms, and both may have repeated heads: `Attention` over fewer heads of keys
-than of queries, and an Expand that repeats each head for its queries, which then repeats it less often:
+than of queries, and an Expand that repeats each head for its queries, which then repeats it fewer times:
 
     cache [.., 4, ..]  Unsqueeze, Expand to [.., 4, 4, ..], Reshape to 16 heads    ->    [.., 8, ..]  Expand to [.., 8, 2, ..]
 
@@ -37,20 +37,20 @@ from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 
 Size = TypeVar("Size")
 Dims = dict[ir.Value, int]
-"""Maps each value to the dim that contains the heads of keys, one after the other."""
+"""Maps each value to the dim along which the heads of keys lie."""
 _FUSED, _KEYS, _VALUES, _KEY_HEADS = "GroupQueryAttention", (1, 3), (2, 4), "kv_num_heads"
 _SCALES = 11
-"""The distance from new keys, and values, to the scales of their cache among the operands."""
+"""The distance, among the operands, from the new keys (or values) to the scales of their cache."""
 _REPEATED = "partc.repeated_heads"
-"""Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""
+"""Key of a tensor's meta: maps (dim, heads, times) to the tensor with its heads repeated."""
 _COUNTS = {"MatMulNBits": "N", "RotaryEmbedding": "num_heads"}
-"""The attribute that counts heads, or columns, by op whose local form only divides it."""
+"""Maps each op whose local form only divides an attribute to that attribute, which counts heads or columns."""
 _PLAIN = ("Concat", "Gather", "Gemm", "ReduceMean", "Reshape", "Slice")
-"""Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
+"""Ops whose rule rewrites a node, but not along a dim that only passes through; a Reshape gets another target."""
 
 
 def repeat_heads(program: Typed) -> Typed:
-    """The program with repeated heads of keys and values where the plan cuts their projections over a multiple of them.
+    """Returns the program with repeated heads of keys and values, where the plan shards their projections over a multiple of the heads.
 
     Raises CompileError with every attention whose heads, and columns, do not fit the ranks.
     """
@@ -91,9 +91,9 @@ def _uneven(path: str, queries: int, keys: int, ranks: int, rule: ShardingRule) 
 
 @dataclass(frozen=True)
 class _Attention:
-    """How many heads of keys, and of queries, an attention has, and the values in which those of keys, and of values, are.
+    """An attention: its numbers of heads of keys and of queries, and for each side (keys, values) the values that have its heads.
 
-    Of a side that cannot be followed there are none; `fused`: the node that has them all.
+    A side that cannot be followed has no values; `fused`: the node, where one node has it all.
     """
 
     sides: Sequence[Dims]
@@ -108,13 +108,13 @@ class _Repeating(Rewriting[Typed]):
         self.placed = placement_rules(program)[0]
 
     def ranks_of(self, cut: ir.Node) -> int:
-        """Over how many ranks a style cuts the weight of a node."""
+        """Returns the number of ranks over which a style shards the weight of a node."""
         plan = self.before.plan
         group = self.placed[cut].ranks if cut in self.placed else plan.workers
         return dict(plan.axes_of(group)).get(TENSOR_PARALLEL, 1) if plan.mesh else len(group)
 
     def fused(self) -> Iterator[_Attention]:
-        """Attention of one node, whose caches are operands of it."""
+        """Yields each attention that is one node with its caches as operands."""
         for node in self.before.model.graph:
             if node.op_type != _FUSED:
                 continue
@@ -129,7 +129,7 @@ class _Repeating(Rewriting[Typed]):
             yield _Attention(sides, keys, queries, node)
 
     def unfused(self) -> Iterator[_Attention]:
-        """Attention that reads its caches from nodes of their own; in the second form each side by itself."""
+        """Yields each attention that reads its caches from separate nodes; in the second form (Expand) each side is one of its own."""
         found: dict[ir.Node, list[_Attention | None]] = {}
         for append in self.before.model.graph:
             if append.op_type == "TensorScatter" and append.inputs[0] in self.before.caches:
@@ -141,7 +141,7 @@ class _Repeating(Rewriting[Typed]):
                 yield replace(known[0], sides=[values for side in known for values in side.sides])
 
     def _cached(self, append: ir.Node) -> tuple[ir.Node, _Attention | None]:
-        """What ends the way of a cache's heads, and one side up to there; None where they cannot be repeated."""
+        """Follows a cache's heads to the node that ends their path; returns it with one side, None where its heads cannot be repeated."""
         cache, new = append.inputs[:2]
         assert cache is not None
         assert new is not None
@@ -167,8 +167,9 @@ class _Repeating(Rewriting[Typed]):
         return end, _Attention([found], heads, queries) if found else None
 
     def _followed(self, found: Dims, new: tuple[ir.Value, int], end: ir.Node) -> Dims:
-        """These values, and those up to weights of which new entries are made; none where they cannot be followed, or a node other than
-        the `end` reads one of them.
+        """Adds to the values in `found` those from the new entries back to the weights.
+
+        Returns an empty map where they cannot be followed, or a node other than `end` reads one of them.
         """
         ends, waiting = {*found}, [new]
         while waiting:
@@ -189,19 +190,19 @@ class _Repeating(Rewriting[Typed]):
         return found if alone and not any(one.is_graph_output() for one in found if one not in ends) else {}
 
     def makers(self, values: Dims) -> Iterator[ir.Node]:
-        """The nodes that make values, but for the attention itself."""
+        """Yields the nodes that compute the values, except the fused attention itself."""
         nodes = (value.producer() for value in values)
         return (node for node in nodes if node is not None and node.op_type != _FUSED)
 
     def columns(self, values: Dims) -> int:
-        """The size of what the first weight has of heads; 0, which all numbers divide, where there is none."""
+        """Returns the size of the heads' dim in the first weight; 0, which every number divides, where there is none."""
         sizes = [
             value.shape[dim] for value, dim in values.items() if value.is_initializer() and value.shape is not None
         ]
         return next((size for size in sizes[1:] if isinstance(size, int)), 0)
 
     def repeat(self, one: _Attention, times: int) -> None:
-        """Every head of keys, and of values, stands so many times, side by side."""
+        """Repeats every head of keys and of values `times` times, in place."""
         if one.fused is not None:
             one.fused.attributes[_KEY_HEADS] = ir.AttrInt64(_KEY_HEADS, one.heads * times)
         for value, dim in {value: dim for side in one.sides for value, dim in side.items()}.items():
@@ -224,7 +225,7 @@ class _Repeating(Rewriting[Typed]):
                 self._aim(node, 2, Fraction(1, times))
 
     def _aim(self, node: ir.Node, dim: int, times: Fraction) -> None:
-        """Gives a Reshape, or an Expand, a target of so many times the size in a dim of which its target tells the size."""
+        """Multiplies a dim of the target of a Reshape or an Expand by `times`, where the target gives its size."""
         found = _said(node, dim)
         if found is None:
             return
@@ -246,15 +247,17 @@ class _Repeating(Rewriting[Typed]):
 
 
 def _scaled(dims: Sequence[Size], dim: int, fewer: int | None, times: int) -> tuple[int | Size, ...]:
-    """The sizes with one so many times as large, and one as many times smaller."""
+    """Returns the sizes with dim `dim` multiplied by `times`, and dim `fewer` divided by it."""
     numbers = {k: one for k, one in enumerate(dims) if k in (dim, fewer) and isinstance(one, int)}
     scaled = {k: one * times if k == dim else one // times for k, one in numbers.items()}
     return tuple(scaled.get(k, one) for k, one in enumerate(dims))
 
 
 def _said(node: ir.Node, dim: int) -> tuple[int | None, int, tuple[int, ...]] | None:
-    """What the target of a Reshape or an Expand says of a dim: the operand of the Concat that makes the target, None where it is a
-    constant itself; the place in that; its numbers. None where they are not constant.
+    """Finds a dim in the target of a Reshape or an Expand; None where its numbers are not constant.
+
+    Returns the index of the operand in the Concat that makes the target (None where the target itself is a constant), the dim's index in
+    that operand, and the operand's numbers.
     """
     if (numbers := constant_ints(node, 1)) is not None:
         return None, dim, numbers
@@ -274,7 +277,7 @@ def _said(node: ir.Node, dim: int) -> tuple[int | None, int, tuple[int, ...]] | 
 
 
 def _merging(expand: ir.Node, heads: int) -> tuple[ir.Node, int] | None:
-    """The Reshape that makes one dim of the heads and of how often an Expand repeats each, and its size; None where none does."""
+    """Returns the Reshape that merges heads with an Expand's repetitions, and the merged size; None where no Reshape does."""
     times, readers = _said(expand, 2), expand.outputs[0].consumers()
     merged = _said(readers[0], 1) if len(readers) == 1 and readers[0].op_type == "Reshape" else None
     if times is None or merged is None or merged[2][merged[1]] != heads * times[2][times[1]]:
@@ -283,7 +286,7 @@ def _merging(expand: ir.Node, heads: int) -> tuple[ir.Node, int] | None:
 
 
 def _operands(node: ir.Node, made: ir.Value, dim: int) -> list[tuple[ir.Value, int]]:
-    """The operands of a node that have the heads of what it makes, with their dims; none where its heads cannot be more."""
+    """Returns the operands that have the heads of the node's output, with their dims; empty where their number cannot change."""
     rule = rule_of(node)
     letters = rule.outputs[0]
     letter = letters[dim] if letters else WHOLE
@@ -303,7 +306,7 @@ def _operands(node: ir.Node, made: ir.Value, dim: int) -> list[tuple[ir.Value, i
 
 
 def _repeated(tensor: ir.TensorProtocol, dim: int, heads: int, times: int) -> ir.TensorProtocol:
-    """A tensor with each head of a dim several times, the same one for each of a plan's programs; made when it is written."""
+    """Returns a tensor with each head of a dim repeated, shared by all programs of a plan; it is computed when it is written."""
     known: dict[tuple[int, int, int], ir.TensorProtocol] = getattr(tensor, "meta", {}).setdefault(_REPEATED, {})
     key, shape = (dim, heads, times), [*tensor.shape.numpy()]
 

@@ -1,8 +1,8 @@
-"""Keys and values in whole numbers of eight bits, with a scale for each channel of a head that is the same for all entries.
+"""Rounds keys and values to 8-bit integers, with a scale for each channel of a head that is the same for all entries.
 
     x  ->  Mul(Clip(Round(Div(x, scale)), -128, 127), scale)        scale [1, heads, 1, size]
 
-onnxruntime's fused attention does the same with a cache of int8, element by element: a model with these ops, run as it is, is the
+onnxruntime's fused attention does the same with an int8 cache, element by element: a model with these ops, run as it is, is the
 reference of such a cache. They compute in float32.
 """
 
@@ -19,7 +19,7 @@ LEAST, MOST = -128, 127
 
 @dataclass(frozen=True)
 class Rounding:
-    """The parts of a rounded value: the numbers before, the whole numbers in float32, the scale, and the element type of the value."""
+    """The parts of a rounded value: the value before rounding, the integers in float32, the scale, and the value's element type."""
 
     source: ir.Value
     whole: ir.Value
@@ -28,7 +28,7 @@ class Rounding:
 
 
 def round_entries(build: NodeBuilder, value: ir.Value, scale: ir.Value) -> ir.Value:
-    """The rounded entries of a cache, of the type of the value."""
+    """Returns the rounded entries of a cache, in the element type of the value."""
     kind = value.dtype or ir.DataType.FLOAT
     bounds = [build.constant(word, np.float32(number)) for word, number in (("least", LEAST), ("most", MOST))]
     steps = build.op("steps", "Div", [_cast(build, value, kind, ir.DataType.FLOAT), scale])
@@ -37,7 +37,7 @@ def round_entries(build: NodeBuilder, value: ir.Value, scale: ir.Value) -> ir.Va
 
 
 def scaled(build: NodeBuilder, whole: ir.Value, scale: ir.Value, kind: ir.DataType) -> ir.Value:
-    """Whole numbers in float32 times their scales, in an element type."""
+    """Returns integers in float32 multiplied by their scales, in the element type `kind`."""
     return _cast(build, build.op("scaled", "Mul", [whole, scale]), ir.DataType.FLOAT, kind)
 
 
@@ -46,13 +46,13 @@ def _cast(build: NodeBuilder, value: ir.Value, before: ir.DataType, kind: ir.Dat
 
 
 def _is_scale(value: ir.Value) -> bool:
-    """Whether a value is a constant for each channel of a head."""
+    """Whether a value is a constant with one element for each channel of a head."""
     dims = () if value.const_value is None else value.const_value.shape.numpy()
     return value.is_initializer() and len(dims) == 4 and (dims[0], dims[2]) == (1, 1)
 
 
 def rounding_of(value: ir.Value | None) -> Rounding | None:
-    """The parts of a value that `round_entries` made; None of another value."""
+    """Returns the parts of a value that `round_entries` made; None for any other value."""
     kind, node = ir.DataType.FLOAT, None if value is None else value.producer()
     if node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         kind, node = ir.DataType(node.attributes["to"].as_int()), node.inputs[0].producer()

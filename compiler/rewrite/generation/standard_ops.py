@@ -1,11 +1,11 @@
-"""Patterns of plain ops for which the standard has one op become that op: a step of one token is short, so each node counts.
+"""Replaces patterns of plain ops by the standard's single op: a step of one token is short, so each node counts.
 
     Mul(weight, Mul(x, Reciprocal(Sqrt(Add(ReduceMean(Pow(x, 2)), epsilon)))))       ->  RMSNormalization(x, weight)
     Add(Mul(x, cos), Mul(Concat(Neg(second half of x), first half of x), sin))       ->  RotaryEmbedding(x, half of cos, half of sin)
     Reshape(x) of the shape that x has                                               ->  x
 
-The op is put only where the shapes in the file prove that it is the same: a norm over the last dim, halves of the last dim, angles that
-are one half twice. The sum of squares of a product's columns stays as it is, since a plan may cut these columns: each rank then sums its
+A pattern is replaced only where the shapes in the file prove that the op is the same: a norm over the last dim, halves of the last dim,
+angles that repeat one half. The sum of squares of a product's columns stays, since a plan may shard these columns: each rank then sums its
 own, and the standard's op would gather them.
 """
 
@@ -22,11 +22,11 @@ _PRODUCTS = ("MatMul", "MatMulNBits", "Gemm")
 
 
 def use_standard_ops(model: ir.Model) -> None:
-    """Rewrites every such norm, rotation and Reshape of a model of opset 23 or later, whose values have shapes."""
+    """Replaces every such norm, rotation and Reshape in a model of opset 23 or later, whose values have shapes."""
     halves = dict[ir.Value, ir.Value]()
     for node in list(model.graph):
         if node.device_configurations or node.outputs[0].is_graph_output():
-            continue  # what an annotation says, it says of these nodes
+            continue  # annotations are for these nodes
         if node.op_type == "Mul":
             _use_norm(node)
         elif node.op_type == "Add":
@@ -63,7 +63,7 @@ def _is_mean_square(mean: ir.Value, source: ir.Value) -> bool:
 
 
 def _fits(source: ir.Value, weight: ir.Value) -> bool:
-    """Whether a weight has an element for each of the last dim of what is normalized, and no plan cuts that dim."""
+    """Whether the weight has one element for each element of the last dim of `source`, and no plan shards that dim."""
     sizes, scale = dims(source), dims(weight)
     if (
         sizes is None
@@ -96,7 +96,7 @@ def _use_rotation(node: ir.Node, halves: dict[ir.Value, ir.Value]) -> None:
 
 
 def _swapped_half(swapped: ir.Value, source: ir.Value) -> int:
-    """Half the size of heads whose halves are swapped, the second one negative; 0 of anything else."""
+    """Returns half the size of heads whose halves are exchanged, the second one negated; 0 for any other value."""
     joined, shape = _producer(swapped, "Concat"), dims(source)
     if joined is None or shape is None or len(shape) != 4 or not isinstance(shape[3], int) or shape[3] % 2:
         return 0
@@ -108,7 +108,7 @@ def _swapped_half(swapped: ir.Value, source: ir.Value) -> int:
 
 
 def _is_slice(value: ir.Value | None, source: ir.Value, begin: int, end: int) -> bool:
-    """Whether a value is these elements of the last of four dims of `source`, which has `end` of them or more."""
+    """Whether a value is the elements `begin` to `end` of the last of four dims of `source`."""
     node = _producer(value, "Slice")
     if node is None or node.inputs[0] is not source or axes_of(node, 4, 3) != (3,):
         return False
@@ -119,7 +119,7 @@ def _is_slice(value: ir.Value | None, source: ir.Value, begin: int, end: int) ->
 
 
 def _of_half(value: ir.Value, shape: tuple[int | ir.SymbolicDim, ...], size: int) -> ir.Value | None:
-    """Angles [rows, tokens, 2 * size] that heads of a shape are multiplied by, if they are the same `size` twice."""
+    """Returns the table of angles [rows, tokens, 2 * size] that heads of `shape` are multiplied by, if it is one half twice; else None."""
     node = _producer(value, "Unsqueeze")
     if node is None or axes_of(node, 4) != (1,):
         return None
@@ -140,7 +140,7 @@ def _of_half(value: ir.Value, shape: tuple[int | ir.SymbolicDim, ...], size: int
 
 
 def _half(table: ir.Value, size: int, halves: dict[ir.Value, ir.Value]) -> ir.Value:
-    """The first half of angles, made once for all layers."""
+    """Returns the first half of angles, computed once for all layers."""
     if table not in halves:
         node = table.producer()
         assert node is not None
@@ -165,7 +165,7 @@ def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
 
 
 def _put(node: ir.Node, kind: str, inputs: list[ir.Value], *attributes: ir.Attr) -> None:
-    """Puts an op in the place of a node."""
+    """Replaces a node by an op."""
     made, old = _like(node, kind, inputs, *attributes), node.outputs[0]
     new = made.outputs[0]
     new.name, old.name = old.name, None
@@ -176,7 +176,7 @@ def _put(node: ir.Node, kind: str, inputs: list[ir.Value], *attributes: ir.Attr)
 
 
 def _like(node: ir.Node, kind: str, inputs: list[ir.Value], *attributes: ir.Attr) -> ir.Node:
-    """A node of the module of another one."""
+    """Returns a new node in the module of another node."""
     scope = module_of(node)
     name = f"{node.name}.{kind}" if scope is None else f"{scope}.{kind}"
     value = ir.Value(name=f"{node.outputs[0].name}.{kind}")
@@ -184,7 +184,7 @@ def _like(node: ir.Node, kind: str, inputs: list[ir.Value], *attributes: ir.Attr
 
 
 def _producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
-    """The node of one of these kinds that makes a value."""
+    """Returns the node that makes a value, if its op is one of `kinds`; else None."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type in kinds and node.domain in ("", "ai.onnx") else None
 
@@ -202,12 +202,12 @@ def _either_way(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """The number that a constant of one element is."""
+    """Returns the number in a constant of one element; None for any other value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def _alike(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two values certainly have one shape."""
+    """Whether two values certainly have the same shape."""
     first, second = dims(a), dims(b)
     return first is not None and second is not None and len(first) == len(second) and all(map(same, first, second))

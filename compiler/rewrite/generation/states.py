@@ -2,9 +2,9 @@
 
     present_0_conv = f(past_0_conv, h)    ->    begun = Where(position == 0, 0, state)    next = Where(count > 0, f(begun, h), begun)
 
-The law. A state is an input `past..` with an output `present..` of the same rest of the name and of the same type and size, whose dims are
-the batch and numbers. A slot begins with zeros, and a slot without a token in a step keeps its state. The step itself has one token of
-each sequence: a token that is not meant would change a state.
+The law. A state is an input `past..` with an output `present..` of the same name after that prefix, the same type and the same size; its
+dims are the batch and numbers. A slot begins with zeros, and a slot without a token in a step keeps its state. A step has one token of
+each sequence, since a padding token would change a state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partc.compiler.rewrite.generation.positions import Positions
 
 
 def states_of(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-    """Maps each state of a decoder to what replaces it."""
+    """Maps each state of a decoder to the output that replaces it."""
     outputs, found = {value.name: value for value in graph.outputs}, dict[ir.Value, ir.Value]()
     for value in graph.inputs:
         present = outputs.get(f"present{name_of(value).removeprefix('past')}")
@@ -33,14 +33,14 @@ def states_of(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
 def renew(
     build: NodeBuilder, state: ir.Value, present: ir.Value, rows: int, positions: Positions
 ) -> tuple[ir.Value, ir.Value]:
-    """Puts a cache of so many rows in place of a state; the cache, and what takes its place after a step."""
+    """Replaces a state by a cache of `rows` rows; returns the cache, and the value that replaces it after a step."""
     graph, kind, sizes = build.graph, state.dtype, [int(str(size)) for size in (state.shape or ())[1:]]
     assert kind is not None
     zeros = ir.tensor(np.broadcast_to(np.zeros((), kind.numpy()), (rows, *sizes)), name=state.name)
     shape, none = ir.Shape([rows, *sizes]), build.constant("none", 0)
     cache = ir.Value(name=state.name, type=ir.TensorType(kind), shape=shape, const_value=zeros)
     for reader in [reader for reader, _ in state.uses() if reader.op_type == "Shape"]:
-        positions.measure(reader, (rows, *sizes))  # else each stage that asks for the batch would read the state
+        positions.measure(reader, (rows, *sizes))  # else each stage that needs the batch size would read the state
     graph.inputs.remove(state)
     graph.register_initializer(cache)
     axes = build.constant(f"state_axes_{len(sizes)}", [*range(1, 1 + len(sizes))])

@@ -1,20 +1,20 @@
 """The two forms of a decoder's step: one token of every slot of a group, and a chunk of a prompt of one slot.
 
-    decode     tokens [slots, 1]      position [slots]   count [slots]        of a group, where slots take turns in several
+    decode     tokens [slots, 1]      position [slots]   count [slots]        slots of one group, where several groups take turns
     prefill    tokens [runs, chunk]   position [runs]    count [runs]
 
-Before an encoder's sequence is begun, `encode` computes the encoder of one slot of each run (`encoder.py`).
+Before an encoder's sequence begins, `encode` computes the encoder of one slot of each run (`encoder.py`).
 
-Each has narrow forms: a prefill of fewer tokens for the end of a prompt, and a decode of fewer slots, one behind the other, where no other
-slot has a sequence. A form has its own program, so that a step computes no more rows than it needs, up to the next size.
+Each form has narrow variants: a prefill of fewer tokens for the end of a prompt, and a decode of fewer consecutive slots, where no
+other slot has a sequence. Each variant has its own program, so that a step computes no more rows than it needs, up to the next size.
 
     prefill_4     tokens [runs, 4]        prefill_16, ..
     decode_2      tokens [2 runs, 1]      decode_1, decode_4, ..
 
-All are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run them by the same sessions.
+All are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run them with the same sessions.
 
-Where slots are dealt out to ranks (data parallel) they lie in `runs`, equal ones, and a prefill takes one slot of each run: every rank
-computes a slot of its own. A rank binds the row of that slot alone of each cache, as one of a cache with one slot.
+Where slots are sharded over ranks (data parallel), they lie in `runs` of equal size, and a prefill takes one slot of each run: every rank
+computes one of its own slots. A rank binds only that slot's row of each cache, as a cache with one slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_CHUNK = 4
 
 @dataclass(frozen=True)
 class StepForm:
-    """How many slots a step computes, and the most tokens of each; `runs`: how many runs of slots there are, where that is known."""
+    """The slots (`rows`) of a step and the most tokens of each slot; `runs`: the number of runs of slots, 1 before it is known."""
 
     rules: GenerateRules
     rows: int
@@ -40,7 +40,7 @@ class StepForm:
 
     @classmethod
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
-        """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
+        """Returns the form of one of a plan's programs. Raises CompileError where caches have different numbers of runs of slots."""
         if program.kind is ProgramKind.STEP:
             return cls(rules, rules.rows, 1, 1)
         runs = _runs(program.other_programs[ProgramKind.STEP], rules)
@@ -50,7 +50,7 @@ class StepForm:
 
 
 def narrow_chunks(rules: GenerateRules) -> list[int]:
-    """The tokens of narrow prefills: quarters of a chunk, down to four."""
+    """Returns the tokens of narrow prefills: the chunk divided by 4, 16, .. (rounded up), down to 4, in ascending order."""
     found, size = list[int](), rules.chunk
     while (size := -(-size // 4)) >= _LEAST_CHUNK:
         found.append(size)
@@ -58,13 +58,13 @@ def narrow_chunks(rules: GenerateRules) -> list[int]:
 
 
 def narrow_rows(rules: GenerateRules, runs: int) -> list[int]:
-    """The slots of a run that narrow decodes have: powers of two below those of a whole one."""
+    """Returns the numbers of slots of a run in narrow decodes: the powers of two below the run's size."""
     of_run = rules.rows // runs
     return [1 << k for k in range(of_run.bit_length()) if 1 << k < of_run]
 
 
 def _runs(decode: Lowered, rules: GenerateRules) -> int:
-    """In how many runs the slots of the caches lie."""
+    """Returns the number of runs into which the slots of the caches are sharded."""
     found = {
         one.version.layout.shards[0]: one.tensor
         for part, _ in decode.distinct_programs
