@@ -31,7 +31,7 @@ from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.runtime.checker.check import check_artifact
-from training_equivalence import run, run_whole, same_tensors
+from training_equivalence import from_text, run, run_whole, same_tensors
 
 WIDTH, HEADS, KEYS, DEPTH, EXPERTS, WORDS = 16, 4, 2, 4, 4, 12
 AXES = ("pp", "dp", "cp", "ep", "tp")
@@ -111,24 +111,44 @@ class Decoder(nn.Module):
         return self.head(op, x)
 
 
-def source() -> Source:
-    """The decoder with the same weights each time."""
+STACK = """<ir_version: 8, opset_import: ["" : 21]>
+net (float[batch, 8] ids) => (float[batch, 12] y) {
+    [tokens] f = MatMul(ids, first)
+    [layers] g = Scan <num_scan_inputs = 2, body = layer (float[batch, 8] h, float[8, 24] w, float[24, 8] v) => (float[batch, 8] out) {
+        [up] u = MatMul(h, w)
+        [act] a = Tanh(u)
+        [down] d = MatMul(a, v)
+        [add] out = Add(d, h) }> (f, up_weights, down_weights)
+    [head] y = MatMul(g, last)
+}"""
+"""A loop over two layers, whose weights are stacks; its nodes are called as the decoder's modules."""
+
+
+def source(stack: bool) -> Source:
+    """The decoder, or the `stack`, with the same weights each time."""
+    if stack:
+        shapes = {"first": (8, 8), "up_weights": (2, 8, 24), "down_weights": (2, 24, 8), "last": (8, WORDS)}
+        return from_text(STACK, shapes)
     nn.seed(3)
     return Source(trace(Decoder(), [Spec("ids", ("batch", "seq"), ir.DataType.INT64)], ["y"], "decoder.py"))
 
 
 @cache
-def steps() -> list[dict[str, np.ndarray]]:
+def steps(stack: bool) -> list[dict[str, np.ndarray]]:
     """Two batches."""
     chance = np.random.default_rng(0)
+    if stack:
+        arrays = {"ids": chance.standard_normal((2, 16, 8), np.float32), "labels": chance.integers(0, WORDS, (2, 16))}
+        return [{name: both[step] for name, both in arrays.items()} for step in range(2)]
     return [dict(zip(("ids", "labels"), chance.integers(0, WORDS, (2, 16, 8)), strict=True)) for _ in range(2)]
 
 
 @dataclass
 class Key:
-    """The lines that a key adds to a plan: its axes, lines of the plan, of `pipeline` and of the training, of one rank's as well.
+    """The lines that a key adds to a plan: its axes, lines of the plan, of `pipeline` and of the training.
 
-    `kind`: of keys of one kind a plan has one. `exact`: the numbers are those of one rank, but for the order of sums.
+    `kind`: of keys of one kind a plan has one. `everywhere`: lines of one rank's plan, too, or 'train': `train` is in it.
+    `tolerance`: how far numbers may lie apart, of the change that the steps made. `stack`: of the loop alone.
     """
 
     kind: str
@@ -139,6 +159,7 @@ class Key:
     train: str = ""
     everywhere: str = ""
     tolerance: float = 0.0
+    stack: bool = False
 
 
 SHARED = 'sharding: {"layers.*.attention.{q,k,v}": colwise, "layers.*.attention.out": rowwise}'
@@ -162,6 +183,10 @@ TABLE: dict[str, Key] = {
     "tp": Key("sharding", ("tp",), (SHARED,)),
     "experts cut": Key(
         "sharding", ("tp",), ('sharding: {"layers.*.experts.MatMul": colwise, "layers.*.experts.MatMul_1": rowwise}',)
+    ),
+    "scan": Key("sharding", stack=True),
+    "turns cut": Key(
+        "sharding", ("tp",), ('sharding: {"layers.*.up": colwise, "layers.*.down": rowwise}',), stack=True
     ),
     "dp": Key("data", ("dp",)),
     "stages": Key("stages", ("pp",), (), ("microbatches: 2", 'stages: ["tokens, layers.0", "layers.1, head"]')),
@@ -191,9 +216,10 @@ def plan(names: list[str]) -> tuple[str, str, float]:
     axes = [axis for axis in AXES if any(axis in key.axes for key in keys)] or ["dp"]
     ranks = 2 ** len(axes)
     lines = [f"ranks: {ranks}", f"mesh: {{{', '.join(f'{axis}: 2' for axis in axes)}}}"]
-    lines.append("symbols: {batch: {divisor: 16, max: 16}, seq: {divisor: 4, max: 16}}")
+    stack = any(key.stack for key in keys)
+    lines.append(f"symbols: {{batch: {{divisor: 16, max: 16}}{'' if stack else ', seq: {divisor: 4, max: 16}'}}}")
     if "dp" in axes:
-        lines.append("dataset: {ids: [dp, null], labels: [dp, null]}")
+        lines.append(f"dataset: {{ids: [dp, null], labels: [dp{'' if stack else ', null'}]}}")
     lines += [line.replace("RANKS", str(ranks)).replace("HALF", str(ranks // 2)) for key in keys for line in key.lines]
     piped: dict[str, str] = {}
     for key in keys:
@@ -208,7 +234,7 @@ def plan(names: list[str]) -> tuple[str, str, float]:
 
     def train(optimizer: str, more: str) -> str:
         return (
-            "train:\n  loss: {type: softmax_cross_entropy, logits: y, labels: labels, axis: 2}\n"
+            f"train:\n  loss: {{type: softmax_cross_entropy, logits: y, labels: labels, axis: {1 if stack else 2}}}\n"
             f"  optimizer: {{type: momentum, lr: 0.1, momentum: 0.9{optimizer}}}\n{more}{extra}"
         )
 
@@ -223,10 +249,11 @@ def plan(names: list[str]) -> tuple[str, str, float]:
 def outcome(names: list[str]) -> tuple[str, str]:
     """What comes of keys beside each other, and the text that says more."""
     text, one, tolerance = plan(names)
+    stack = any(TABLE[name].stack for name in names)
     try:
-        whole = run_whole(source(), one, steps())
+        whole = run_whole(source(stack), one, steps(stack))
         with tempfile.TemporaryDirectory() as folder:
-            have = run(source(), text, Path(folder) / "cut", steps(), check=False)
+            have = run(source(stack), text, Path(folder) / "cut", steps(stack), check=False)
             faults = "\n".join(map(str, check_artifact(Path(folder) / "cut")))
         for own, other in zip(have.outputs, whole.outputs, strict=True):
             for name in other.keys() & own.keys():
@@ -244,9 +271,10 @@ def outcome(names: list[str]) -> tuple[str, str]:
 
 
 def together(names: list[str]) -> bool:
-    """Whether a plan can say all of them: one of each kind."""
+    """Whether a plan can say all of them: one of each kind, and those that the model has."""
     kinds = [TABLE[name].kind for name in names]
-    return len({*kinds}) == len(kinds)
+    stack = any(TABLE[name].stack for name in names)
+    return len({*kinds}) == len(kinds) and not (stack and {*kinds} & {"experts", "context", "adapters"})
 
 
 def main(sets: list[list[str]]) -> int:

@@ -8,6 +8,13 @@ from keys_together import outcome
 EQUAL = [
     ["routed", "stored"],
     ["gather", "zero"],
+    ["stored", "ring"],
+    ["shared", "heads"],
+    ["routed along cp", "packed"],
+    ["routed", "stages", "recompute"],
+    ["stored", "adapters", "clip"],
+    ["scan", "stored", "elastic"],
+    ["turns cut", "stored", "microbatches"],
 ]
 
 
