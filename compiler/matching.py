@@ -266,7 +266,8 @@ def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Pr
     for rule in program.plan.stored.rules:
         found = {value: StoredUnit(unit, rule) for name, value in named.items() if (unit := rule.unit_of(name))}
         units |= found
-        if not found and not is_unneeded(program, rule.pattern):
+        there = any(map(compile_pattern(rule.pattern).matches, program.paths.values()))
+        if not found and (there or not is_unneeded(program, rule.pattern)):
             names = [*modules_of(named), *named]
             problems.append(_nothing(rule.pattern, rule.where, names, "module with parameters"))
     return units, problems

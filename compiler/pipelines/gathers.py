@@ -8,7 +8,7 @@ A region is a run of readers of a unit, between which nothing reads another unit
 that is freed two regions that begin at most `ahead` regions apart are one. A region has values of its own, by an event of its own, and ops
 that only turn or cast a parameter are repeated in each region; so what was gathered is in memory from its event to the last reader of its
 region, and no longer. The event of region k follows the first reader of region k - `ahead`, which waits for its own event: so what was
-computed before has ended.
+computed before has ended. Where that is its own first reader, an op of several units, the event precedes it.
 
 In microbatches a freed unit has regions in the body of each task, and one that is kept is gathered once, before all tasks.
 
@@ -362,8 +362,8 @@ class _Gathers:
         steps: list[Op] = []
         labels: list[Label] = []
         done: set[Value] = set()
-        due: dict[int, list[tuple[Place, Key]]] = {}
-        """The gathers that follow each place."""
+        early, due = dict[int, list[tuple[Place, Key]]](), dict[int, list[tuple[Place, Key]]]()
+        """The gathers before each place, whose op is the first reader of several units, and those that follow it."""
 
         def put(some: Iterable[Op], label: Label) -> None:
             for step in some:
@@ -377,8 +377,11 @@ class _Gathers:
             for k, one in enumerate(first):
                 put(self._gather((track, k), one.key, steps), track[1] or ONCE)
             for k, one in enumerate(runs[len(first) :], len(first)):
-                due.setdefault(runs[k - self.regions.ahead].first, []).append(((track, k), one.key))
+                at = runs[k - self.regions.ahead].first
+                (early if at == one.first and one.read else due).setdefault(at, []).append(((track, k), one.key))
         for at, (step, label) in enumerate(zip(unit.steps, old, strict=True)):
+            for there, key in early.get(at, ()):
+                put(self._gather(there, key, steps), there[0][1] or label)
             if not self.regions.is_gather(step) and not (
                 isinstance(step, Compute) and self.regions.is_lazy(step, readers)
             ):

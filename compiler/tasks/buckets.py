@@ -17,7 +17,7 @@ from partc.compiler.plan.precision import GradientMessages
 from partc.compiler.tasks.packed_sums import packed_sum, row_kind
 
 Key = TypeVar("Key", bound=Hashable)
-_Key: TypeAlias = tuple[str, str, str, str]
+_Key: TypeAlias = tuple[str, str, str, tuple[tuple[int, str], ...], str]
 Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
@@ -89,7 +89,14 @@ class Buckets:
         """
         info = self.comm.values[value]
         kind_of_move = type(move).__name__ + (row_kind(move) if self.packed else "")
-        key = (kind_of_move, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type, unit)
+        groups = self.comm.subgroups(move.after.mesh, move.axes, move.group)[1]
+        key = (
+            kind_of_move,
+            groups,
+            info.type,
+            tuple(move.after.partial),
+            unit,
+        )  # one layout says what is left to sum of all
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)

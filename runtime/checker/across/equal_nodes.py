@@ -99,9 +99,11 @@ def _compare(
     for one in forward:
         for name in (*one.node.input, *one.node.output):
             places.setdefault(name, len(places))
+    named = {name for one in (*forward, *backward) for name in (*one.node.input, *one.node.output)}
+    sized = all(each[1] is not None for each in map(types.get, named) if isinstance(each, tuple))
     function = tuple(
         (
-            _content(one, integers),
+            _content(one, integers, sized),
             *((places[name], str(types.get(name))) for name in (*one.node.input, *one.node.output)),
             _sharded(one),
         )
@@ -111,8 +113,8 @@ def _compare(
         ((tuple((places.get(name, -1), str(types.get(name))) for name in (*one.node.input, "", *one.node.output))), one)
         for one in backward
     ]
-    contents: dict[Hashable, NamedNode] = {(form, _content(one, integers)): one for form, one in made}
-    nodes = Counter[Hashable]((form, _content(one, integers)) for form, one in made)
+    contents: dict[Hashable, NamedNode] = {(form, _content(one, integers, sized)): one for form, one in made}
+    nodes = Counter[Hashable]((form, _content(one, integers, sized)) for form, one in made)
     own = Gradient(source, forward[0].file, nodes)
     first = known.setdefault((function, frozenset(Counter(form for form, _ in made).items())), own)
     for other in nodes - first.nodes:
@@ -128,10 +130,14 @@ def _is_number(one: NamedNode) -> bool:
     return all(isinstance(each, tuple) and each[1] == [] for each in types)
 
 
-def _content(one: NamedNode, integers: Mapping[str, bytes]) -> Hashable:
-    """What a node computes of its operands."""
+def _content(one: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Hashable:
+    """What a node computes of its operands; where sizes are not known (`sized`), integers may follow from them, and are not compared."""
     operands = zip(one.node.input, one.operands, strict=False)
     constants = tuple(origin if origin[0] is CONSTANT else integers.get(name) for name, origin in operands)
+    if not sized:
+        constants = tuple(
+            None if isinstance(each, bytes) or (each and each[1] in _INTEGERS) else each for each in constants
+        )
     return one.node.domain, one.node.op_type, frozenset(one.attributes.items()), constants
 
 

@@ -113,11 +113,11 @@ class _Gathers:
         self._count(begins)
 
     def _tensors(self) -> dict[str, str]:
-        """Maps each value of the file to the parameter of which it is this rank's shard."""
+        """Maps each value of the file to the parameter of which it is this rank's shard; a turn's slice of a stack is one itself."""
         found = {one.value: one.tensor for one in self.manifest.state if self.rank in one.ranks}
         for tensor in self.model.graph.initializer:
             found.setdefault(tensor.name, metadata_of(tensor, PIECE).partition("[")[0] or tensor.name)
-        return found
+        return {value: value if value in self.units else tensor for value, tensor in found.items()}
 
     def _count(self, begins: list[tuple[int, int]]) -> None:
         """Finds the most bytes at once; `begins`: of each event the place of the node before it, and its own."""
