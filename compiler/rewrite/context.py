@@ -598,7 +598,7 @@ def _size(value: ir.Value, dim: int | None) -> int | None:
 
 
 _LIMIT, _LENGTH = 256, 64
-"""The largest integer in a mask that is evaluated, and the least length: beyond a few times that integer a mask does not change its form."""
+"""The largest integer in an evaluated mask, and the least length: beyond a few times that integer the form of a mask does not change."""
 _LOWEST = -1e4
 
 
