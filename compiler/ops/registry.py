@@ -333,26 +333,26 @@ def entries() -> tuple[Entry, ...]:
 
 
 def entry_of(node: ir.Node) -> Entry | None:
-    """The entry of a node's op; None where there is none."""
+    """Returns the entry of a node's op, or None."""
     load()
     return TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
 
 
 def entry_of_op(domain: str, op_type: str) -> Entry | None:
-    """The entry of an op of a file; None where there is none."""
+    """Returns the entry of an op of a file, or None."""
     load()
     return TABLE.get(("" if domain == "ai.onnx" else domain, op_type))
 
 
 _RULES: dict[Hashable, Rule] = {}
-"""The rules of nodes by their keys; forgotten when there are many."""
+"""Maps nodes' keys to their rules; cleared when it has many."""
 _MANY = 1 << 14
 
 
 def rule_of(node: ir.Node) -> Rule:
-    """The rule of a node; nothing is sharded where its op has no entry or the shape of an operand is unknown.
+    """Returns the rule of a node; it shards nothing if the op has no entry or the shape of an operand is unknown.
 
-    Nodes that are alike have the same object.
+    Equal nodes share one rule object.
     """
     key = key_of(node)
     if key is None:
@@ -365,7 +365,7 @@ def rule_of(node: ir.Node) -> Rule:
 
 
 def fresh_rule(node: ir.Node) -> Rule:
-    """As `rule_of`, worked out from the node itself."""
+    """Returns the rule of a node as `rule_of` does, computed anew."""
     entry = entry_of(node)
     operands = [*node.inputs, *(value for value in node.outputs if value.name)]
     unknown = any(value is not None and value.shape is None for value in operands)
@@ -373,13 +373,13 @@ def fresh_rule(node: ir.Node) -> Rule:
 
 
 def has_gradient_rule(node: ir.Node) -> bool:
-    """Whether the op of a node has a gradient of its own, whatever its local form is."""
+    """Whether the op of a node has a gradient rule of its own, not one derived from its local form."""
     entry = entry_of(node)
     return entry is not None and entry.differentiable and not entry.gradients.local
 
 
 def looks_up_rows(node: ir.Node) -> bool:
-    """Whether a node reads rows of its first input, by ids, and its gradient can be given as ids and rows."""
+    """Whether a node looks up rows of its first input by ids, and its gradient can be expressed as ids and rows."""
     entry = entry_of(node)
     if entry is None or entry.gradients.looks_up is None or entry.gradients.rows is None:
         return False
@@ -387,7 +387,7 @@ def looks_up_rows(node: ir.Node) -> bool:
 
 
 def stops_gradient(node: ir.Node) -> bool:
-    """Whether the outputs of a node are known not to follow small changes of its inputs."""
+    """Whether the outputs of a node are known not to change with small changes of its inputs."""
     entry = entry_of(node)
     return entry is not None and (entry.stops_gradient or STOPS_GRADIENT in node.metadata_props)
 
@@ -399,7 +399,7 @@ def draws(node: ir.Node) -> bool:
 
 
 def standard_ops(opset: int = 23) -> tuple[str, ...]:
-    """The names of the ops that the standard has at an opset version."""
+    """Returns the names of the standard's ops at an opset version."""
     import onnx.defs
 
     newest: dict[str, onnx.defs.OpSchema] = {}
