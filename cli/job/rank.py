@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 def timing(loaded: float, times: Sequence[float]) -> str:
     """Returns the line of a load time and the times of all steps, in seconds; the first step, which warms up, is reported separately.
 
-        loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
+    loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
     """
     text = f"loaded in {seconds(loaded)}, first step {seconds(times[0])}"
     rest = sorted(times[1:])

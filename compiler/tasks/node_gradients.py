@@ -196,9 +196,9 @@ class NodeGradients:
     def write(
         self, instance: NodeOnGroup, found: Sequence[NodeGradient], spellings: Mapping[str, Sequence[str]]
     ) -> dict[str, Value]:
-        """Writes the gradients found for a node on all its ranks; by handle of an operand its cotangent.
+        """Writes the gradients found for a node on all its ranks; maps each operand's handle to its cotangent.
 
-        What is new is called as one of the `spellings`. A cotangent is one value in all forms.
+        New values are named by one of the `spellings`. A cotangent is one value in all forms.
         """
         everywhere = 0
         for one in found:
@@ -220,7 +220,7 @@ class NodeGradients:
     def _write(
         self, instance: NodeOnGroup, gradient: NodeGradient, cotangents: Mapping[str, Value]
     ) -> dict[str, Value]:
-        """Writes the backward ops of one form, and extends its forward ops by the values that these read; all values by handle."""
+        """Writes the backward ops of one form, and adds to its forward ops the outputs that these read; maps handles to all values."""
         form, found, ranks = gradient.form, gradient.backward, ranks_of(gradient.ranks)
         path, group = self.program.paths[instance.node], facts_of(instance.group).text
         values = {**gradient.values, **cotangents}
@@ -252,7 +252,7 @@ class NodeGradients:
         return values
 
     def _extended(self, op: Compute, node: ir.Node, ranks: Ranks, values: dict[str, Value], places: Places) -> Compute:
-        """A forward op with the outputs of `node`; what it makes besides gets a place in `values`."""
+        """Returns a forward op with the outputs of `node`; additional outputs get a place in `values`."""
         if [bool(value.name) for value in node.outputs] == [one is not None for one in op.outputs]:
             return op
         for k, out in enumerate(node.outputs):
@@ -265,7 +265,7 @@ class NodeGradients:
         return replace(found, captured=op.captured, label=op.label, task=op.task, target=op.target)
 
     def _early(self, source: ir.Node, one: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
-        """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
+        """Writes the shapes of values of the forward pass on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
         for node in one.backward.early:
             name = name_of(node.outputs[0])
@@ -283,5 +283,5 @@ class NodeGradients:
 
 
 def row_keys(operand: str) -> RowGradient:
-    """The placeholders for the ids and the rows of a table's gradient, among handles of operands."""
+    """Returns the placeholders for the ids and the rows of a table's gradient, among handles of operands."""
     return RowGradient(f"{operand} ids", f"{operand} rows")
