@@ -630,7 +630,7 @@ def _extent(body: ir.Graph) -> int:
 
 
 def _size(value: ir.Value, axis: int) -> int | None:
-    """The length of a value along an axis; None where it is not fixed."""
+    """The length of a value along an axis; None if it is not fixed."""
     size = None if value.shape is None else value.shape[axis]
     return size if isinstance(size, int) else None
 

@@ -133,7 +133,7 @@ _own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
 
 
 class InvalidProgram(Exception):
-    """A pass made a program that is not valid. Not a PartcError: the user can do nothing about it."""
+    """Raised for an invalid program of a pass. Not a PartcError: the user cannot fix it."""
 
     def __init__(self, name: str, faults: list[str]) -> None:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []

@@ -61,7 +61,7 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
 
 
 def perturbed(folder: Path, out: Path, seed: int) -> Path:
-    """A copy of an artifact whose operands are changed by units in the last place."""
+    """Writes a copy of an artifact whose operands are changed by units in the last place."""
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         perturb(model, seed)
@@ -71,7 +71,7 @@ def perturbed(folder: Path, out: Path, seed: int) -> Path:
 
 
 def scaled_seed(folder: Path, out: Path, number: int) -> Path:
-    """A copy of an artifact that trains, with gradients `number` times as large: those of a sum over as many ranks."""
+    """Writes a copy of a training artifact whose gradients are `number` times as large: those of a sum over as many ranks."""
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         for tensor in model.graph.initializer:

@@ -95,7 +95,7 @@ class Compute:
         return tuple([one for one in self.outputs if one is not None])
 
     def is_op(self, *op_types: str) -> bool:
-        """Whether it is one of these ops of ONNX."""
+        """Whether it is a node with one of these ONNX ops."""
         return self.node.op_type in op_types and self.node.domain in ("", "ai.onnx")
 
 

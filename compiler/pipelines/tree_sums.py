@@ -114,7 +114,7 @@ class TreeSums:
         return halves((left[0], right[1])) == (left, right)
 
     def reads(self, step: Op) -> bool:
-        """Whether an op reads sums of the rank's own parts only; raises CompileError if it is not a reduction or an Identity."""
+        """Whether an op reads sums over the rank's own parts; raises CompileError if such an op is not a reduction or an Identity."""
         if self.run == (0, self.parts) or not any(value in self.known for value in step.reads):
             return False
         if isinstance(step, Compute) and step.is_op("Identity"):

@@ -149,7 +149,7 @@ class Sharding:
 
     @classmethod
     def of(cls, work: ModelWork, places: tuple[Place, ...]) -> Sharding:
-        """Returns the sharding of the dims at these places: a node that reads such a dim and makes none is summed over."""
+        """Returns the sharding of the dims at these places: a node that reads such a dim and makes none sums over it."""
         cut = {value for value, _ in places}
         nodes, forward, backward = set(), [], dict[ir.Value, float]()
         for node, own in work.around(cut):
@@ -359,7 +359,7 @@ class Estimates:
         return sum(many * one.output_elements / (shards if cut else 1) for (one, cut), many in some)
 
     def turns(self, ranks: int) -> float:
-        """The factor by which a rank is slower because it shares the cores of its host."""
+        """The factor by which a rank is slower because it shares its host's cores."""
         cores = self.machine.cores * self.hosts
         return max(1.0, ranks / cores) if cores else 1.0
 

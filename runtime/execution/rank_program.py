@@ -83,7 +83,7 @@ class Targets:
     """The execution on the kinds of devices within the rank."""
 
     of_steps: dict[int, str] = field(default_factory=dict)
-    """Maps each step that computes or copies to its target; empty where the rank has one target."""
+    """Maps each step that computes or copies to its target; empty if the rank has one target."""
     counts: TargetCounts = field(default_factory=TargetCounts)
     workers: Workers | None = None
     """The threads of the targets, once the rank has run a step."""

@@ -37,7 +37,7 @@ class AdapterChange:
 
 
 def stacks_of(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
-    """Maps each module with room for adapters to the inputs, the outputs and the largest rank of what adapters add."""
+    """Maps each module with room for adapters to the number of inputs, the number of outputs, and the largest rank of its adapters."""
     shapes = {one.tensor: one.shape for one in manifest.state if one.kind == ADAPTER}
     return {
         name.removesuffix(".lora_A.stack"): (shape[1], shapes[name.replace(".lora_A.", ".lora_B.")][2], shape[2])

@@ -16,9 +16,7 @@ from ..errors import InputError
 from .schema import SchemaBound, faults_of_schema
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
-"""The reason why a sequence ended: a token after which it stops, the most tokens that were requested, or logits that are not finite;
-empty where it continues.
-"""
+"""The reason for the end of a sequence: a stop token, the most tokens requested, or non-finite logits; empty while it continues."""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
 """The least temperature, by which logits can be divided and stay finite."""

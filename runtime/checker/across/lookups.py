@@ -111,7 +111,7 @@ def _wrong_route(
 
 
 def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
-    """Whether a declared shape is the wanted one, or one-dimensional where it is known only at run time."""
+    """Whether a declared shape is the wanted one, or has one dim if the wanted one is known only at run time."""
     return shape is None or (len(shape) == 1 if wanted is None else same_dims(shape, wanted, manifest))
 
 
