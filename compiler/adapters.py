@@ -1,7 +1,7 @@
-"""Adds a plan's adapter to the products of a model, under the names that peft and torch give its weights.
+"""Adds a plan's adapters to the products of a model; their weights have the names of peft and torch.
 
-The source is rewritten before any pass, and after `quantize`: `partc verify` compares with the adapted model on one rank. In a training an
-adapter's weights are all that is trained.
+The source is rewritten before any pass, and after `quantize`: `partc verify` compares with the adapted model on one rank. A training trains
+only the adapters' weights.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from partc.runtime.units import first_of
 
 
 def adapted(source: Source, plan: Plan | None, name: str) -> Source:
-    """The source with the plan's adapters; the source itself where there are none, or that is done.
+    """Returns the source with the plan's adapters; the source itself if there are none, or it has them already.
 
-    Raises CompileError with all that is wrong with their folders, and each module that the model does not have, or has in other sizes.
+    Raises CompileError with all faults of their folders, and with each module that the model does not have, or has in other sizes.
     """
     room = 0 if plan is None or plan.generate is None else plan.generate.adapters
     if plan is None or not (plan.adapters or room) or source.adapted:
@@ -60,7 +60,7 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
 def _stacks(
     program: Loaded, generate: GenerateRules, known: Sequence[AdaptedProduct]
 ) -> dict[str, dict[str, ir.TensorProtocol]]:
-    """Maps each module that any adapter adds to, or for which there is room, to the stacks of all adapters."""
+    """Maps each module to which some adapter adds, or which has room for adapters, to the stacks of all adapters."""
     rules, room = program.plan.adapters, generate.adapters
     if room and len(rules) > room:
         fact = f"'adapters' has room for {room}, and the plan has {len(rules)}"
@@ -82,7 +82,7 @@ def _stacks(
 
 
 def _with_room(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, AdaptedProduct]:
-    """Maps each module to which adapters may add to its product: those with one weight, without the head."""
+    """Maps each module whose product adapters may change to the product: modules with one weight, except the head."""
     head = head_of(scores_of(program.model.graph.outputs, program.name))
     by_module = dict[str, list[AdaptedProduct]]()
     for product in known:
@@ -94,7 +94,7 @@ def _with_room(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, Ad
 def _places(
     program: Loaded, rule: AdapterRule, known: Sequence[AdaptedProduct]
 ) -> dict[str, tuple[list[AdaptedProduct], LowRank]]:
-    """Maps each module of an adapter to its products and what is added to them."""
+    """Maps each module of an adapter to its products and the adapter's weights for them."""
     if rule.folder is None:
         return _new(program, rule, known)
     read = read_adapter(rule.folder, rule.where)
@@ -110,7 +110,7 @@ def _misfits(
     by_module: Mapping[str, Sequence[AdaptedProduct]],
     known: Sequence[AdaptedProduct],
 ) -> Iterator[tuple[str, str, str]]:
-    """Says why an adapter does not fit the model: fact, law and remedy."""
+    """Yields the reasons for which an adapter does not fit the model: fact, law and remedy."""
     modules = [product.path.rpartition(".")[0] for product in known]
     for module, added in read.items():
         products = by_module[module]
@@ -135,7 +135,7 @@ def _misfits(
 def _new(
     program: Loaded, rule: AdapterRule, known: Sequence[AdaptedProduct]
 ) -> dict[str, tuple[list[AdaptedProduct], LowRank]]:
-    """A new adapter: A as peft draws it, uniform within 1 / sqrt(inputs), and B of zeros."""
+    """Returns a new adapter: A drawn as in peft, uniform within 1 / sqrt(inputs), and B of zeros."""
     entry = rule.entry
     assert entry.on is not None
     nodes = set(matched_nodes(program, entry.on))
@@ -170,7 +170,7 @@ def _drawn(shape: tuple[int, int], law: Law) -> DrawnTensor:
 
 
 def _absent(module: str, added: LowRank) -> LowRank:
-    """The adapter of a model without weights: names, types and shapes."""
+    """Returns the adapter for a model without weights: names, types and shapes."""
     a, b = (
         AbsentTensor(tensor.dtype, tensor.shape.numpy(), f"{module}.lora_{key}.weight")
         for key, tensor in (("A", added.a), ("B", added.b))

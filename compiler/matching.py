@@ -1,4 +1,4 @@
-"""Finds the rule of the plan or of the model that decides for a node or an output: the last one that matches, the plan over the model."""
+"""Finds the rule that decides for a node or an output: the last one that matches, and the plan's over the model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from partc.runtime.options import Refused
 
 @dataclass(frozen=True)
 class Rule:
-    """A line that places: prints as `plan.yaml:8 'conv1'`, without the folder, which differs by machine."""
+    """A line that places nodes; prints as `plan.yaml:8 'conv1'`, without the folder, which differs by machine."""
 
     pattern: str
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Rule:
 
 
 def modules_of(paths: Iterable[str]) -> list[str]:
-    """Every module path that the nodes' paths run through, in order of first appearance."""
+    """Returns every module on the nodes' paths, in order of first appearance."""
     found: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")
@@ -45,10 +45,11 @@ def modules_of(paths: Iterable[str]) -> list[str]:
 
 
 def placement_rules(program: Loaded) -> tuple[dict[ir.Node, Rule], list[Problem]]:
-    """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there.
+    """Maps each placed node to the rule that decides; also a problem for each rule that matches nothing or names a rank that does not
+    exist.
 
-    The model's annotations place nothing before they are followed.
-    A line of the model that decides nothing, since the plan places what it speaks of, may name any rank.
+    The model's annotations place nothing before they are followed. A line of the model that decides nothing, since the plan places its
+    nodes, may name any rank.
     """
     problems: list[Problem] = []
     decided = _annotated(program) if isinstance(program, Annotated) else {}
@@ -72,7 +73,9 @@ def placement_rules(program: Loaded) -> tuple[dict[ir.Node, Rule], list[Problem]
 
 
 def stage_rules(program: Loaded) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
-    """Per node that the plan names in a stage its number and its rule; a problem per pattern that matches nothing, or another stage's."""
+    """Maps each node that the plan names in a stage to the stage's number and to its rule; a problem for each unmatched or conflicting
+    pattern.
+    """
     stages = program.plan.pipeline.stages if program.plan.pipeline is not None else ()
     problems: list[Problem] = []
     decided: dict[ir.Node, int] = {}
@@ -99,7 +102,7 @@ def stage_rules(program: Loaded) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule
 def against_stages(
     program: Loaded, decided: Mapping[ir.Node, Rule], stages: Mapping[ir.Node, int]
 ) -> Iterator[Problem]:
-    """A problem per line of `placement` that puts a node of a stage on other ranks than the stage's."""
+    """Yields a problem for each line of `placement` that puts a node of a stage on other ranks than the stage's."""
     assert program.plan.pipeline is not None
     lines = {rule.where for rule in program.plan.placement}
     told = set[str]()
@@ -118,9 +121,9 @@ def against_stages(
 
 
 def matched_nodes(program: Loaded, pattern: str) -> list[ir.Node]:
-    """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does.
+    """Returns the nodes whose paths the pattern matches; if there are none, those whose ONNX names, as Netron shows them, it matches.
 
-    What a pass has put in the place of a node is within its path, `bn.shifted` of `bn`, and has its name.
+    A node that replaces another has a path within that of the old node, `bn.shifted` in `bn`, and is found by the old node's name.
     """
     compiled = compile_pattern(pattern)
     if hit := compiled.among(program.paths):
@@ -130,14 +133,14 @@ def matched_nodes(program: Loaded, pattern: str) -> list[ir.Node]:
 
 
 def is_unneeded(program: Loaded, pattern: str) -> bool:
-    """Whether a pattern names what the model has and the program does not need: in training a second head, of a decoder its encoder."""
+    """Whether a pattern names a node that the program does not need: a second head in training, or the encoder in a decoder."""
     matches, generation = compile_pattern(pattern).matches, program.generation
     has_others = program.plan.train is not None or (generation is not None and generation.record.encoder is not None)
     return has_others and any(map(matches, (*program.file_names, *program.file_names.values())))
 
 
 def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
-    """The placements of the model, and what is wrong with those whose groups do not fit the plan's ranks and mesh."""
+    """Returns the placements of the model, and the problems of those whose groups do not fit the plan's ranks and mesh."""
     plan, found, wrong = program.plan, list[Rule](), dict[Rule, Problem]()
     lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
     lists += [stage.ranks for stage in plan.pipeline.stages] if plan.pipeline is not None else []
@@ -158,7 +161,7 @@ def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
 
 
 def placed_on_roles(program: Loaded) -> list[PlacementRule]:
-    """The model's lines that give parameters to ranks of a role. CompileError for roles that the plan does not have."""
+    """Returns the model's lines that place parameters on ranks of a role; raises CompileError for roles that the plan does not have."""
     frame, problems, found = Frame(program.plan.ranks, roles=program.plan.roles), [], []
     for placed in program.declared.placements:
         try:
@@ -173,7 +176,7 @@ def placed_on_roles(program: Loaded) -> list[PlacementRule]:
 
 
 def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
-    """The nodes that compute with a weight whose name the pattern matches, as it is or transposed, cast and the like."""
+    """Returns the nodes that compute with a weight whose name the pattern matches, directly or after a Transpose, Cast or the like."""
     matches = compile_pattern(pattern).matches
     graph = program.model.graph
     named = {value for name, value in graph.initializers.items() if matches(name)}
@@ -191,7 +194,7 @@ def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
 
 
 def _annotated(program: Annotated) -> dict[ir.Node, Rule]:
-    """What the model's own annotations place; every rule is weaker."""
+    """Maps nodes to the placements of the model's own annotations, which every rule overrides."""
     return {
         node: Rule(program.paths[node], one.group, program.name)
         for node, one in program.followed.items()
@@ -200,7 +203,7 @@ def _annotated(program: Annotated) -> dict[ir.Node, Rule]:
 
 
 def default_group(plan: Plan, declared: Declared) -> Group:
-    """Where operators run that nothing places: rank 0, or all ranks in a plan that cuts operators."""
+    """Returns the group of operators that no rule places: rank 0, or all ranks in a plan that shards operators."""
     if declared.annotations is not None and declared.annotations.several:
         return plan.workers
     asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.specs
@@ -208,7 +211,7 @@ def default_group(plan: Plan, declared: Declared) -> Group:
 
 
 def sharding_rules(program: Loaded) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:
-    """Per node the sharding rule that decides, the plan's over the model's, and a problem per rule that matches nothing."""
+    """Maps each node to the sharding rule that decides, the plan's over the model's; also a problem for each rule that matches nothing."""
     problems: list[Problem] = []
     decided: dict[ir.Node, ShardingRule] = {}
     for rule in (*program.declared.sharding, *program.plan.sharding):
@@ -221,9 +224,9 @@ def sharding_rules(program: Loaded) -> tuple[dict[ir.Node, ShardingRule], list[P
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes that are computed again together; what they read from outside is kept for them, between them nothing is.
+    """Nodes that are recomputed together: only the values that they read from outside are saved.
 
-    These are the nodes inside of the module that a pattern matches, the single ones that it matches in one module, or all that several
+    These are the nodes inside of the module that a pattern matches, the single nodes that it matches in one module, or all that several
     patterns match: `name` is the module, or the patterns.
     """
 
@@ -232,7 +235,7 @@ class Region:
 
 
 def recomputed(program: Loaded) -> tuple[dict[ir.Node, tuple[Region, RecomputeRule]], list[Problem]]:
-    """Per node that is computed again its region and the rule, the last that matches; a problem per rule that matches nothing."""
+    """Maps each recomputed node to its region and its rule, the last that matches; also a problem for each rule that matches nothing."""
     problems: list[Problem] = []
     decided: dict[ir.Node, tuple[Region, RecomputeRule]] = {}
     for rule in program.plan.pipeline.recompute if program.plan.pipeline else ():
@@ -245,7 +248,7 @@ def recomputed(program: Loaded) -> tuple[dict[ir.Node, tuple[Region, RecomputeRu
 
 
 def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
-    """The region of a node that a pattern of a rule matches; of a single pattern the outermost module, if it matches one."""
+    """Returns the region of a node that a pattern of a rule matches; for a single pattern the outermost matching module, if any."""
     if len(rule.patterns) > 1:
         return Region(rule.text, "patterns")
     outer = next(filter(compile_pattern(pattern).matches, modules_of([path])), None)
@@ -253,9 +256,9 @@ def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
 
 
 def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Problem]]:
-    """Per parameter that ranks store in shards its unit, by the last rule that matches; a problem per rule that matches nothing.
+    """Maps each parameter that ranks store in shards to its unit, by the last rule that matches; also a problem for each unmatched rule.
 
-    Without training these are the weights of floating-point numbers. A table that other ranks serve is theirs.
+    Without training these are the floating-point weights. A table that other ranks serve stays with these.
     """
     training, weights = program.training, program.model.graph.initializers.values()
     served = {node.inputs[0] for node in program.model.graph if SERVED in node.meta}
@@ -278,7 +281,7 @@ def _is_float(value: ir.Value) -> bool:
 
 
 def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:
-    """Per output of the model its ranks and whether it stays cut: rank 0 unless the plan says otherwise, None where it stays."""
+    """Maps each output of the model to its ranks and whether it stays sharded: rank 0 by default, None for ranks if it stays sharded."""
     outputs = program.model.graph.outputs
     problems: list[Problem] = []
     decided: dict[ir.Value, tuple[tuple[int, ...] | None, bool]] = dict.fromkeys(outputs, ((0,), False))
@@ -292,7 +295,7 @@ def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] 
 
 
 def nothing_matched(program: Loaded, pattern: str, where: str) -> Problem:
-    """The problem of a pattern that matches no module and no node of the model, or only what runs inside of another node."""
+    """Returns the problem of a pattern that matches no module and no node, or only nodes inside of another node's body."""
     if found := next(_inside(program, pattern), None):
         node, body, inner = found
         path = program.paths[node]
@@ -304,9 +307,10 @@ def nothing_matched(program: Loaded, pattern: str, where: str) -> Problem:
 
 
 def _inside(program: Loaded, pattern: str) -> Iterator[tuple[ir.Node, str, ir.Node]]:
-    """The nodes in bodies that a pattern matches by name, each after the node of the main graph and the attribute that hold it.
+    """Yields the nodes in bodies that a pattern matches by name, each after the node of the main graph and the attribute that have the
+    body.
 
-    A node of a turn, `layers.3.up`, is named with any number that the pattern has.
+    A node of a turn, `layers.3.up`, matches with any number that the pattern has.
     """
     matches = compile_pattern(pattern).matches
     turns = {"0", *re.findall(r"\d+", pattern)}

@@ -1,4 +1,4 @@
-"""The road of a compile: load, then the passes in order, then emit and prove.
+"""The steps of a compile: load, then the passes in order, then emit and prove.
 
 program = analyse(Path("model.py"), Path("plan.yaml"))      # everything but writing
 report = compile_model(Path("model.py"), Path("plan.yaml"), Path("build"))
@@ -99,8 +99,9 @@ PASSES: tuple[Pass, ...] = (
     copy_between_targets,
     check_budget,
 )
-"""From a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. What comes before is `load`
-and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_write`)."""
+"""The passes from a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. `load` and `start`
+come before them; `emit` and `prove` (`_write`) come after them, for all programs of a plan at once.
+"""
 COMPILE_ORDER: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, lower),
     (ProgramKind.TOTALS, lower),
@@ -110,13 +111,13 @@ COMPILE_ORDER: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.PREFILL, PASSES[-1]),
     (ProgramKind.ENCODE, PASSES[-1]),
 )
-"""The order in which the programs of a plan are compiled, each with the last pass that it runs before the next one: the others use the
+"""The order in which the programs of a plan are compiled, each with the last pass that it runs before the next program: the others use the
 tensors of the step's program, and a step in microbatches has the totals in its rows.
 """
 
 
 Key: TypeAlias = ProgramKind | tuple[ProgramKind, int]
-"""A program of a plan: its kind, with the size of a narrow one."""
+"""The key of a program of a plan: its kind, with the size for a narrow program."""
 STEP_ALONE = (ProgramKind.STEP, ProgramKind.TOTALS)
 """The kinds of programs that a step needs, without evaluation and prefill."""
 
@@ -131,11 +132,11 @@ class Report:
     exported: bool = False
     """Whether torch exported the model."""
     is_export_cached: bool = False
-    """Whether the export is kept for the next command."""
+    """Whether the export is stored for the next command."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings; of those that differ in the numbers of a path alone the first, with their number."""
+        """The warnings; warnings that differ only in the numbers of a path are merged to the first, with their count."""
         return tuple(merged(self.program.warnings))
 
 
@@ -152,8 +153,8 @@ def run_passes(
     """Runs the passes up to and including `through`, from the first one, or from the one after `start_after`; calls `on_start` and `on_end`
     for each.
 
-    With `verify_passes`, or where the environment requests it (`verify.py`), each pass's program is verified: InvalidProgram where it
-    breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
+    With `verify_passes`, or if the environment requests it (`verify.py`), each pass's program is verified: raises InvalidProgram if it
+    breaks a law. Raises CompileError with all violations of the failing pass. A note on any exception names the pass.
     """
     valid = program if start_after else None
     for step in PASSES[PASSES.index(start_after) + 1 if start_after else 0 : PASSES.index(through) + 1]:
@@ -184,12 +185,11 @@ def programs_of(
     verify_passes: bool = False,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
 ) -> dict[Key, Complete]:
-    """Returns the written programs of a plan by kind, compiled in the order of `COMPILE_ORDER`; the arguments are those of `start` and
+    """Compiles the programs of a plan in the order of `COMPILE_ORDER` and returns them by kind; the arguments are those of `start` and
     `run_passes`.
 
-    A narrow program of a plan that generates has its size in its key.
-
-    `on_end` and `on_start` are told of the passes of the step; `on_start` also of the evaluation, the prefill, or the encoder, as a whole.
+    The key of a narrow program of a generating plan has its size. `on_end` and `on_start` are called for the passes of the step; `on_start`
+    also once for the evaluation, the prefill, or the encoder.
     """
     source = adapted(quantized(unrolled(source, plan, name), plan, name), plan, name)
     done: dict[ProgramKind, Lowered] = {}
@@ -243,7 +243,7 @@ def programs_of(
 
 
 def _has(step: Lowered, kind: ProgramKind) -> bool:
-    """Whether the plan of a step has a program of this kind, too."""
+    """Whether the plan of a step also has a program of this kind."""
     if kind is ProgramKind.PREFILL:
         return step.generation is not None
     if kind is ProgramKind.ENCODE:
@@ -257,7 +257,7 @@ def _has(step: Lowered, kind: ProgramKind) -> bool:
 
 
 def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:
-    """Notes in the step why it has no evaluation in microbatches: what one of these cannot do, a whole batch does."""
+    """Notes in the step the reason for which it has no evaluation in microbatches: whole batches are evaluated instead."""
     step = done[ProgramKind.STEP]
     assert step.training is not None
     more = f", and {len(facts) - 1} more" if len(facts) > 1 else ""
@@ -266,7 +266,7 @@ def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:
 
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:
-    """The program of a step alone; arguments as of `programs_of`."""
+    """Compiles the program of a step alone; the arguments are those of `programs_of`."""
     return programs_of(source, plan, name, kinds=STEP_ALONE, **how)[ProgramKind.STEP]
 
 
@@ -276,7 +276,7 @@ def analyse(
     after: After | None = None,
     configuration: str | None = None,
 ) -> Complete:
-    """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
+    """Loads a model and runs all passes; writes nothing. `plan` and `configuration` are those of `start`."""
     chosen = read_plan(plan) if plan is not None else None
     with as_user_error(model):
         source = load(model, _named_by(chosen), cache=chosen is not None and chosen.generate is not None)
@@ -284,7 +284,7 @@ def analyse(
 
 
 def _named_by(plan: Plan | None) -> Known:
-    """Looks at the plan's names of parameters; CompileError for those that a module does not have."""
+    """Returns a function that checks the plan's names of parameters; it raises CompileError for names that a module does not have."""
 
     def look(names: Sequence[str]) -> None:
         if plan is None or plan.train is None:
@@ -327,17 +327,17 @@ def compile_model(
     by_reference: bool = False,
     loaded: Callable[[Source], None] = lambda source: None,
 ) -> Report:
-    """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
+    """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also writes the text after each pass, `ir/1_normalize.ir` and on.
 
-    `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
-    standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
-    told what begins. `verify_passes`: whether the program is verified after each pass. `compare`: whether what torch exports is compared
-    with its module. `keep`: whether the export of a folder is kept for the next command. `weights`: where those
-    of a folder are; with False the artifact has none. `by_reference`: whether
-    weights stay in the files that have them. `loaded` gets the model before passes edit it.
-    The plan is read first: what is wrong in it by itself is told before a module is exported, which may take long.
+    `strict`: refuses changes of layout that were not requested. `annotated`: the file for the whole model with the compiler's choices as
+    the standard's annotations. `configuration`: the model's own configuration to follow. `check`: whether the artifact is opened and
+    checked. `watch`: called with the name of each pass or other work that begins. `verify_passes`: whether the program is verified after
+    each pass. `compare`: whether torch's export is compared with its module. `keep`: whether the export of a folder is stored for the next
+    command. `weights`: the place of a folder's weights; with False the artifact has none. `by_reference`: whether weights stay in their
+    files. `loaded`: called with the model before passes edit it. The plan is read first: its own faults are reported before a module is
+    exported, which may take long.
 
-    Raises CompileError; then `out` is as it was.
+    Raises CompileError, and then leaves `out` as it was.
     """
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
@@ -354,7 +354,7 @@ def compile_model(
 def _compiled(
     source: Source, model: Path, chosen: Plan | None, plan: Path | None, out: Path, options: Options, watch: Watch
 ) -> Report:
-    """Compiles a model that is loaded by a plan that is read."""
+    """Compiles a loaded model by a plan that is already read."""
     texts: dict[str, str] = {}
     annotated = options.annotated
 
@@ -400,7 +400,7 @@ def _compiled(
 
 
 def _in_folder(program: Complete, plan: Path | None, out: Path) -> Complete:
-    """A program whose training knows the way from its artifact's folder to its plan's."""
+    """Returns a program whose training knows the relative path from its artifact's folder to its plan's."""
     if program.training is None or plan is None:
         return program
     return replace(program, training=replace(program.training, folder=os.path.relpath(plan.parent, out)))
@@ -416,7 +416,7 @@ def compile_source(
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
     by_reference: bool = False,
 ) -> Report:
-    """As `compile_model`, of a model and a plan in memory; `kinds` are the programs of the plan that are written."""
+    """Compiles a model and a plan in memory, as `compile_model` does; `kinds`: the programs of the plan to write."""
     programs = programs_of(source, plan, name, kinds=kinds)
     program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
@@ -444,7 +444,7 @@ def _write(
     by_reference: bool = False,
     elastic: Mapping[int, Sequence[Complete]] = MappingProxyType({}),
 ) -> Report:
-    """The last of the road: the artifact is written (`emit`), and opened (`prove`) before it takes its place."""
+    """Writes the artifact (`emit`), and opens and checks it (`prove`) before it replaces the old one."""
     warnings: list[str] = []
 
     def checked(folder: Path) -> None:
@@ -461,6 +461,8 @@ def _write(
 
 
 def _record(path: Path) -> SourceRecord:
-    """The hash of a source file itself, of a folder that of its configuration; weights are covered by the hashes of the artifact's own."""
+    """Returns the record of a source file's hash, or of a folder's configuration; weights are covered by the hashes of the artifact's
+    files.
+    """
     with open_regular(path / CONFIG if path.is_dir() else path) as file:
         return SourceRecord(name=path.absolute().name, sha256=hashlib.file_digest(file, "sha256").hexdigest())

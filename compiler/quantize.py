@@ -1,13 +1,13 @@
-"""Quantizes the weights that a plan names: of products, `MatMul` and `Gemm`, and tables that are looked up, `Gather`.
+"""Quantizes the weights that a plan names: of products, `MatMul` and `Gemm`, and tables of lookups, `Gather`.
 
     x -> MatMul(weight [K, N]) -> y     ->     x -> MatMulNBits(blocks [N, K / block, bytes], scales [N, K / block]) -> y
     ids -> Gather(table [V, K]) -> y    ->     ids -> GatherBlockQuantized(blocks [V, K * bits / 8], scales [V, K / block]) -> y
 
-    ids -> GatherND(weights [E, N, K]) -> MatMul(x) -> y     ->     ExpertMatMulNBits(x, blocks, ids, scales): the pass `routed` puts it
+    ids -> GatherND(weights [E, N, K]) -> MatMul(x) -> y     ->     ExpertMatMulNBits(x, blocks, ids, scales): the pass `routed` writes it
 
-The source is rewritten before any pass, so a plan cuts and places the new nodes under the paths of the old ones, and `partc verify`
-compares with the quantized model on one rank. Nothing is quantized here: onnxruntime's own quantizer makes the blocks of a shard when
-the shard is written, from the mapped weight. A block depends on its own elements alone, so ranks have the same bits in any layout.
+The source is rewritten before any pass, so a plan shards and places the new nodes under the paths of the old ones, and `partc verify`
+compares with the quantized model on one rank. The numbers are quantized later: onnxruntime's own quantizer makes the blocks of a shard when
+the shard is written, from the mapped weight. A block depends only on its own elements, so ranks have the same bits in any layout.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from partc.runtime.spellings import first_free
 from partc.runtime.units import first_of
 
 _MOST_ELEMENTS = 1 << 22
-"""Elements that are quantized at once."""
+"""The most elements that are quantized at once."""
 _QUANTIZED = "partc.quantized"
-"""Key of the `meta` of a tensor: its blocks and scales by how it is quantized, the same for each program of a plan."""
+"""Key of the `meta` of a tensor: maps kinds of quantization to its blocks and scales, which all programs of a plan share."""
 
 
 def quantized(source: Source, plan: Plan | None, name: str) -> Source:
-    """The source with the products quantized that the plan names; the source itself where it names none, or that is done.
+    """Returns the source with the plan's products quantized; the source itself if it names none, or they are already quantized.
 
     Raises CompileError with each pattern that matches no product, and each weight that cannot be divided into blocks.
     """
@@ -76,7 +76,7 @@ def quantized(source: Source, plan: Plan | None, name: str) -> Source:
 
 
 def _with_warning(source: Source, name: str) -> Source:
-    """The source, with a warning of its own quantized products that compute in float32."""
+    """Returns the source with a warning of its own quantized products that compute in float32."""
     nodes = [node for node in source.model.graph if node.op_type == "MatMulNBits"]
     slow = [node for node in nodes if not node.attributes.get_int("accuracy_level", 0)]
     if not slow:
@@ -88,17 +88,17 @@ def _with_warning(source: Source, name: str) -> Source:
 
 
 def _usual(blocked: BlockedWeight) -> Blocks:
-    """The blocks of a weight that has them, for products in int8."""
+    """Returns the block settings of a weight in blocks, for products in int8."""
     return Blocks.model_validate({"bits": blocked.bits, "block": blocked.block})
 
 
 def reordered(source: Source) -> bool:
-    """Whether some of the weights that the model's files have in blocks have their rows in another order."""
+    """Whether some weights in blocks of the model's files have their rows in another order."""
     return any(blocked.order is not None for blocked in _blocked_weights(source.model.graph))
 
 
 def _blocked_weights(graph: ir.Graph) -> list[BlockedWeight]:
-    """The weights that the model's files have in blocks."""
+    """Returns the weights that are in blocks in the model's files."""
     tensors = (value.const_value for value in graph.initializers.values())
     return [tensor.meta[BLOCKED] for tensor in tensors if tensor is not None and BLOCKED in tensor.meta]
 
@@ -106,7 +106,7 @@ def _blocked_weights(graph: ir.Graph) -> list[BlockedWeight]:
 def _chosen(
     program: Loaded, rules: Iterable[QuantizeRule]
 ) -> tuple[dict[ir.Node, tuple[QuantizeRule, Product]], list[Problem]]:
-    """By product the last rule that matches it, without those that keep their weights; one with a weight in blocks has those."""
+    """Maps each product to the last rule that matches it, without those that keep their weights; a weight in blocks keeps its blocks."""
     known, problems = products(program.paths), list[Problem]()
     own = {node: QuantizeRule("", _usual(product.blocked), "") for node, product in known.items() if product.blocked}
     decided: dict[ir.Node, QuantizeRule] = {**own}
@@ -150,9 +150,9 @@ def _misfits(path: str, product: Product, rule: QuantizeRule) -> Iterator[Proble
 def _replace(
     graph: ir.Graph, node: ir.Node, product: Product, how: Blocks, ordered: dict[tuple[ir.Value, bytes], ir.Value]
 ) -> None:
-    """Puts the quantized op in the place of a node; a bias is added after it, as `Linear` exports it.
+    """Replaces a node by the quantized op; a bias is added after it, as `Linear` exports it.
 
-    `ordered`: activations in another order of their columns, by that order, which products with the same input share.
+    `ordered`: maps an input and an order of columns to the reordered input, which products share.
     """
     size, columns = product.sizes
     blocks, scales = (_operand(graph, product, how, kind) for kind in (_rows(product), "scales"))
@@ -184,7 +184,7 @@ def _replace(
 
 
 def _keep_blocks(product: Product, how: Blocks, where: str) -> None:
-    """Notes the blocks of experts' weights, which the product of rows by expert takes (`rewrite/routed.py`)."""
+    """Stores the blocks of experts' weights, which the product of rows by expert reads (`rewrite/routed.py`)."""
     tensor = product.weight.const_value
     assert tensor is not None
     made = _tensors(tensor, product, how, name_of(product.weight))
@@ -197,7 +197,7 @@ def _keep_blocks(product: Product, how: Blocks, where: str) -> None:
 def _in_order(
     graph: ir.Graph, node: ir.Node, blocked: BlockedWeight | None, ordered: dict[tuple[ir.Value, bytes], ir.Value]
 ) -> ir.Value:
-    """The first input of a product, its columns in the order of the weight's blocks."""
+    """Returns the first input of a product, with its columns in the order of the weight's blocks."""
     source = node.inputs[0]
     assert source is not None
     if blocked is None or blocked.order is None:
@@ -219,12 +219,12 @@ def _in_order(
 
 
 def _rows(product: Product) -> str:
-    """The name of the packed elements: of a table in rows of two dims."""
+    """Returns the kind of the packed elements: `rows`, in two dims, for a table, else `blocks`."""
     return "rows" if product.table else "blocks"
 
 
 def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Value:
-    """The blocks or the scales of a weight, as an initializer that all nodes share which have the weight in these blocks."""
+    """Returns the blocks or the scales of a weight, as an initializer that all nodes with the same blocks share."""
     weight = product.weight
     assert weight.const_value is not None
     tensor = _tensors(weight.const_value, product, how, name_of(weight))[kind]
@@ -240,7 +240,7 @@ def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Va
 
 
 def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str) -> Mapping[str, ComputedTensor]:
-    """The blocks and the scales of a weight."""
+    """Returns the blocks and the scales of a weight."""
     known: dict[tuple[int, int, bool], Mapping[str, ComputedTensor]] = tensor.meta.setdefault(_QUANTIZED, {})
     key = (how.bits, how.block, product.transposed)
     if product.blocked is not None and key not in known:
@@ -272,7 +272,7 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
 
 
 def _experts(product: Product, how: Blocks) -> list[_Quantizer]:
-    """What makes the blocks of each matrix of a weight: of a stack several."""
+    """Returns the quantizer of each matrix of a weight: several for a stack."""
     tensor = product.weight.const_value
     assert tensor is not None
     name, shape = name_of(product.weight), tensor.shape.numpy()
@@ -297,23 +297,23 @@ class _Quantizer:
     name: str
 
     def blocks(self, box: Box) -> Array:
-        """The packed elements of columns and blocks, [columns, blocks, bytes]."""
+        """Returns the packed elements in a box of [columns, blocks, bytes]."""
         found = [blocks for _, blocks, _ in self.runs(box[0], box[1])]
         return np.concatenate(found)[:, :, box[2]]
 
     def rows(self, box: Box) -> Array:
-        """The packed elements of rows of a table, [rows, bytes]; a box has whole blocks."""
+        """Returns the packed elements in a box of a table's [rows, bytes]; the box has whole blocks."""
         block = self.how.block * self.how.bits // 8
         first, last = box[1].start // block, -(-box[1].stop // block)
         found = [blocks.reshape(len(blocks), -1) for _, blocks, _ in self.runs(box[0], slice(first, last))]
         return np.concatenate(found)[:, box[1].start - first * block : box[1].stop - first * block]
 
     def scales(self, box: Box) -> Array:
-        """The scales of columns and blocks."""
+        """Returns the scales in a box of [columns, blocks]."""
         return np.concatenate([scales for _, _, scales in self.runs(box[0], box[1])])
 
     def runs(self, columns: slice, blocks: slice) -> Iterator[tuple[Array, Array, Array]]:
-        """The weight [K, columns], its blocks and its scales, of some columns at a time."""
+        """Yields the weight [K, columns], its blocks and its scales, for a limited number of columns at a time."""
         rows = slice(blocks.start * self.how.block, blocks.stop * self.how.block)
         some = max(1, _MOST_ELEMENTS // max(1, rows.stop - rows.start))
         for begin in range(columns.start, columns.stop, some):
@@ -328,7 +328,7 @@ class _Quantizer:
 
 
 def _quantize(weight: Array, how: Blocks) -> tuple[Array, Array]:
-    """Blocks [N, K / block, bytes] and scales [N, K / block] of a weight [K, N]."""
+    """Returns the blocks [N, K / block, bytes] and scales [N, K / block] of a weight [K, N]."""
     packed, scales, _ = _onnxruntime_quantizer(how.bits, how.block).qbits_block_quant(weight)
     return packed, scales.reshape(packed.shape[:2])
 
@@ -349,7 +349,7 @@ def _onnxruntime_quantizer(bits: int, block: int) -> Any:
 
 
 def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
-    """Maps the path of each product that `plan` quantizes to the error of its weight: the ratio of root mean squares."""
+    """Maps the path of each product that `plan` quantizes to the relative error of its weight, a ratio of root mean squares."""
     program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
     chosen, _ = _chosen(program, plan.quantize)
     return {
@@ -360,7 +360,7 @@ def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
 
 
 def _dequantized(blocks: Array, scales: Array, bits: int) -> Array:
-    """The weight [N, K] that blocks and scales stand for."""
+    """Returns the weight [N, K] from its blocks and scales."""
     numbers = blocks.astype(np.int16)
     if bits == 4:
         numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
@@ -369,7 +369,7 @@ def _dequantized(blocks: Array, scales: Array, bits: int) -> Array:
 
 
 def _relative_error(product: Product, how: Blocks) -> float:
-    """The root mean square of the error of a quantized weight, relative to that of the weight itself."""
+    """Returns the root mean square of a quantized weight's error, relative to that of the weight itself."""
     size, columns = product.sizes
     wrong, total = 0.0, 0.0
     for work in _experts(product, how):
@@ -381,7 +381,7 @@ def _relative_error(product: Product, how: Blocks) -> float:
 
 
 def _drop(graph: ir.Graph, weights: set[ir.Value]) -> None:
-    """Removes weights that are read no more, with the Transposes between them and their products."""
+    """Removes weights that are no longer read, with the Transposes between them and their products."""
     for node in reversed(list(graph)):
         out = node.outputs[0]
         if node.op_type == "Transpose" and node.inputs[0] in weights and not (out.uses() or out.is_graph_output()):

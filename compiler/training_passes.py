@@ -1,6 +1,6 @@
-"""The passes of plans that train or run by microbatches, whose modules are imported when the first such plan is compiled.
+"""The passes of plans that train or run by microbatches; their modules are imported when the first such plan is compiled.
 
-These are a quarter of the compiler's modules, and to import them takes as long as to compile a small model.
+These are a quarter of the compiler's modules, and importing them takes as long as compiling a small model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_training(program: Loaded) -> Prepared:
-    """Pass: `training/add_training.py`, where the plan trains."""
+    """Pass: `training/add_training.py`, if the plan trains."""
     if program.plan.train is None:
         return program.into(Prepared, training=None, warnings=(*program.warnings, *_changed_by_forward(program.model)))
     from partc.compiler.training.add_training import add_training as step
@@ -26,7 +26,7 @@ def add_training(program: Loaded) -> Prepared:
 
 
 def _changed_by_forward(model: ir.Model) -> list[str]:
-    """A warning of a model whose module's forward would change buffers from call to call."""
+    """Returns a warning for a model whose module's forward would change buffers from call to call."""
     names = model.metadata_props.get(CHANGED_BY_FORWARD, "")
     if not names:
         return []
@@ -37,7 +37,7 @@ def _changed_by_forward(model: ir.Model) -> list[str]:
 
 
 def differentiate(program: Localized) -> Localized:
-    """Pass: `tasks/differentiate.py`, of a program that trains."""
+    """Pass: `tasks/differentiate.py`, for a program that trains."""
     if program.training is None:
         return program
     from partc.compiler.tasks.differentiate import differentiate as step
@@ -46,7 +46,7 @@ def differentiate(program: Localized) -> Localized:
 
 
 def update(program: Localized) -> Localized:
-    """Pass: `tasks/update.py`, of a program that trains."""
+    """Pass: `tasks/update.py`, for a program that trains."""
     if program.training is None:
         return program
     from partc.compiler.tasks.update import update as step
@@ -55,7 +55,7 @@ def update(program: Localized) -> Localized:
 
 
 def pipeline(program: Lowered) -> Scheduled:
-    """Pass: `pipelines/pipeline.py`, where the plan has microbatches, or stores parameters in shards."""
+    """Pass: `pipelines/pipeline.py`, if the plan has microbatches, or stores parameters in shards."""
     if program.plan.pipeline is None and not program.pinned.units:
         return program.into(Scheduled, tasks=None)
     from partc.compiler.pipelines.pipeline import pipeline as step

@@ -1,15 +1,15 @@
-"""Writes bodies out before any pass: of a Scan or Loop of a known number of turns that a plan speaks of, and of an If of a known condition.
+"""Unrolls bodies before any pass: a Scan or Loop with a known number of turns that a plan's rules name, and an If with a known condition.
 
     layers = Scan(x, weights [12, 64, 64]) {h = MatMul(x, w)}   ->   layers.0.w, layers.1.w, ... = Split(weights)
                                                                      layers.0.h = MatMul(x, layers.0.w)
                                                                      layers.1.h = MatMul(layers.0.h, layers.1.w)
 
-A node of turn k has the body's name of it, within `layers.k`, so rules place and shard it as any other node. How many turns there are, and
-which branch, is computed here from constants: integers and booleans, such as the counter of a `while`. A body that no rule speaks of stays
-as it is. One that cannot be written out has the reason in its metadata (`UNKNOWN_TURNS`), which the refusal of a rule quotes.
+A node of turn k keeps its name in the body, within `layers.k`, so rules place and shard it like any other node. The number of turns and the
+branch are computed here from constants: integers and booleans, such as the counter of a `while`. A body that no rule names stays as it is.
+A body that cannot be unrolled has the reason in its metadata (`UNKNOWN_TURNS`), which the refusal of a rule quotes.
 
-A weight that turns read slice by slice, or look up by their number, is a weight of its own for each turn: in a training a part of the stack
-(`rewrite/packed.py`), so checkpoints are the same whether turns were written out or not, else one from the beginning.
+A weight that turns read slice by slice, or by their number, becomes one weight for each turn. In a training it is a part of the stack
+(`rewrite/packed.py`), so checkpoints are the same with and without unrolling; otherwise it is a separate weight from the beginning.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from partc.compiler.plan.rules import Plan
 from partc.compiler.start import start
 
 MOST_NODES = 20_000
-"""The most nodes that a body is written out into."""
+"""The most nodes that unrolling adds."""
 _EAGER = 1 << 16
-"""Bytes of a stack whose elements are in memory."""
+"""The bytes up to which the elements of a stack are copied in memory; of a larger stack they are read when they are written."""
 _LARGEST = 1 << 12
-"""Elements of a constant that is computed here."""
+"""The most elements of a constant that is computed here."""
 _WITH_BODIES = frozenset({"If", "Loop", "Scan"})
 _OWN_NAME = re.compile(r"(If|Loop|Scan)(_\d+)?")
 _NEWER_AXES = 13
-"""The opset from which Split, Squeeze and Unsqueeze take their sizes and axes as an input."""
+"""The opset from which Split, Squeeze and Unsqueeze read their sizes and axes from an input."""
 _COMPUTED = frozenset(
     (
         *("Abs", "Add", "And", "Cast", "Concat", "Div", "Equal", "Expand", "Gather", "Greater", "GreaterOrEqual"),
@@ -63,13 +63,14 @@ _COMPUTED = frozenset(
         *("Where", "Xor"),
     )
 )
-"""Ops that are computed here, of integers and booleans."""
+"""Ops on integers and booleans that are computed here."""
 
 
 def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
-    """The source with each If of a constant condition as its branch, and the loops written out in which the plan names a node.
+    """Returns the source with each If of a constant condition replaced by its branch, and the loops unrolled in which the plan names a
+    node.
 
-    The source itself where it has neither.
+    Returns the source itself if it has neither.
     """
     if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
         return source
@@ -86,7 +87,7 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
 
 
 def layers_unrolled(source: Source) -> Source:
-    """The source with the loops written out whose turns have slices of weights: layers, which a proposed plan names one by one."""
+    """Returns the source with the loops unrolled whose turns read slices of weights: layers, which a proposed plan names one by one."""
     if not any(node.op_type in _WITH_BODIES for node in source.model.graph):
         return source
     whole = _Unrolling(source.model)
@@ -96,7 +97,7 @@ def layers_unrolled(source: Source) -> Source:
 
 
 def _patterns(plan: Plan) -> Iterator[str]:
-    """The patterns of a plan that name modules and nodes."""
+    """Yields the patterns of a plan that name modules and nodes."""
     for one in (plan.placement, plan.sharding, plan.quantize, plan.target):
         yield from map(operator.attrgetter("pattern"), one)
     yield from (rule.entry.on for rule in plan.adapters if rule.entry.on is not None)
@@ -107,18 +108,18 @@ def _patterns(plan: Plan) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Stay:
-    """Why a body stays as it is."""
+    """The reason for which a body stays as it is, and the remedy."""
 
     reason: str
     help: str = ""
 
 
 class _Unrolling:
-    """A copy of a model in which bodies are written out: all that can be, or those of the nodes whose paths are in `only`.
+    """A copy of a model in which bodies are unrolled: all that can be, or those of the nodes whose paths are in `only`.
 
-    `unstacks`: whether the elements of a stack of weights, which turns read, are weights of their own from the beginning.
+    `unstacks`: whether the elements of a stack of weights that turns read become separate weights.
 
-    `loops`: the paths of the model's loops that are written out.
+    `loops`: the paths of the model's loops that are unrolled.
     """
 
     def __init__(self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False) -> None:
@@ -129,15 +130,15 @@ class _Unrolling:
         self.loops: frozenset[str] = frozenset()
         self.numbers: dict[ir.Value, Array | None] = {}
         self.origins: dict[ir.Node, str] = {}
-        """Maps each node that was in a body to the path of the model's node that had it."""
+        """Maps each node that was in a body to the path of the model's node that had the body."""
         self.paths = node_paths(self.model)
         self.initializers: dict[ir.Value, ir.Value] = {}
         """Maps the initializers of bodies to those of the main graph."""
         self.constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self.replaced: dict[ir.Value, ir.Value] = {}
-        """Maps each value that is no longer read to the one that is read in its place."""
+        """Maps each replaced value to the value that its readers now read."""
         self.several: set[str] = set()
-        """The modules of several nodes with bodies, whose turns are not called by the module alone."""
+        """The modules with several nodes with bodies: the turns of one are not named by the module alone."""
         self.value_names = {name_of(value) for value in (*self.graph.inputs, *self.graph.initializers.values())}
         self.value_names |= {value.name or "" for node in nodes_of(self.graph) for value in node.outputs}
         self.node_names = set(self.paths.values())
@@ -156,7 +157,7 @@ class _Unrolling:
         self._drop_unread()
 
     def named_by(self, patterns: Sequence[str], source: Source, plan: Plan, name: str) -> frozenset[str]:
-        """The paths of the model's loops in whose bodies a pattern names a node, and does not name the loop itself."""
+        """The paths of the model's loops that have a node in their body that a pattern names, and are not themselves named by it."""
         program = start(replace(source, model=self.model), replace(plan, train=None, generate=None), name)
         hit = set[str]()
         for pattern in patterns:
@@ -166,7 +167,7 @@ class _Unrolling:
         return frozenset(hit) & self.loops
 
     def _write_out(self, node: ir.Node, origin: str) -> None:
-        """Writes out the bodies of a node, and of those in them in turn."""
+        """Unrolls the bodies of a node, and those of the nodes in them."""
         before = self.budget
         match node.op_type:
             case "If":
@@ -182,7 +183,7 @@ class _Unrolling:
             node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
 
     def _branch(self, node: ir.Node, origin: str) -> _Stay | None:
-        """Puts the branch that runs in the place of an If."""
+        """Replaces an If by the branch that runs."""
         condition = self._number(node.inputs[0], self.numbers)
         if condition is None:
             return _Stay("only the run says which branch there is", "take the node out of the branch")
@@ -192,7 +193,7 @@ class _Unrolling:
         return None
 
     def _loop(self, node: ir.Node, origin: str) -> _Stay | None:
-        """Puts the turns of a Loop in its place."""
+        """Replaces a Loop by its turns."""
         body = node.attributes["body"].as_graph()
         turns = self._turns(node, body)
         states: Sequence[ir.Value | None] = node.inputs[2:]
@@ -215,7 +216,7 @@ class _Unrolling:
         return None
 
     def _turns(self, node: ir.Node, body: ir.Graph) -> int | _Stay:
-        """The number of turns of a Loop, by its trip count, and its condition after each turn."""
+        """The number of turns of a Loop, from its trip count, and from its condition after each turn."""
         most = None if node.inputs[0] is None else self._number(node.inputs[0], self.numbers)
         if node.inputs[0] is not None and most is None:
             return _Stay("only the run says how many turns there are", "give it a constant trip count")
@@ -233,7 +234,7 @@ class _Unrolling:
         return turns if going is not None else _Stay("only the run says after how many turns its condition ends it")
 
     def _scan(self, node: ir.Node, origin: str) -> _Stay | None:
-        """Puts the turns of a Scan in its place."""
+        """Replaces a Scan by its turns."""
         body, count = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
         first = len(node.inputs) - count
         states: Sequence[ir.Value | None] = node.inputs[:first]
@@ -287,7 +288,7 @@ class _Unrolling:
         return _Stay(reason, "take fewer turns a loop")
 
     def _drawing(self, body: ir.Graph) -> _Stay | None:
-        """Why a body stays that draws from one seed: its turns would draw the same numbers."""
+        """The reason for which a body stays that draws random numbers from one seed: unrolled turns would all draw the same numbers."""
         for node in nodes_of(body):
             if draws(node) and "seed" in node.attributes:
                 fact = f"its {node.op_type} draws on from turn to turn with one seed, and written out each turn would begin with it"
@@ -297,7 +298,7 @@ class _Unrolling:
     def _inlined(
         self, node: ir.Node, attribute: str, values: Sequence[ir.Value | None], base: str, origin: str
     ) -> list[ir.Value]:
-        """The results of a body whose nodes are put in front of `node`, with `values` as its inputs; within the module `base`."""
+        """Inserts the nodes of a body before `node`, with `values` for its inputs, in the module `base`; returns the body's results."""
         body, path = node.attributes[attribute].as_graph(), self.paths[node]
         names = body_paths(body, path.rpartition(".")[0], f"{path}.{attribute}.")
         copy = body.clone(allow_outer_scope_values=True)
@@ -327,18 +328,18 @@ class _Unrolling:
         return [self._now(value) for value in results]
 
     def _forward(self, old: ir.Value, new: ir.Value) -> None:
-        """All that reads `old` reads `new`."""
+        """Makes all readers of `old` read `new`."""
         old.replace_all_uses_with(new)
         self.replaced[old] = new
 
     def _now(self, value: ir.Value) -> ir.Value:
-        """The value that readers of a value read now."""
+        """The value that now stands for a value."""
         while value in self.replaced:
             value = self.replaced[value]
         return value
 
     def _hoisted(self, value: ir.Value) -> ir.Value:
-        """The initializer of the main graph that a body's is, for all turns."""
+        """The main graph's initializer for an initializer of a body, shared by all turns."""
         if value not in self.initializers:
             name = (
                 free_name(name_of(value), self.value_names)
@@ -356,7 +357,7 @@ class _Unrolling:
         return self.initializers[value]
 
     def _name(self, node: ir.Node, path: str, origin: str, old: str = "") -> None:
-        """Gives a node a path, its results and what is in its bodies names within it."""
+        """Gives a node a path, and its results and the values in its bodies names within that path."""
         path = free_name(path, self.node_names)
         scope, _, own = path.rpartition(".")
         node.name, self.paths[node], self.origins[node] = path, path, origin
@@ -381,7 +382,7 @@ class _Unrolling:
     def _put(
         self, before: ir.Node, op_type: str, inputs: Sequence[ir.Value], path: str, origin: str, **attributes: int
     ) -> ir.Node:
-        """A new node of one result in front of another one."""
+        """Inserts a node of one result before another node."""
         extra = ir.convenience.convert_attributes(attributes)
         node = ir.Node("", op_type, inputs, extra)
         node.metadata_props.update(before.metadata_props)
@@ -392,7 +393,7 @@ class _Unrolling:
     def _elements(
         self, before: ir.Node, value: ir.Value, axis: int, turns: int, base: str, label: str, origin: str
     ) -> list[ir.Value]:
-        """What each turn sees of a value, along an axis."""
+        """The slices of a value along an axis, one for each turn."""
         alone = value.is_initializer() and len(list(value.uses())) == 1
         tensor = value.const_value if self.unstacks and alone else None
         if tensor is not None and not isinstance(tensor, WidenedTensor):
@@ -414,7 +415,7 @@ class _Unrolling:
         ]
 
     def _unstack(self) -> None:
-        """Has turns that look up their weights in a stack, by their number, read weights of their own, or marks what they read."""
+        """Gives turns that look up their weights in a stack by their number separate weights, or marks the lookups."""
         for stack in list(self.graph.initializers.values()):
             readers = [use.node for use in stack.uses() if use.idx == 0]
             rows = [self._row(node) for node in readers]
@@ -434,7 +435,7 @@ class _Unrolling:
                     self._forward(node.outputs[0], weights[row])
 
     def _row(self, node: ir.Node) -> tuple[int, int, bool] | None:
-        """The axis and the place of the one element of its operand that a node of a turn takes, and whether the axis stays."""
+        """The axis and index of the element that a node of a turn takes from its operand, and whether the axis stays, or None."""
         shape = None if node.inputs[0] is None else node.inputs[0].shape
         if (
             node not in self.origins
@@ -462,7 +463,7 @@ class _Unrolling:
         return next(iter(cut)), places[0], True
 
     def _weight(self, tensor: ir.TensorProtocol) -> ir.Value:
-        """A new weight of the model."""
+        """Adds a weight to the model."""
         value = ir.Value(
             name=free_name(str(tensor.name), self.value_names),
             type=ir.TensorType(tensor.dtype),
@@ -487,7 +488,7 @@ class _Unrolling:
         return self._put(before, "Concat", values, path, origin, axis=axis).outputs[0]
 
     def _replace(self, node: ir.Node, results: Sequence[ir.Value | None]) -> None:
-        """Gives the readers of a node's results others, and takes it out; an output of the model keeps its name."""
+        """Makes the readers of a node's results read other values, and removes the node; an output of the model keeps its name."""
         for old, new in zip(node.outputs, results, strict=True):
             if new is None or old.name == "":
                 continue
@@ -504,7 +505,7 @@ class _Unrolling:
         take_out(self.graph, node)
 
     def _constant(self, numbers: Array, name: str) -> ir.Value:
-        """An initializer of these numbers, the same for all turns."""
+        """An initializer with these numbers, shared by all turns."""
         key = numbers.dtype.str, numbers.shape, numbers.tobytes()
         if key in self.constants:
             return self.constants[key]
@@ -518,7 +519,9 @@ class _Unrolling:
         return value
 
     def _base(self, node: ir.Node) -> str:
-        """The module of what comes out of a node: its path, or the module in which it is by the name of its op, and alone."""
+        """The module of a node's unrolled body: the module around the node, if the node has its op's name and is the only one there, else
+        its path.
+        """
         module, _, own = self.paths[node].rpartition(".")
         return module if module and module not in self.several and _OWN_NAME.fullmatch(own) else self.paths[node]
 
@@ -527,7 +530,7 @@ class _Unrolling:
         self.several |= {module for module in modules if modules.count(module) > 1}
 
     def _drop_unread(self) -> None:
-        """Takes out what only decided on turns and branches."""
+        """Removes nodes and constants that only computed the number of turns or the branch."""
         for node in reversed(list(self.graph)):
             if node in self.origins and not any(out.uses() or out.is_graph_output() for out in node.outputs):
                 take_out(self.graph, node)
@@ -537,7 +540,7 @@ class _Unrolling:
                 self.constants = {key: one for key, one in self.constants.items() if one is not value}
 
     def _number(self, value: ir.Value | None, memo: dict[ir.Value, Array | None]) -> Array | None:
-        """The integers or booleans that a value always has; None where only the run says them."""
+        """The integers or booleans that a value always has; None if only the run knows them."""
         if value is None:
             return None
         if value not in memo:
@@ -568,14 +571,14 @@ class _Unrolling:
 
 
 def _handed_on(node: ir.Node) -> ir.Value | None:
-    """The weight that a node of a turn hands on as it is, as a state that all turns share; None for other nodes."""
+    """The weight that a node of a turn passes on unchanged, as a state that all turns share; None for other nodes."""
     marked = {STOPS_GRADIENT, OWN_BACKWARD, GRADIENT_FORM} & node.metadata_props.keys()
     value = node.inputs[0] if node.op_type == "Identity" and not marked else None
     return value if value is not None and value.is_initializer() else None
 
 
 def _element(tensor: ir.TensorProtocol, axis: int, k: int, name: str, *, keeps: bool = False) -> ir.TensorProtocol:
-    """The element of a stack along an axis, which it `keeps` or not; of a large one it is read when it is written."""
+    """The element `k` of a stack along an axis; `keeps`: whether the axis stays. Of a large stack it is read only when it is written."""
     shape = tensor.shape.numpy()
     shape = (*shape[:axis], *([1] if keeps else []), *shape[axis + 1 :])
 
@@ -592,7 +595,7 @@ def _element(tensor: ir.TensorProtocol, axis: int, k: int, name: str, *, keeps: 
 
 
 def _evaluated(node: ir.Node, operands: Sequence[Array | None], opset: int) -> Array | None:
-    """The result of a node; None where it is large, or no integers and booleans."""
+    """The result of a node; None if it is large, or not integers or booleans."""
     from onnx.reference import ReferenceEvaluator
 
     names = [f"x{k}" if one is not None else "" for k, one in enumerate(operands)]
@@ -611,7 +614,7 @@ def _evaluated(node: ir.Node, operands: Sequence[Array | None], opset: int) -> A
 
 
 def _extents(node: ir.Node) -> Array | None:
-    """What Shape and Size make of a value of a known shape."""
+    """The result of a Shape or Size whose operand has a known shape."""
     shape = None if node.inputs[0] is None else node.inputs[0].shape
     if shape is None or not shape.is_static():
         return None
@@ -627,13 +630,13 @@ def _extent(body: ir.Graph) -> int:
 
 
 def _size(value: ir.Value, axis: int) -> int | None:
-    """The length of a value along an axis; None where it is not fixed."""
+    """The length of a value along an axis; None if it is not fixed."""
     size = None if value.shape is None else value.shape[axis]
     return size if isinstance(size, int) else None
 
 
 def _learn_shapes(model: ir.Model) -> None:
-    """Gives what nodes make the types and shapes that follow from the inputs'; those that a file declares are trusted in nothing."""
+    """Infers the types and shapes of nodes' results from the inputs; shapes that the file declares are not trusted."""
     copy = model.clone()
     infer_shapes(copy, {})
     for node, other in zip(nodes_of(model.graph), nodes_of(copy.graph), strict=True):

@@ -1,19 +1,20 @@
 """The laws of a valid program after each pass: every pass relies on them and none may break them.
 
-    graph       a node reads what stands before it; names are distinct; every node has a path
+    graph       a node reads only values made before it; names are distinct; every node has a path
     shapes      every value has a type; a dim is a size or an expression over the symbols
-    place       every node that is read has groups of distinct ranks of the job
-    shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims;
-                nodes that share a rule have it by themselves, too
-    defer_all_reduce   partial sums that a node is given are made so on its ranks, and it is linear in them
-    localize    the ranks of an op are among those of each value that it reads, and that is made before it; a name is made once on a rank;
-                forward ops stand before all others; every event has the same place in the order of all its ranks; and so after
+    place       every node whose results are read has groups of distinct ranks of the job
+    shard       a sharding is of a node on a group where it runs; its mesh has the group's ranks; an axis shards one factor; shards divide
+                their dims; nodes that share a rule object would also get it by themselves
+    defer_all_reduce   partial sums that a node reads are made on its ranks, and the node is linear in them
+    localize    the ranks of an op are among those of each value that it reads, which is made before it; a name is made once on a rank;
+                forward ops come before all others; every event has the same place in the order of all its ranks; and the same after
                 differentiate and update
-    lower       the same of the finished programs, which are of all ranks and give back what they list; a message is one value at both ends
-    copy_between_targets  every op has a target, what it reads lies there, and every copy is read
+    lower       the same for the finished programs, which cover all ranks and return the outputs that they list; a message is one value at
+                both ends
+    copy_between_targets  every op has a target, its operands are on it, and every copy is read
 
-Laws hold from the phase on that has the facts of which they speak. What breaks one is a fault of the pass, never of the user: the
-error names the pass, and all that is wrong.
+A law holds from the phase on that has its facts. A violation is a fault of the pass, never of the user: the error names the pass, and all
+faults.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from partc.runtime.artifact.graph.kernels import host_inputs
 
 
 def target_faults(program: Complete) -> Iterator[str]:
-    """What breaks the laws of targets; nothing where the plan names none."""
+    """Yields the violations of the laws of targets; none if the plan names no targets."""
     for part, ranks in program.distinct_programs if program.targets else ():
         yield from (f"rank {ranks[0]}: {fault}" for fault in _part_faults(part))
 
@@ -72,7 +73,7 @@ def _part_faults(part: RankProgram) -> Iterator[str]:
 def _faults(
     steps: Iterable[Op], locations: dict[Value, str], output_locations: dict[Body, dict[Value, str]]
 ) -> Iterator[str]:
-    """The faults of ops in order; `locations` gets where lies what they make, `output_locations` by body where its ends lie."""
+    """Yields the faults of ops in order; `locations` gets the targets of their results, `output_locations` those of each body's outputs."""
     for step in steps:
         match step:
             case Compute():
@@ -125,14 +126,14 @@ def _unread(steps: Iterable[Op], kept: Iterable[Value]) -> Iterator[str]:
 
 
 VARIABLE = "PARTC_VERIFY_PASSES"
-"""The environment variable that has every compile verify after every pass, or with `last` after the last one alone; tests set it."""
+"""The environment variable that makes every compile verify after every pass, or with `last` only after the last one; tests set it."""
 _SHOWN = 12
 _own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
-"""Maps each node to the rule that was found for it."""
+"""Maps each node to the rule that was last verified for it."""
 
 
 class InvalidProgram(Exception):
-    """A pass made a program that is not valid. Not a PartcError: the user can do nothing about it."""
+    """Raised for an invalid program of a pass. Not a PartcError: the user cannot fix it."""
 
     def __init__(self, name: str, faults: list[str]) -> None:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
@@ -141,7 +142,7 @@ class InvalidProgram(Exception):
 
 
 def is_requested(*, last: bool) -> bool:
-    """Whether the environment requests that a program is verified after a pass, which is the `last` one or not."""
+    """Whether the environment requests that a program is verified after a pass; `last`: whether it is the last pass."""
     requested = os.environ.get(VARIABLE, "")
     return requested not in ("", "0") and (last or requested != "last")
 
@@ -149,9 +150,9 @@ def is_requested(*, last: bool) -> bool:
 def verify(program: Loaded, name: str, before: Loaded | None = None) -> None:
     """Raises InvalidProgram with all laws that the program breaks; `name` is that of the pass which made it.
 
-    `before`: a program for which all laws were found to hold. From `follow_annotations` on passes make new facts and change none, and one
-    that edits the graph gives new `paths`: there a law is not asked again of the very objects of which it held before. Where the local
-    view begins all are asked, which finds a pass of the global view that edited the graph and did not say so.
+    `before`: a program for which all laws were found to hold. From `follow_annotations` on passes add facts and change none, and one that
+    edits the graph sets new `paths`: so a law is not verified again for the very objects for which it held before. At the beginning of the
+    local view all laws are verified, which finds a pass of the global view that edited the graph without setting new paths.
     """
     changes_nothing = isinstance(before, Annotated) and _is_local(program) == _is_local(before)
     faults = [
@@ -209,7 +210,7 @@ def _shapes(program: Typed) -> Iterator[str]:
 
 
 def _dim_fault(dim: int | str, program: Typed) -> str:
-    """What is wrong with a dim, '' if nothing is."""
+    """Returns the fault of a dim, '' if it has none."""
     if isinstance(dim, int):
         return f"{dim} is below 0" if dim < 0 else ""
     expression = read(dim)
@@ -264,7 +265,7 @@ def _choices(program: Sharded) -> Iterator[str]:
 
 
 def _has_own_rule(node: ir.Node) -> bool:
-    """Whether the rule that alike nodes share is the one worked out from this node itself; asked once of a node and a rule."""
+    """Whether the rule that equal nodes share is the one computed from this node itself; computed once for a node and a rule."""
     rule = rule_of(node)
     if _own_rules.get(node) is rule:
         return True
@@ -337,7 +338,9 @@ def _local(program: Localized) -> Iterator[str]:
 
 
 def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
-    """The faults of a job's ops in order: the ranks of an op have what it reads, and make a value once; `made`: what is there before."""
+    """Yields the faults of a job's ops in order: an op's ranks must have its operands, and make a value once; `made`: the values before
+    them.
+    """
     later: list[tuple[JobOp, Ranks]] = []
     behind = 0
     for step, ranks in job.program:
@@ -378,7 +381,7 @@ def _parts(program: Lowered) -> Iterator[str]:
 
 
 def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
-    """The messages that are another value where they arrive than where they leave, where a copy for a target may leave.
+    """Yields the messages whose received value differs from the sent one; a copy for a target may be sent in place of a value.
 
     A constant is the same by its name.
     """
@@ -396,7 +399,7 @@ def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
 
 
 def _part(part: RankProgram, in_order: bool) -> Iterator[str]:
-    """The faults of a rank's program; `in_order`: whether its forward ops stand before all others, where no schedule says otherwise."""
+    """Yields the faults of a rank's program; `in_order`: whether its forward ops come before all others, as without a schedule."""
     made = Counter(part.live_in)
     yield from _steps(part.steps, made, in_order)
     for body in part.bodies:
@@ -417,7 +420,7 @@ def _body(body: Body, part: RankProgram) -> Iterator[str]:
 
 
 def _steps(steps: Sequence[Op], made: Counter[Value], in_order: bool) -> Iterator[str]:
-    """The faults of a rank's ops in order; `made` counts the values that are there before, and then those that ops make."""
+    """Yields the faults of a rank's ops in order; `made` counts the values that exist before, and then those that ops make."""
     later: Op | None = None
     for step in steps:
         if step.task is not TaskKind.FORWARD:
@@ -453,7 +456,9 @@ def _each_tag(steps: Sequence[Op]) -> Iterator[int]:
 
 
 def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[str]:
-    """Every rank has its events in their one order, and each has what it takes part in; `rows`: by rank the tags in its order."""
+    """Yields the faults of events: every rank has the events in which it takes part, in one order; `rows`: maps ranks to their tags in
+    order.
+    """
     expected: dict[int, list[int]] = {}
     for event in events:
         for rank in dict.fromkeys(rank for some in event.ranks for rank in some):
@@ -480,4 +485,4 @@ LAWS: dict[Callable[[Any], Iterator[str]], tuple[type[Loaded], tuple[str, ...]]]
     _parts: (Lowered, ("plan", "parts", "events", "targets")),
     target_faults: (Complete, ("parts", "targets")),
 }
-"""The laws, each with the phase from which it holds, and the facts of a program that it reads."""
+"""Maps each law to the phase from which it holds, and to the facts of a program that it reads."""

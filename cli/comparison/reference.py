@@ -1,4 +1,4 @@
-"""The unsharded model as a program of one rank: what compiled programs are held against, and what is measured and looked into."""
+"""The unsharded model as a program of one rank: the reference for comparisons with compiled programs, for measurements and inspection."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ DRAWS = 4
 
 
 def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Compiled:
-    """Compiles the model on one rank: by the plan without placement, cuts and mesh, and in the order that one rank can have.
+    """Compiles the model on one rank: with the plan's placement, shardings and mesh removed, and a pipeline schedule that one rank can run.
 
-    `shards`: those of the batch over ranks. A microbatch has the records that it has on all of these, for statistics may be its own.
+    `shards`: the number of shards of the batch over ranks. A microbatch has the records of all these shards, unless statistics are per
+    rank.
     """
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.rules import Dataset
@@ -60,7 +61,7 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
 
 
 def perturbed(folder: Path, out: Path, seed: int) -> Path:
-    """A copy of an artifact whose operands are changed by units in the last place."""
+    """Writes a copy of an artifact whose operands are changed by units in the last place."""
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         perturb(model, seed)
@@ -70,7 +71,7 @@ def perturbed(folder: Path, out: Path, seed: int) -> Path:
 
 
 def scaled_seed(folder: Path, out: Path, number: int) -> Path:
-    """A copy of an artifact that trains, with gradients `number` times as large: those of a sum over as many ranks."""
+    """Writes a copy of a training artifact whose gradients are `number` times as large: those of a sum over as many ranks."""
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         for tensor in model.graph.initializer:
@@ -83,7 +84,7 @@ def scaled_seed(folder: Path, out: Path, number: int) -> Path:
 
 
 def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
-    """By global name what a program of one rank keeps before its first step."""
+    """Maps each state tensor's global name to its value before the first step, in a program of one rank."""
     tensors = {one.name: one for one in read_model(folder / manifest.program(0)).graph.initializer}
     found: dict[str, Array] = {}
     for record in manifest.state:
@@ -107,7 +108,7 @@ def batch_shards(manifest: Manifest) -> int:
 
 
 def is_quantized(folder: Path, manifest: Manifest) -> bool:
-    """Whether a model is quantized: some of its values are rounded to few whole numbers."""
+    """Whether a model has quantized values, which are rounded to few integers."""
     import onnx
 
     model = onnx.load(folder / manifest.program(0), load_external_data=False)
@@ -115,7 +116,7 @@ def is_quantized(folder: Path, manifest: Manifest) -> bool:
 
 
 def merged(*spreads: Mapping[str, Array]) -> dict[str, Array]:
-    """The larger noise of each element."""
+    """The element-wise maximum of the noises."""
     found: dict[str, Array] = {}
     for one in spreads:
         for name, array in one.items():

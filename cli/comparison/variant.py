@@ -1,4 +1,4 @@
-"""Copies of an artifact whose rank files are changed: for measuring, and for looking at what is inside."""
+"""Copies of an artifact with changed rank files, for measurements and inspection."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from partc.runtime.files.replace import remove_file
 from partc.runtime.files.writers import write_new
 
 Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
-"""What is done to the file of a rank; the program's manifest then."""
+"""Changes the model of a rank, and returns the program's new manifest."""
 
 
 def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Path:
-    """The artifact in `folder` with every rank file changed, `change` getting the lowest rank that has it.
+    """Writes a copy of the artifact in `folder` with every rank file changed; `change` gets the lowest rank of each file.
 
-    The copy has no hashes, and is to be trusted. With `apart` every rank gets a file of its own. Programs inside of the artifact are
-    changed alike, and tasks as their nodes are. Where `out` is there already, from the same folder, its weights are left as they are.
+    The copy has no hashes, and is to be trusted. With `apart` every rank gets its own file. The artifact's other programs are changed in
+    the same way, with tasks unrolled to nodes. If `out` already is a copy of the same folder, its weights are not written again.
     """
     artifact = open_artifact(folder, trust=True)
     other_numbers = filter(None, artifact.manifest.numbers.values())
@@ -40,7 +40,7 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
 
 
 def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, files: dict[str, FileRecord]) -> Manifest:
-    """Changes the rank files of a program; its manifest then. What is written is added to `files`."""
+    """Changes the rank files of a program and returns its new manifest; adds the written files to `files`."""
     before = [manifest.program(rank) for rank in range(manifest.ranks)]
     models = {file: unrolled(read_model(folder / file)) for file in before}
     own = [f"{manifest.prefix}own_{rank:04d}.onnx" for rank in range(manifest.ranks)]

@@ -1,4 +1,4 @@
-"""What `partc verify` compares, and its result: the rows of the comparison and lines that explain them."""
+"""The comparison of `partc verify`: its cases, and its result as rows and lines that explain them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INT8 = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A model that was compiled, and the inputs on which it is compared."""
+    """A compiled model, and the inputs of the comparison."""
 
     model: Path
     plan: Path | None
@@ -36,12 +36,12 @@ class Case:
     source: Source
     """The model as it was loaded."""
     devices: Mapping[str, str] = field(default_factory=dict)
-    """By target of the compiled model the device that it is asked to be."""
+    """Maps each target of the compiled model to the device that is to stand for it."""
     torch_model: TorchModel | None = None
     """The module that the model is compared with."""
 
     def unsharded(self) -> Path:
-        """A file of the unsharded model: the user's own where it is one."""
+        """Returns a file of the unsharded model: the user's own, if it is an ONNX file that is not quantized."""
         if self.model.suffix == ".onnx" and not self.source.quantized:
             return self.model
         import onnx_ir as ir
@@ -53,7 +53,7 @@ class Case:
         return path
 
     def unrounded(self) -> Path | None:
-        """A file of the model whose activations are not rounded to int8, for products nor for caches; None where none are."""
+        """Returns a file of the model without rounding of activations or caches to int8; None if the model has no such rounding."""
         import onnx_ir as ir
         from partc.compiler.rewrite.generation.rounding import rounding_of
         from partc.compiler.rewrite.mixtures import with_dense_experts
@@ -86,9 +86,10 @@ class Verdict:
 
 
 def unsharded_session(path: Path, optimized: bool = True) -> Any:
-    """The model of a file in onnxruntime; without its optimizations no kernel stands for several nodes. PartcError says why it has none.
+    """Returns an onnxruntime session of a file; without `optimized` no kernel replaces several nodes.
 
-    Nodes of bfloat16, for which onnxruntime has no kernels on CPUs, compute in float32, as ranks do.
+    Nodes of bfloat16, for which onnxruntime has no kernels on CPUs, compute in float32, as on ranks. Raises PartcError with the reason if
+    onnxruntime refuses the file.
     """
     import onnx
     import onnxruntime
@@ -112,14 +113,14 @@ def unsharded_session(path: Path, optimized: bool = True) -> Any:
 
 
 def of_torch_named(rows: Sequence[Compared], of_torch: Collection[str]) -> list[Compared]:
-    """Rows of which those that were compared with torch say so."""
+    """Returns the rows, with the reference `torch` in those whose values were compared with torch."""
     return [replace(row, reference="torch") if row.name in of_torch else row for row in rows]
 
 
 def measured(
     before: Sequence[Compared], after: Sequence[Compared], alone: Compiled, noise: Mapping[str, Array]
 ) -> list[str]:
-    """A line that names the values which pass only because of the measured rounding."""
+    """Returns a line that names the values that pass only because of the measured rounding."""
     from partc.cli.comparison.reference import DRAWS, is_quantized
     from partc.runtime.artifact.manifest import open_artifact
 

@@ -1,7 +1,7 @@
 """One rank of `partc run`: reads its inputs, loads its program, runs the steps, and sends the outputs to rank 0.
 
-The launcher starts it by `__main__.py`; under the user's own launcher it is called directly. A failure is
-printed once: an error that all ranks find alike by rank 0, an error of one rank by that rank, which then ends all.
+The launcher starts it by `__main__.py`; under the user's own launcher it is called directly. A failure is printed once: rank 0 prints an
+error that all ranks raise; a rank with an error of its own prints it, and then ends all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def timing(loaded: float, times: Sequence[float]) -> str:
-    """The line for a load time and the times of all steps, in seconds; the first step is apart, since it warms up.
+    """Returns the line of a load time and the times of all steps, in seconds; the first step, which warms up, is reported separately.
 
     loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
     """
@@ -79,7 +79,7 @@ FRAME = "partc-failure: "
 
 
 def run_rank(job: Job, early: StopSignals | None = None) -> int:
-    """Runs this process's rank of the job to its end; the exit code. `early` has noted signals since the process began."""
+    """Runs this process's rank of the job to its end, and returns the exit code. `early`: the signals noted since the process began."""
     with _stop_signals(job) as signals:
         restore()
         if early is not None:
@@ -88,7 +88,7 @@ def run_rank(job: Job, early: StopSignals | None = None) -> int:
 
 
 def _stop_signals(job: Job) -> AbstractContextManager[StopSignals | None]:
-    """Notes signals that ask to stop, from before the launching process may send one."""
+    """A context that notes stop signals of a training; it begins before the launching process can send one."""
     if job.training is None or job.training.only_test:
         return nullcontext()
     from partc.cli.job.training import signals_of
@@ -114,7 +114,7 @@ def _run_rank(job: Job, signals: StopSignals | None) -> int:
 
 
 def _run_joined(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
-    """The exit code of a rank that has joined the others; an error of this rank alone aborts the job."""
+    """Runs a rank that has joined the others and returns the exit code; an error of this rank alone aborts the job."""
     from partc.runtime.communication.mpi_calls import abort
 
     rank = comm.Get_rank()
@@ -141,7 +141,7 @@ def _run_joined(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> i
 
 
 def _begin(job: Job, place: Place | None) -> None:
-    """Registers this process in the job's folder before MPI begins; it ends when its launcher does."""
+    """Registers this process in the job's folder before MPI begins, and makes it end when its launcher ends."""
     end_with_parent(signal.SIGKILL)
     if job.run_dir is not None and place is not None and Path(job.run_dir).is_dir():
         os.environ[VARIABLE] = str(Path(job.run_dir) / BOARD)
@@ -171,7 +171,7 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
 
 @contextlib.contextmanager
 def _temporary(folder: str | None) -> Iterator[None]:
-    """Temporary files go to the folder of the job: what Open MPI makes while its launcher does not answer would be left."""
+    """A context in which temporary files go to the job's folder: files that Open MPI leaves are then removed with it."""
     before = os.environ.get("TMPDIR")
     if folder is None or not Path(folder).is_dir():
         yield
@@ -187,7 +187,7 @@ def _temporary(folder: str | None) -> Iterator[None]:
 
 
 class _Refused(Exception):
-    """Raised on all ranks where one of them cannot begin: the lowest such rank, its exit code and its text."""
+    """Raised on all ranks if some rank cannot begin: the lowest such rank, its exit code and its text."""
 
     def __init__(self, rank: int, code: int, text: str) -> None:
         super().__init__(text)
@@ -279,7 +279,7 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
 
 def recorded(job: Job, program: Program, write: Callable[[Profiler], None]) -> Recording:
-    """The recording of the steps that a job's profile has, which `write` puts there."""
+    """Returns the recording of the steps for the job's profile, which `write` fills."""
     from partc.runtime.execution.times.recording import Recording
 
     return Recording(program, write, job.reporting.recorded) if job.reporting.profile else Recording.off(program)
@@ -293,7 +293,7 @@ def _gather(job: Job, transport: Transport, profiler: Profiler) -> None:
 
 
 def _requests(job: Job, rank: int) -> Sequence[Request]:
-    """The requests of a generation, of which rank 0 tells the others."""
+    """Returns the requests of a generation on rank 0, which sends them to the other ranks; empty on these."""
     from partc.cli.job.prompts import requests_of
     from partc.runtime.artifact.manifest import open_artifact
 
@@ -302,7 +302,7 @@ def _requests(job: Job, rank: int) -> Sequence[Request]:
 
 
 def _open(job: Job, transport: Transport) -> dict[str, object]:
-    """This rank's inputs, or its shards of them, once the number of ranks is known to be right."""
+    """Checks the number of ranks, and returns this rank's inputs, or its shards of them."""
     from partc.runtime.execution.inputs import shard
 
     rank, size = transport.rank, transport.size
@@ -315,9 +315,9 @@ def _open(job: Job, transport: Transport) -> dict[str, object]:
 
 
 def prepare(job: Job, ranks: int | None = None) -> tuple[Job, Manifest]:
-    """The job with what was read of its prompts, and the manifest, after every check that needs no rank; PartcError for what is wrong.
+    """Runs all checks that need no rank, and returns the job, with its prompts read, and the manifest; raises PartcError for a fault.
 
-    `ranks`: their number, where it is known; of an elastic artifact the job's folder is then that of the programs for so many.
+    `ranks`: the number of ranks, if it is known; for an elastic artifact the job's folder becomes that of its programs for this number.
     """
     from partc.runtime.artifact.manifest import open_artifact
 
@@ -353,7 +353,7 @@ def prepare(job: Job, ranks: int | None = None) -> tuple[Job, Manifest]:
 
 
 def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:
-    """The sources of the job's inputs."""
+    """Opens the sources of the job's inputs."""
     from partc.cli.job.inputs import open_inputs
 
     return open_inputs(manifest, job.inference.inputs, job.inference.random, job.inference.sizes, job.max_bytes)
@@ -372,7 +372,7 @@ def wrong_ranks(folder: str, manifest: Manifest, given: int) -> str:
 def finish(
     job: Job, arrays: dict[str, Array], loaded: float, times: list[float], counts: dict[str, Any] | None = None
 ) -> None:
-    """Writes or prints the outputs, then prints the timing, and what the targets of ranks have done."""
+    """Writes or prints the outputs, then prints the timing and the counts of the ranks' targets."""
     from partc.cli.job.outputs import OUTPUT_KEYS, hand_over, statistics, summary, write
 
     if job.inference.output is not None:

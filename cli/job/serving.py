@@ -1,7 +1,7 @@
-"""One rank of `partc serve`: steps for requests that come and go, which rank 0 gets from the server and tells the others.
+"""One rank of `partc serve`: runs steps for requests, which rank 0 receives from the server and sends to the other ranks.
 
-The server is in the process that has started the ranks, or, where those are threads or have a launcher of the user's own, in a thread of
-rank 0's process.
+The server is in the process that has started the ranks; or in a thread of rank 0's process, if ranks are threads or the user has an own
+launcher.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 _Score: TypeAlias = tuple[float, Sequence[tuple[int, float]]]
 _TOGETHER = 0.05
-"""The longest delay of a token, in seconds: text is not read faster. Steps of 2 ms then cost a 25th of the messages."""
+"""The longest delay of a token, in seconds: text is not read faster. Steps of 2 ms then send one message for 25 steps."""
 _BEAT = 5.0
-"""Seconds after which rank 0 tells the others that there is nothing to do, so that they do not report a long wait."""
+"""The seconds of idleness after which rank 0 sends an empty step, so that other ranks do not report a long wait."""
 
 
 def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
-    """Who reads requests for this artifact; PartcError where it makes no tokens, or the tokenizer is another model's."""
+    """Returns the reader of requests for this artifact; raises PartcError if it generates no tokens or the tokenizer is wrong."""
     from partc.cli.server.bodies import Reader
     from partc.runtime.generation.adapters import stacks_of
 
@@ -68,25 +68,25 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
 
 
 def open_front(settings: ServerSettings, manifest: Manifest) -> Front:
-    """The server, which has its port; PartcError where it cannot have it, or lacks a package."""
+    """Starts the server and binds its port; raises PartcError if the port is taken or a package is missing."""
     from partc.cli.server.front import Front
 
     return Front(settings, reader_of(settings, manifest))
 
 
 def report_address(front: Front) -> None:
-    """The line that says where the server is."""
+    """Prints the server's address."""
     console.echo(f"serving on {front.address}; Ctrl-C ends it")
     sys.stdout.flush()
 
 
 def report_draining(front: Front) -> None:
-    """The line that says that the server ends."""
+    """Prints that the server takes no more requests."""
     console.echo(f"ends: no more requests are taken, open ones have {front.settings.drain:g} s", err=True)
 
 
 def run_server(job: Job, transport: Transport) -> int:
-    """This rank's part of the job; the exit code."""
+    """Runs this rank of the job, and returns the exit code."""
     from partc.runtime import ContinuousBatch, load_generator
     from partc.runtime.artifact.manifest import open_artifact
 
@@ -120,7 +120,7 @@ def run_server(job: Job, transport: Transport) -> int:
 
 
 def run_threads(job: Job, manifest: Manifest) -> int:
-    """The job with all ranks as threads of this process; the exit code."""
+    """Runs all ranks of the job as threads of this process, and returns the exit code."""
     from partc.runtime import ContinuousBatch, load_local_generator
 
     assert job.serving is not None
@@ -146,7 +146,7 @@ def _lead_here(batch: ContinuousBatch, front: Front, beat: float) -> None:
 
 @contextmanager
 def _ending(front: Front) -> Iterator[None]:
-    """A signal that asks the process to end lets open requests end before; a second one does not wait."""
+    """A context in which the first signal to end stops new requests and lets open ones finish; the second signal ends at once."""
 
     def note(number: int, frame: object) -> None:
         if front.is_draining:
@@ -164,7 +164,7 @@ def _ending(front: Front) -> Iterator[None]:
 
 
 def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], None] = lambda: None) -> None:
-    """Runs the steps of the requests that come over the link, until it ends; while there are none, an empty one every `beat` seconds."""
+    """Runs the steps of the requests that arrive over the link, until it ends; without requests runs an empty step every `beat` seconds."""
     link.send({"ready": True, "adapters": batch.slots.record.adapters})
     began()
     news = _News(link)
@@ -183,10 +183,10 @@ def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], No
 
 
 class _News:
-    """What the server is sent of steps: a request's first and last token at once, those between in groups.
+    """Collects the results of steps for the server: a request's first and last token are sent at once, those between in groups.
 
-    The ranks need the cores more than a reader needs a letter some milliseconds earlier. Tokens wait while the next step, if it takes as
-    long as this one, ends within `_TOGETHER` seconds of when those of all requests were sent last.
+    The ranks need the cores more than a reader needs a letter some milliseconds earlier. Tokens wait if the next step, assuming that it
+    takes as long as this one, ends within `_TOGETHER` seconds of the last message.
     """
 
     def __init__(self, link: Link) -> None:
@@ -194,16 +194,16 @@ class _News:
         self._made: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}
         self._scores: dict[int, tuple[list[_Score], list[_Score]]] = {}
-        """By request with `logprobs` the scores of its tokens, and those of its prompt."""
+        """Maps each request with `logprobs` to the scores of its tokens and those of its prompt."""
         self._embeddings: list[tuple[int, str]] = []
         self._seconds: list[float] = []
         self._begun: set[int] = set()
-        """The requests with a slot that have had a token."""
+        """The requests in slots whose first token has been made."""
         self._used = 0
         self._sent = 0.0
 
     def add(self, new: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
-        """Takes the tokens of a step, and its time, None of an empty one."""
+        """Adds the tokens of a step; `seconds` is the step's time, or None for an empty step."""
         finishes, urgent, held = dict[int, str](), list[int](), self._made
         for one in new:
             if one.finish:
@@ -243,7 +243,7 @@ class _News:
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:
-    """Does what the server says."""
+    """Applies a message of the server to the batch."""
     from partc.runtime import Request
     from partc.runtime.generation.adapters import AdapterChange
 
@@ -259,7 +259,7 @@ def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:
 
 
 def _connected(path: str) -> Link:
-    """Rank 0's end of the link; UsageError where the launching process is on another machine."""
+    """Connects rank 0 to the link; raises UsageError if the launching process is on another machine."""
     end = socket.socket(socket.AF_UNIX)
     try:
         end.connect(path)

@@ -1,4 +1,4 @@
-"""Runs a job: its ranks under a launcher, with cleanup however that ends, or all of them in this process."""
+"""Runs a job: its ranks under a launcher, with cleanup however the job ends, or all ranks in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_SAVED = ": nothing was saved\n  help: give --checkpoint DIR, so that it can
 
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], instead: str = IN_PROCESS) -> int:
-    """Runs the job on the manifest's number of ranks; the exit code. `instead`: what the command can do without a launcher."""
+    """Runs the job on the manifest's number of ranks, and returns the exit code; `instead`: a help text for use without a launcher."""
     if job.serving is not None:
         from partc.cli.launch.serve import serve
 
@@ -47,7 +47,10 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
 def _fitting(
     job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher
 ) -> tuple[Job, Manifest, Hosts]:
-    """The job on the most ranks that there are programs for and the hosts that answer have slots for; UsageError where there are none."""
+    """Chooses the largest compiled number of ranks for which the hosts that answer have slots; raises UsageError if there is none.
+
+    Returns the job, the manifest of the programs for that number, and the hosts.
+    """
     from partc.cli.job.rank import prepare
 
     if len(manifest.numbers) == 1 or (there := slots(hosts, launcher, extra)) is None:
@@ -64,10 +67,10 @@ def _fitting(
 
 
 def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> int:
-    """Trains, and again from the newest checkpoint if a rank, its host or the launcher is lost; the exit code.
+    """Trains, and restarts from the newest checkpoint if a rank, its host or the launcher is lost; returns the exit code.
 
-    A new checkpoint since the last loss makes the number of restarts whole again. One that was there before, of another run, is resumed
-    only if the command says so.
+    A new checkpoint since the last loss resets the count of restarts. A checkpoint that an earlier run left is resumed only if the command
+    says so.
     """
     from partc.cli.job.training_inputs import TrainingInputs
     from partc.runtime.checkpoint.newest import latest
@@ -167,7 +170,7 @@ def _launched(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
 
 
 def run_here(job: Job, manifest: Manifest) -> int:
-    """Runs all ranks of the job as threads, without MPI; the exit code."""
+    """Runs all ranks of the job as threads, without MPI, and returns the exit code."""
     if job.training is not None:
         from partc.cli.job.training import run_threads
 

@@ -1,8 +1,8 @@
 """Finds the launcher of this machine, and writes its command line.
 
-Looked for in this order: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one
-on the PATH, there also by the names that distributions give MPICH's and Open MPI's, and srun inside a Slurm allocation.
-Open MPI binds each rank to one core unless configured otherwise, which would put all of a rank's threads there.
+The order of the search: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one on the PATH, also by
+the names that distributions give MPICH's and Open MPI's, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless
+configured otherwise, so all threads of a rank would share that core.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _INHERITED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "SLURM_", "PBS_")
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _NAMED = 6
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
+"""Settings that name the folder of Open MPI's sessions: since version 5, and before."""
 _HOST_FILE = 1 << 20
 """The most bytes of a file of hosts."""
 _PROBE = "true"
 _ANSWER, _PROBES = 20.0, 16
-"""Seconds in which a host must run a process, and how many hosts are asked at the same time."""
+"""The seconds in which a host must run a process, and the number of hosts that are probed at the same time."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"
-"""What a command can do without a launcher."""
+"""A help text: what a command can do without a launcher."""
 WITHOUT_MPI = ", or leave out --mpi"
-"""What `partc verify --mpi` can do."""
+"""A help text: what `partc verify --mpi` can do without a launcher."""
 _NO_MPI = """\
 no mpiexec, mpirun or srun found to start the {ranks} ranks
   help: install one with pip install "partc[mpi]"{instead}"""
@@ -62,14 +62,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks go: a file of hosts, or a list `a,b`; neither means this machine or the allocation."""
+    """The hosts of the ranks: a file of hosts, or a list `a,b`; with neither, this machine or the allocation."""
 
     file: str | None = None
     names: str | None = None
 
     @property
     def are_local(self) -> bool:
-        """Whether none are named."""
+        """Whether no hosts are named."""
         return self.file is None and self.names is None
 
     @property
@@ -79,7 +79,7 @@ class Hosts:
 
 
 def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
-    """The launcher for this many ranks; UsageError with the remedies where there is none, of which `instead` is the command's own."""
+    """Returns the launcher; raises UsageError with the remedies if there is none. `instead`: the remedy of the command."""
     own = str(Path(sys.executable).parent)
     for path, name in itertools.product((own, None), _NAMES):
         found = shutil.which(name, path=path)
@@ -91,7 +91,9 @@ def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
 
 
 def inherited() -> str:
-    """A line of help that names the settings of schedulers and MPI in the environment, which may be another job's; "" without any."""
+    """Returns a line of help that names schedulers' and MPI's settings in the environment, which may be left from another job; "" without
+    any.
+    """
     names = sorted(name for name in os.environ if name.startswith(_INHERITED) and name not in _AS_ROOT)
     if not names:
         return ""
@@ -110,7 +112,7 @@ def _kind(path: str) -> Kind:
 def command_line(
     launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str], program: Sequence[str]
 ) -> list[str]:
-    """The command that starts `program` on that many ranks; `extra` are the user's own options for the launcher."""
+    """Returns the command that starts `program` on `ranks` ranks; `extra`: the user's own options for the launcher."""
     options = [launcher.path, "-n", str(ranks)]
     if launcher.kind is Kind.OPEN_MPI:
         options += ["--bind-to", "none"] if "--bind-to" not in extra else []
@@ -128,9 +130,9 @@ def command_line(
 
 
 def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, Hosts, str] | None:
-    """The number of ranks that may be started on the hosts that answer, these hosts, and a sentence of both; None without a bound.
+    """Returns the most ranks that can start on the hosts that answer, these hosts, and a sentence about both; None without a bound.
 
-    UsageError where the slots of a host are not said.
+    Raises UsageError if the slots of a host are not given.
     """
     if hosts.are_local:
         tasks = os.environ.get("SLURM_NTASKS", "")
@@ -159,7 +161,7 @@ def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, 
 
 
 def _slots_of(hosts: Hosts) -> dict[str, int]:
-    """Maps each host to its slots; 0 where they are not said."""
+    """Maps each host to its number of slots, or to 0 if it is not given."""
     found: dict[str, int] = {}
     try:
         lines = [] if hosts.file is None else read_text(hosts.file, _HOST_FILE).splitlines()
@@ -177,9 +179,9 @@ def _slots_of(hosts: Hosts) -> dict[str, int]:
 
 
 def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:
-    """The environment for the launcher; for root it has the two variables that Open MPI asks for.
+    """Returns the environment for the launcher; for root it has the two variables that Open MPI requires.
 
-    `folder` and `memory`: where Open MPI puts its files and its shared memory, if all processes are on this machine.
+    `folder`, `memory`: the places of Open MPI's files and of its shared memory, if all processes are on this machine.
     """
     environment = dict(os.environ)
     if launcher.kind is not Kind.OPEN_MPI:

@@ -1,6 +1,6 @@
 """Records the signals that ask a process to end, so that the job can end in order, the launcher first.
 
-None raises an exception, which would leave a launcher that is being started to itself.
+The handlers raise no exception: one raised while a launcher is being started would leave it running alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Signals:
-    """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored.
+    """A context that records the signals that arrive. A signal that is ignored at the start (nohup) stays ignored.
 
-    `asking`: names of signals that ask the ranks to save and end. The first is in `passed`, to be passed on; a second SIGTERM is as any
-    other signal, and with `once` so is every second one. `handed`: the name of one that is for rank 0 alone, and ends nothing.
+    `asking`: names of signals that ask the ranks to save and end. The first one goes to `passed`, to be passed on; a second SIGTERM counts
+    as any other signal, and with `once` so does every second one. `handed`: the name of a signal for rank 0 alone, which ends nothing.
     """
 
     def __init__(self, asking: Sequence[str] = (), once: bool = False, handed: str = "") -> None:
@@ -29,7 +29,7 @@ class Signals:
         self._asked: set[int] = set()
         self._handed: int | None = getattr(signal, handed, None) if handed else None
         self.has_handed = False
-        """Whether it has come, and is to be handed on."""
+        """Whether the `handed` signal has arrived and is to be passed to rank 0."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
@@ -47,21 +47,23 @@ class Signals:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the ranks were asked to save and end, or are to be."""
+        """Whether the ranks have been asked to save and end, or will be."""
         return bool(self._asked)
 
     def give_up(self) -> None:
-        """Counts the request to save and end as one to end: the launcher has heard it, too, and has ended the ranks before they saved."""
+        """Counts a request to save as a request to end: the launcher has received the signal too, and has ended the ranks before they
+        saved.
+        """
         self.noted += [] if self.noted else sorted(self._asked)[:1]
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that the first signal asks for; None where none has come."""
+        """The exit code of the first signal; None if no signal has arrived."""
         return 128 + self.noted[0] if self.noted else None
 
     @property
     def again(self) -> bool:
-        """Whether a second signal has come: the user does not want to wait."""
+        """Whether a second signal has arrived: the user does not want to wait."""
         return len(self.noted) > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,15 +1,13 @@
 """Starts a launcher, watches its ranks, and prints one message for a failure: its first cause.
 
 The ranks' output passes through. A rank reports its failure as one framed line on stderr. A killed rank is found from the launcher's
-messages or from the first process that vanished, and the status board has its position. After the first sign of a failure the
-launcher has some seconds to end, then its process group is killed; likewise after a signal to this process, and at once after a second.
+messages, or from the first process that vanished, and the status board has its position. After the first sign of a failure the launcher has
+some seconds to end, then its process group is killed; likewise after a signal to this process, and at once after a second.
 
-Reports processes that hold a job up and that no rank can report: the launcher, all remaining ranks, or a rank that has not begun.
+Also reports stopped processes that no rank can report: the launcher, all remaining ranks, or a rank that has not begun.
 
-Separates a launcher's own messages from the ranks' output, and reads from them which rank ended, and how.
-
-Launchers explain the end of a rank in many lines, after the rank itself has reported its error. Those lines are held back and
-shown only if there is no better message.
+Separates a launcher's own messages from the ranks' output, and reads from them which rank ended, and how. Launchers explain the end of a
+rank in many lines, after the rank itself has reported its error. Those lines are held back and shown only if there is no better message.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from partc.runtime.job.status_board import IDLE, read_task, states
 class RankEnd:
     """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it.
 
-    `host`: where the rank was, if others only saw that their connection to it was closed; empty if they do not say where.
+    `host`: the rank's host, if other ranks only saw that their connection to it was closed; empty if they do not name it.
     """
 
     rank: int | None = None
@@ -86,7 +84,7 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
         lambda found: RankEnd(host=""),
     ),
 )
-"""What launchers say, the most telling first."""
+"""The launchers' messages about a rank's end, the most informative first, with functions that read them."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
@@ -106,13 +104,13 @@ def _hydra(pid: int, code: int) -> RankEnd:
 
 @dataclass
 class LauncherOutput:
-    """The launcher's lines so far; `hold` says of each new line whether it is one."""
+    """The launcher's own lines so far; `hold` decides for each new line whether it is one."""
 
     lines: list[str] = field(default_factory=list)
     fenced: bool = False
 
     def hold(self, line: str) -> bool:
-        """Whether the line is the launcher's own; if so it is held back here."""
+        """Returns whether the line is the launcher's own; such a line is held back here."""
         text = line.rstrip("\r\n ")
         fence = _FENCE.match(text) is not None
         held = fence or self.fenced or _LINE.match(text) is not None or (text == "" and bool(self.lines))
@@ -122,7 +120,7 @@ class LauncherOutput:
         return held
 
     def ended(self) -> RankEnd | None:
-        """How a rank ended, if the launcher has reported it."""
+        """Returns how a rank ended, if the launcher has reported it."""
         text = "\n".join(self.lines)
         for pattern, read in _ENDS:
             if found := re.search(pattern, text):
@@ -138,7 +136,7 @@ _ENDED = ("", "Z", "X")
 class Stopped:
     """The watch over a job's processes; `look` is called several times a second.
 
-    `local`: whether all ranks are processes of this machine, which note their process ids as the first thing that they do.
+    `local`: whether all ranks are processes of this machine, which first of all write down their process ids.
     """
 
     def __init__(self, stall: float, local: bool = False) -> None:
@@ -149,9 +147,9 @@ class Stopped:
         self._report = stall
 
     def look(self, launcher: int, ranks: Callable[[], Sequence[int]]) -> None:
-        """Prints one line on stderr if the job cannot go on, after `stall` seconds, and again after twice as long.
+        """Prints a line on stderr if the job has been unable to continue for `stall` seconds, and again each time the wait has doubled.
 
-        `ranks`: reads their process ids, 0 of one that has none; not called at each look.
+        `ranks`: reads the ranks' process ids, 0 for a rank without one; it is not called at each look.
         """
         now = time.monotonic()
         if now - self._looked < _BETWEEN:
@@ -200,7 +198,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: its exit code, and whether a rank, its host or the launcher was lost: without a report, or without memory."""
+    """The end of a job: its exit code, and whether a rank, its host or the launcher was lost without a report, or for lack of memory."""
 
     code: int
     is_lost: bool = False
@@ -208,7 +206,7 @@ class Outcome:
 
 @dataclass
 class _Heard:
-    """What the reading and watching threads have found so far."""
+    """The findings of the reading and watching threads so far."""
 
     failure: Failure | None = None
     failed_at: float | None = None
@@ -218,11 +216,11 @@ class _Heard:
     passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def ended(self) -> RankEnd | None:
-        """How a rank ended, according to the launcher's messages."""
+        """Returns how a rank ended, according to the launcher's messages."""
         return self.on_stderr.ended() or self.on_stdout.ended()
 
     def words(self) -> list[str]:
-        """The lines held back, and the last ones passed through."""
+        """Returns the lines held back, and the last lines passed through."""
         return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
 
     def show_launcher_output(self) -> None:
@@ -247,11 +245,11 @@ def supervise(
     local: bool = False,
     failed: Callable[[str], object] = console.failure,
 ) -> Outcome:
-    """Runs the command to its end and prints the one message of a failure; the outcome, whose exit code a signal may have asked for.
+    """Runs the command to its end and prints one message for a failure; returns the outcome, whose exit code a signal may have set.
 
-    `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
-    before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds, and where all ranks are
-    `local`, of this machine, those that have not begun. `failed` gets the message.
+    `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output` before a line of the ranks
+    is passed through. Stopped processes are reported after `stall` seconds; if all ranks are `local`, of this machine, ranks that have not
+    begun are reported too. `failed` gets the message.
     """
     heard, stopped = _Heard(), Stopped(stall, local)
     process = subprocess.Popen(
@@ -422,7 +420,7 @@ def _verdict(
 
 
 def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:
-    """Where a rank was last; of a rank of another host the board here says nothing."""
+    """Returns the last position of a rank; for a rank on another host, whose board is not here, only that."""
     if not (local or run_dir.pids()[rank]):
         return "on another host"
     task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)

@@ -1,4 +1,4 @@
-"""The lookups of a step in tables that several ranks share, as counted by the ranks of a job.
+"""The lookups of a step in tables that are sharded over ranks, as counted by the ranks of a job.
 
 lookups: in a step and on a rank up to 3,328 ids, 1,012 rows pulled (64.8 KiB received), 1,012 rows pushed (31.3 KiB received)
 """
@@ -19,7 +19,7 @@ _WORDS = {_PULL: "pulled", _PUSH: "pushed", "route": "routed", "return": "return
 
 
 def counts_json(lookups: Mapping[str, Moved]) -> str:
-    """A rank's counts as JSON; `lookups` are by op and path."""
+    """Returns a rank's counts as JSON; `lookups` maps an op and path to its counts."""
     found: dict[str, list[int]] = {}
     for name, one in lookups.items():
         sums = found.setdefault(name.partition(" ")[0].lower(), [0, 0, 0, 0])
@@ -30,7 +30,7 @@ def counts_json(lookups: Mapping[str, Moved]) -> str:
 
 
 def looked_up(ranks: Sequence[str]) -> dict[str, Any]:
-    """By op the most that a rank has looked up in a step: ids, rows (each once), bytes that came; empty where there are no such tables."""
+    """Maps each op to the largest counts of a rank in a step: ids, distinct rows, bytes received; empty without such tables."""
     found: dict[str, dict[str, float]] = {}
     for counts in map(json.loads, ranks):
         for op, (ids, rows, received, steps) in counts.items():
@@ -41,7 +41,7 @@ def looked_up(ranks: Sequence[str]) -> dict[str, Any]:
 
 
 def line(counts: Mapping[str, Any]) -> str:
-    """The same as a line."""
+    """Returns the same counts as a line."""
     some = [
         f"{one['rows']:,.0f} rows {_WORDS.get(op, op)} ({size_text(round(one['bytes']))} received)"
         for op, one in counts.items()

@@ -1,6 +1,6 @@
-"""What an artifact's ranks do, in numbers: nodes, weights, bytes moved.
+"""Statistics of an artifact's ranks: nodes, weights, bytes moved.
 
-Bytes moved are those of messages and of collectives, of which a rank gets as many as it sends: sums of expressions in the symbols
+Bytes moved are those of messages and of collectives, in which a rank receives as many as it sends: sums of expressions in the symbols
 (`28*batch + 32`) and their value at chosen sizes.
 """
 
@@ -30,7 +30,7 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of some transfers: the sum as an expression, its value at chosen sizes, and how many have no known size."""
+    """The bytes of some transfers: the sum as an expression, its value at chosen sizes, and the number of transfers of unknown size."""
 
     text: str
     bytes: int
@@ -39,7 +39,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class RankStats:
-    """The numbers of one rank."""
+    """The statistics of one rank."""
 
     rank: int
     nodes: int
@@ -53,9 +53,10 @@ def by_rank(
     figures: Callable[[ModelProto, int], Sequence[T]],
     facts: Callable[[int], Hashable] = lambda rank: (),
 ) -> list[T]:
-    """The `figures` of all ranks, in order: those of a program are made once for all ranks of a file, whose ops and sizes are the same.
+    """Returns the `figures` of all ranks, in order; they are computed once for all ranks that share a file, whose ops and sizes are the
+    same.
 
-    `facts`: those that the figures of a rank depend on besides its program.
+    `facts`: returns a key of whatever else the figures of a rank depend on.
     """
     found: dict[int, Sequence[T]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
@@ -68,7 +69,7 @@ def by_rank(
 
 
 def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankStats]:
-    """The numbers of all ranks."""
+    """Returns the statistics of all ranks."""
 
     def messages(rank: int) -> Hashable:
         return tuple([(one.source == rank, one.bytes) for one in artifact.manifest.messages_of(rank)])
@@ -77,7 +78,7 @@ def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankSta
 
 
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: ModelProto | None = None) -> RankStats:
-    """The numbers of a rank, with the symbols at these sizes; `model`: its program, unrolled, where it is read already."""
+    """Returns the statistics of a rank with the symbols at these sizes; `model`: its program, unrolled, if it is already read."""
     model, manifest = model or unrolled(artifact.model(rank)), artifact.manifest
     stated, messages = {one.tag: one.bytes for one in manifest.collectives}, manifest.messages_of(rank)
     collectives = [  # as the rank's own nodes state them
@@ -99,13 +100,13 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: M
 
 
 def moved(texts: Iterable[str], sizes: Mapping[str, int]) -> Moved:
-    """The bytes of some messages, collectives or copies together; `texts` has those of each, expressions in the symbols."""
+    """Sums the bytes of some messages, collectives or copies; `texts` has an expression in the symbols for each."""
     known, unknown = _sum(texts)
     return Moved(_text(known, unknown), known(sizes), unknown)
 
 
 def moved_text(texts: Iterable[str]) -> str:
-    """The same sum as an expression, without sizes."""
+    """Returns the same sum as an expression, without sizes."""
     return _text(*_sum(texts))
 
 
@@ -125,7 +126,7 @@ def _text(known: ByteCount, unknown: int) -> str:
 
 
 def stored_lines(manifest: Manifest) -> list[str]:
-    """Lines about parameters that ranks store in shards: their units, what is gathered in a step, and what ranks have of it at once."""
+    """Returns lines about parameters that ranks store in shards: their units, the gathers of a step, and the peaks of gathered bytes."""
     if (stored := manifest.stored) is None:
         return []
     tensors, freed = sum(len(one.tensors) for one in stored.units), sum(one.freed for one in stored.units)

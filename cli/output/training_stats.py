@@ -1,7 +1,7 @@
-"""What a rank that trains does and keeps, in numbers: nodes of each phase, bytes of parameters and optimizer, buckets of gradients.
+"""Statistics of a rank that trains: nodes of each phase, bytes of parameters and optimizer state, buckets of gradients.
 
-Nodes say their phase, forward, backward or update, in their metadata. A bucket is a reduction over ranks that gives gradients to updates,
-bound by the plan's `bucket`.
+The metadata of nodes names their phase: forward, backward or update. A bucket is a reduction over ranks whose results are gradients that
+updates read; the plan's `bucket` bounds its size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class TrainingStats:
-    """The numbers of one rank: nodes but those that communicate, bytes, and the buckets with what they send together."""
+    """The statistics of one rank: computing nodes, bytes, and the buckets with the bytes that they send together."""
 
     rank: int
     forward: int
@@ -52,7 +52,7 @@ class TrainingStats:
 
 
 def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
-    """By kind the bytes of what a rank keeps from step to step."""
+    """Maps each kind of state to the bytes that a rank keeps from step to step."""
     found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, REST: 0, CACHE: 0, ADAPTER: 0}
     for record in manifest.state:
         if rank in record.ranks:
@@ -61,7 +61,7 @@ def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
 
 
 def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingStats:
-    """The numbers of a rank, with the symbols at these sizes."""
+    """Returns the statistics of a rank, with the symbols at these sizes."""
     gradients = _gradients(model)
     computing = [node for node in model.graph.node if node.domain != DOMAIN]
     phases = Counter(entry.value for node in computing for entry in node.metadata_props if entry.key == PHASE)
@@ -88,7 +88,7 @@ def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapp
 
 
 def _gradients(model: ModelProto) -> set[str]:
-    """The gradients that updates take, and what they are copies of."""
+    """Returns the names of the gradients that updates read, and of the values of which they are copies."""
     formals = {function.name: list(function.input) for function in model.functions}
     makers = {name: node for node in model.graph.node for name in node.output}
     found: set[str] = set()
@@ -103,7 +103,7 @@ def _gradients(model: ModelProto) -> set[str]:
 
 
 def _packed_gradients(model: ModelProto) -> list[NodeProto]:
-    """The collectives of gradients that travel in eight bits: what is unpacked behind a Reshape."""
+    """Returns the collectives of gradients that are sent in eight bits: those whose results, reshaped, are dequantized."""
     makers = {name: node for node in model.graph.node for name in node.output}
     unpacked = [name for node in model.graph.node if node.op_type == "DequantizeLinear" for name in node.input]
     moved = [makers.get(makers[name].input[0]) for name in unpacked if name in makers and makers[name].input]
@@ -119,12 +119,12 @@ def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:
 
 
 def trained_tensors(manifest: Manifest) -> dict[str, int]:
-    """The tensors of the model that a step changes, with their elements: one of several parts that a weight is computed in counts once."""
+    """Maps each tensor of the model that a step changes to its number of elements; a tensor that is stored in several parts counts once."""
     trained = [record for record in manifest.state if record.kind == "parameter" and record.next]
     return {record.tensor: math.prod(record.shape) for record in trained}
 
 
 def evaluation_lines(manifest: Manifest) -> list[str]:
-    """A line of how evaluations of a pipeline run, where they do not run in microbatches."""
+    """Returns a line about evaluations of a pipeline that do not run in microbatches, if there are any."""
     why = manifest.training.not_streamed if manifest.training is not None else ""
     return [f"evaluations run each batch whole, one stage after the other: {why}"] if why else []

@@ -1,10 +1,11 @@
-"""Adapters that clients load while the server runs, under the paths that vLLM has for it: the body, and what is wrong with the folder.
+"""The requests that load and unload adapters while the server runs, under vLLM's paths: their bodies, and the checks of an adapter's
+folder.
 
     POST /v1/load_lora_adapter      {"lora_name": "letters", "lora_path": "letters"}
     POST /v1/unload_lora_adapter    {"lora_name": "letters"}
 
-A folder is looked at in the server; its numbers are read by the ranks (`runtime/generation/adapters.py`). Clients name folders inside of
-the one that `--adapters` gives, and no others.
+The server checks the folder; the ranks read its weights (`runtime/generation/adapters.py`). Clients can name only folders inside the folder
+of `--adapters`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class LoadBody(UnloadBody):
 
 
 def loaded(body: LoadBody, folder: str | None, stacks: Mapping[str, tuple[int, int, int]]) -> AdapterChange:
-    """The change that ranks are told of; RefusedError with the faults of the folder, or where there is no room.
+    """Returns the change that the ranks are sent.
 
-    `folder`: that of `--adapters`. `stacks`: by module with room the inputs, the outputs and the largest rank.
+    `folder`: the argument of `--adapters`. `stacks`: maps each module with room for adapters to its inputs, its outputs and the largest
+    rank. Raises RefusedError with the faults of the folder, or if the artifact has no room for adapters or `--adapters` is not set.
     """
     from partc.compiler.errors import CompileError
     from partc.compiler.frontend.huggingface.adapter_folder import ADAPTER_WEIGHTS, read_adapter
@@ -67,7 +69,7 @@ def loaded(body: LoadBody, folder: str | None, stacks: Mapping[str, tuple[int, i
 
 
 def _misfits(module: str, sizes: tuple[int, ...], stacks: Mapping[str, tuple[int, int, int]]) -> Iterator[str]:
-    """Why an adapter of a module does not fit the model."""
+    """Yields the reason for which an adapter of a module does not fit the model."""
     if module not in stacks:
         yield f"the model has no product '{module}' with room for adapters"
     elif sizes[:2] != stacks[module][:2]:

@@ -1,6 +1,6 @@
-"""An answer as it comes: text and tokens by deltas, up to a token or a text that ends it, and the documents of OpenAI's API for both.
+"""An answer while it is generated: deltas of text and tokens up to a token or text that ends it, and both in the documents of OpenAI's API.
 
-A text that ends an answer may begin in one token and end in another one, so letters with which it might begin are held back.
+A text that ends an answer may begin in one token and end in another, so letters that could be its beginning are held back.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _NOT_FINITE = "the logits of this request are not finite: no token follows its p
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to an answer, and why it is the last; empty where it is not."""
+    """An addition to an answer; `finish` is the reason for which it is the last, empty if it is not."""
 
     text: str
     tokens: list[int]
     finish: str
     scores: list[Score] = field(default_factory=list)
-    """By token its score, where the request has `logprobs`."""
+    """The score of each token, if the request has `logprobs`."""
     calls: Sequence[Call] = ()
 
 
 class Letters:
-    """The text of tokens, up to one of `stops`. `controls`: control tokens that are part of it."""
+    """Decodes tokens to text, up to one of `stops`. `controls`: control tokens that are part of the text."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], controls: Sequence[str] = ()) -> None:
         self._stream = None if tokenizer is None else TextStream(tokenizer, controls)
@@ -45,9 +45,9 @@ class Letters:
         self.stopped = False
 
     def add(self, tokens: Sequence[int], ends: bool) -> tuple[str, int]:
-        """The text that is sure to be part of the answer now, and how many of the tokens there are up to one of `stops`.
+        """Adds tokens; returns the text that now surely belongs to the answer, and the number of tokens up to one of `stops`.
 
-        `ends`: the last token ends the answer, and has no text.
+        `ends`: whether the last token ends the answer, and has no text.
         """
         if self._stream is None:
             return "", len(tokens)
@@ -59,7 +59,7 @@ class Letters:
         return text, len(tokens)
 
     def end(self) -> str:
-        """The text that was held back, where nothing follows."""
+        """Returns the text that was held back, when no token follows."""
         if self._stream is None or self.stopped:
             return ""
         text, self._held = self._sure(self._stream.end()) + self._held, ""
@@ -78,7 +78,7 @@ class Letters:
 
 @dataclass
 class Answer:
-    """A choice of the answer to a request, whose number is its first choice's; `next` makes it."""
+    """One choice of the answer to a request; `next` returns its deltas."""
 
     completion: Completion
     model: str
@@ -88,21 +88,21 @@ class Answer:
     texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
     num_tokens: int = 0
     letters_shown: int = 0
-    """How many letters there are before the next delta, its prompt's where that is shown."""
+    """The number of letters before the next delta, including the prompt's if the prompt is shown."""
     logprob: float = 0.0
-    """The logarithm of the probability of all tokens made, where the request has `logprobs`."""
+    """The log probability of all tokens so far, if the request has `logprobs`."""
     of_prompt: list[Score] = field(default_factory=list)
-    """The scores of its prompt's tokens but the first, where the prompt is shown with them."""
+    """The scores of the prompt's tokens except the first, if the prompt is shown with `logprobs`."""
     created: int = field(default_factory=lambda: int(time.time()))
     calls: CallText | None = field(init=False)
-    """What divides the text into content and calls of tools, where the request has tools."""
+    """Divides the text into content and tool calls, if the request has tools."""
 
     def __post_init__(self) -> None:
         tools = self.completion.tools
         self.calls = None if tools is None else CallText(FORMS[tools.form], tools.names, tools.most)
 
     async def next(self, engine: Engine) -> Delta:
-        """What is added next, once something is; RefusedError where the ranks fail, or the request's logits are not finite."""
+        """Waits for the next delta; raises RefusedError if the ranks fail, or the request's logits are not finite."""
         while True:
             delta = self._delta(engine, await self.ticket.news())
             if delta.text or delta.tokens or delta.finish:  # else there are scores of its prompt alone
@@ -141,7 +141,7 @@ class Answer:
         return Delta(text, tokens, finish, found, calls)
 
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The whole choice, as an answer."""
+        """Returns the whole choice as a document."""
         text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
         delta = Delta(
             text, tokens, deltas[-1].finish, [score for one in deltas for score in one.scores], deltas[-1].calls
@@ -154,7 +154,7 @@ class Answer:
         return self._document(False, [self._choice(content, delta, True)])
 
     def chunk(self, delta: Delta, first: bool) -> dict[str, Any]:
-        """The event of a stream for a delta."""
+        """Returns the event of a stream for a delta."""
         role = {"role": "assistant"} if first else {}
         text = (self.completion.echo or "") + delta.text if first else delta.text
         calls = {"tool_calls": [{"index": at, **_shown(call)} for at, call in enumerate(delta.calls)]}
@@ -164,7 +164,7 @@ class Answer:
         return self._document(True, [self._choice(content, delta, first)]) | usage
 
     def counts(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The event that ends a stream with how many tokens all its choices took."""
+        """Returns the event that ends a stream with the token counts of all its choices."""
         return self._document(True, []) | {"usage": usage_of(answers)}
 
     def _choice(self, content: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Answer:
         }
 
     def _logprobs(self, delta: Delta, first: bool) -> dict[str, Any]:
-        """The logarithms of a delta's tokens, with those of the prompt before the first one, where it is shown."""
+        """Returns the log probabilities of a delta's tokens; in the first delta also those of the prompt, if it is shown."""
         if self.completion.chat:
             return self.texts.chat(delta.tokens, delta.scores)
         tokens, scores = delta.tokens, list[Score | None](delta.scores)
@@ -201,7 +201,7 @@ class Answer:
 
 
 async def embedding_of(ticket: Ticket) -> str:
-    """The embedding of a prompt, float32 as base64; RefusedError where there is none."""
+    """Waits for the embedding of a prompt and returns it as base64 of float32; raises RefusedError if there is none."""
     while True:
         for one in await ticket.news():
             match one:
@@ -216,7 +216,7 @@ async def embedding_of(ticket: Ticket) -> str:
 
 
 def shortened(embedding: str, dimensions: int, as_base64: bool) -> str | list[float]:
-    """The first numbers of an embedding, again of length 1, as base64 or as numbers."""
+    """Returns the first `dimensions` numbers of an embedding, normalized to length 1, as base64 or as numbers."""
     numbers = np.frombuffer(b64decode(embedding), "<f4")
     if dimensions < numbers.size:
         part = numbers[:dimensions].astype(np.float64)
@@ -225,7 +225,7 @@ def shortened(embedding: str, dimensions: int, as_base64: bool) -> str | list[fl
 
 
 def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The choices that are answered, of each prompt those of the likeliest tokens, where more are made (`best_of`)."""
+    """Returns the choices to answer: for each prompt the likeliest ones, if more were generated than asked for (`best_of`)."""
     first, found = answers[0].completion, list[dict[str, Any]]()
     for begin in range(0, len(choices), first.copies):
         of_prompt = range(begin, begin + first.copies)
@@ -235,13 +235,13 @@ def likeliest(answers: Sequence[Answer], choices: Sequence[dict[str, Any]]) -> l
 
 
 def _shown(call: Call) -> dict[str, Any]:
-    """A call as the API has it, with a name of its own of nine letters: templates of Mistral's models refuse any other."""
+    """Returns a call in the API's form, with an id of nine letters: templates of Mistral's models refuse any other length."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """How many tokens were read and made, and how many of the read ones lay in a cache; a prompt with several choices counts once."""
+    """Counts the tokens read, those generated, and the prompt tokens that were in a cache; a prompt with several choices counts once."""
     prompts = [one for one in answers if not one.completion.is_copy or len(answers) == 1]
     read, made = sum(one.completion.request.read for one in prompts), sum(one.num_tokens for one in answers)
     details = {"cached_tokens": sum(one.ticket.cached for one in prompts)}

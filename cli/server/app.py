@@ -31,12 +31,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _BODY_SECONDS = 30.0
 _SHORT_BYTES = 1024
-"""A body up to this size is read at once: another thread takes longer to begin than a tokenizer for so much text."""
+"""A body up to this size is read at once: starting another thread takes longer than tokenizing this much text."""
 _PAGE_BYTES = 1 << 20
 _MOST_CHATS = 8
-"""How many conversations may wait for the template."""
+"""The number of conversations that may wait for the template."""
 _WAITING_BYTES = 4 * MOST_BYTES
-"""How many bytes may wait in bodies of one kind."""
+"""The number of bytes that may wait in bodies of one kind."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 _PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
@@ -52,22 +52,22 @@ Read = Callable[[bytes | bytearray], list[Completion]]
 
 
 class Document(JSONResponse):
-    """JSON that ends with its line, for who reads it in a terminal."""
+    """JSON that ends with a newline, for readers in a terminal."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Returns the body as bytes."""
         return super().render(content) + b"\n"
 
 
 class Turns:
-    """Bodies that are read in another thread: one at once, the shortest first; `most` may wait, or any number."""
+    """Reads bodies in another thread, one at a time, the shortest first; at most `most` may wait, or any number if it is None."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most, self._is_taken, self._count = most, False, 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
     async def run(self, read: Callable[[bytes | bytearray], T], body: bytes | bytearray, short: int = 0) -> T:
-        """What is read, a `short` body at once in this thread; RefusedError where too many wait."""
+        """Reads a body, a `short` one at once in this thread; raises RefusedError if too many wait."""
         if short and len(body) <= short:
             return read(body)
         if self._is_taken:
@@ -92,7 +92,7 @@ class Turns:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Lets the shortest body that waits be read."""
+        """Lets the shortest waiting body be read."""
         self._is_taken = False
         for _ in range(len(self._waiting)):
             turn = heappop(self._waiting)[2]
@@ -103,7 +103,7 @@ class Turns:
 
 
 class Server:
-    """What the routes share: who reads bodies, who has the open requests, and by which names of hosts it is served."""
+    """The state that routes share: the reader of bodies, the engine with the open requests, and the host names under which it is served."""
 
     def __init__(self, reader: Reader, engine: Engine, settings: ServerSettings) -> None:
         self._reader, self.engine, self.timeout = reader, engine, settings.timeout
@@ -117,14 +117,14 @@ class Server:
 
     @property
     def reader(self) -> Reader:
-        """The reader of bodies, with the adapters that are there now."""
+        """The reader of bodies, with the adapters that are loaded now."""
         record, names = self._reader.record, self.engine.adapters
         if names and record.adapters != names:
             self._reader = replace(self._reader, record=record.model_copy(update={"adapters": names}))
         return self._reader
 
     def app(self) -> ASGIApp:
-        """The application."""
+        """Returns the application."""
         routes = [  # in this order a path is looked for
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -156,7 +156,7 @@ class Server:
         return refusing(allowed, self._refuse_other_host)
 
     def _refuse_without_key(self, scope: Scope) -> None:
-        """RefusedError of a request that does not name the key, where there is one; how much of it is right takes no other time."""
+        """Raises RefusedError if the server has a key and a request lacks it; the comparison takes the same time for any wrong key."""
         if self._key is None or scope["path"] in _OPEN_PATHS:
             return
         given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
@@ -168,8 +168,9 @@ class Server:
             )
 
     def _refuse_other_host(self, scope: Scope) -> None:
-        """RefusedError of a request to another host: a stranger may give a name the address of this machine, and browsers then take
-        this server for the origin of the stranger's page.
+        """Raises RefusedError for a request to another host name.
+
+        A stranger may point a name at this machine's address, and browsers then take this server for the origin of the stranger's page.
         """
         names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         served = self.hosts | {_host_of(scope["server"][0])} if scope["server"] else self.hosts
@@ -179,7 +180,7 @@ class Server:
             raise RefusedError(421, fact, code="host")
 
     def _refuse_other_origin(self, request: Request) -> None:
-        """A page of another server may not use this one in the name of who looks at it."""
+        """Raises RefusedError for a request from another server's page, which would use this server in the name of the page's viewer."""
         origin, host = request.headers.get("origin"), request.headers.get("host")
         if origin is None or origin.partition("://")[2] == host or not {origin, "*"}.isdisjoint(self.origins):
             return
@@ -187,24 +188,24 @@ class Server:
         raise RefusedError(403, fact, code="origin")
 
     async def page(self, request: Request) -> Response:
-        """The page on which to try it."""
+        """Returns the page for trying out the server."""
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken."""
+        """Returns whether requests are taken."""
         state = self.engine.state
         return Document({"status": state.value}, 200 if state is State.READY else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Counts for Prometheus."""
+        """Returns counts for Prometheus."""
         return PlainTextResponse(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The list of the model and its adapters."""
+        """Returns the list of the model and its adapters."""
         return Document({"object": "list", "data": [self._model(name) for name in self.reader.models]})
 
     async def model(self, request: Request) -> Response:
-        """The model, or one of its adapters, by its name."""
+        """Returns the model, or one of its adapters, by its name."""
         self.reader.refuse_other(name := request.path_params["model"])
         return Document(self._model(name))
 
@@ -239,7 +240,7 @@ class Server:
             return Document(document(answer, await self._deltas(answer)))
 
     async def embeddings(self, request: Request) -> Response:
-        """The embeddings of texts, of which as many are read at once as there are slots."""
+        """Returns the embeddings of texts; as many are read at the same time as there are slots."""
         self._refuse_other_origin(request)
         body, tickets, found = await _body(request), list[Ticket](), list[str]()
         with self.engine.place():
@@ -260,7 +261,7 @@ class Server:
         return Document({"object": "list", "data": data, "model": asked.model, "usage": usage})
 
     async def load_adapter(self, request: Request) -> Response:
-        """Loads an adapter, which requests name as their model from then on."""
+        """Loads an adapter; later requests can name it as their model."""
         self._refuse_other_origin(request)
         reader = self.reader
         change = await self._changes.run(lambda body: reader.change(body, self._adapters), await _body(request))
@@ -268,7 +269,7 @@ class Server:
         return PlainTextResponse(f"Success: LoRA adapter '{change.name}' added successfully.\n")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """Unloads an adapter; requests that it has continue."""
+        """Unloads an adapter; its open requests continue."""
         self._refuse_other_origin(request)
         change = self.reader.leaving(await _body(request))
         await self.engine.change(change)
@@ -285,13 +286,13 @@ class Server:
         return Document(await self._texts.run(self.reader.text, await _body(request), _SHORT_BYTES))
 
     async def refused(self, request: Request, error: RefusedError) -> Response:
-        """The answer to a request that is not met."""
+        """Returns the response to a refused request."""
         self.engine.metrics.requests["refused"] += 1
         headers = {"Retry-After": str(error.retry)} if error.retry else None
         return Document(error.body(), error.status, headers=headers)
 
     async def _answer(self, request: Request, read: Read, turns: Turns, short: int = 0) -> Response:
-        """The answer to a request, all choices of it."""
+        """Returns the answer to a request, with all its choices."""
         answers = await self._begun(request, read, turns, short)
         if answers[0].completion.streams:
             return EventStream(answers, self.engine)
@@ -301,7 +302,7 @@ class Server:
         return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
 
     async def _begun(self, request: Request, read: Read, turns: Turns, short: int = 0) -> list[Answer]:
-        """The choices of an answer to a request whose body is read by `read` in one of `turns`, or at once where it is `short`."""
+        """Starts the choices of an answer; `read` reads the request's body in one of `turns`, or at once if it is `short`."""
         self._refuse_other_origin(request)
         body = await _body(request)
         with self.engine.place():
@@ -328,7 +329,7 @@ class Server:
         return Letters(self.reader.tokenizer, choice.stops, controls)
 
     async def _deltas(self, answer: Answer) -> list[Delta]:
-        """All that is added to a choice, up to its end."""
+        """Returns all deltas of a choice, up to its end."""
         deltas = [await answer.next(self.engine)]
         while not deltas[-1].finish:
             deltas.append(await answer.next(self.engine))
@@ -336,7 +337,7 @@ class Server:
 
 
 async def _body(request: Request) -> bytearray:
-    """The request's body; RefusedError where it is coded or too long, takes too long, or ends within."""
+    """Returns the request's body; raises RefusedError if it is encoded or too long, takes too long, or breaks off."""
     found, coding = bytearray(), request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise RefusedError(415, f"the body is coded as '{coding[:80]}'; send it as it is", code="coding")
@@ -356,7 +357,7 @@ async def _body(request: Request) -> bytearray:
 
 
 def refusing(served: ASGIApp, refuse: Callable[[Scope], None]) -> ASGIApp:
-    """An application whose requests `refuse` sees before."""
+    """Returns an application that calls `refuse` on each request first."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -374,7 +375,7 @@ def _too_long() -> RefusedError:
 
 
 def _host_of(name: str) -> str:
-    """The host of an address with or without a port, without the brackets of IPv6."""
+    """Returns the host of an address with or without a port, without the brackets of IPv6."""
     name = name.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -391,5 +392,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    """A fault of the server itself."""
+    """Returns the response for a fault of the server itself."""
     return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)

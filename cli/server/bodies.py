@@ -1,8 +1,8 @@
-"""The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
+"""The bodies of requests, in the form of OpenAI's API, checked before any rank receives a request.
 
-A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`functions`, `suffix`),
-while its neutral value is taken. One that is null is as one that is left out: clients write all fields of their records, and send an
-answer's message back with those that it does not have.
+An unknown field is refused, and so is a field of the API that asks for something that this server does not do (`functions`, `suffix`),
+unless it has its neutral value. A field that is null counts as absent: clients write all fields of their records, and send an answer's
+message back with null for the fields that it does not have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 MOST_BYTES = 1_000_000
-"""The longest body."""
+"""The most bytes of a body."""
 _MOST_MESSAGES = _MOST_PARTS = 1024
 _MOST_FIELDS, _MOST_STOP_TOKENS = 64, 64
 _MOST_SCHEMA_LETTERS = 1 << 15
@@ -47,7 +47,7 @@ _SET_NAMES = {
     "raise_exception",
     "strftime_now",
 }
-"""Names of chat templates that are not the client's."""
+"""Names in chat templates that clients may not set."""
 _DEFAULT_TOKENS = 16
 _MOST_CHOICES, _MOST_INPUTS = 128, 2048
 _SEEDS = 1 << 64
@@ -59,24 +59,26 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-"""Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
+"""Fields of the API that ask for things that this server does not do, with their neutral values."""
 
 _SCHEMAS = {"tools", "response_format"}
-"""Fields with schemas, in which null is a value."""
+"""Fields that contain schemas, in which null is a value."""
 
 
 def _is_neutral(value: object, neutral: object) -> bool:
-    """Whether JSON has both in one way: `true` is not the number 1."""
+    """Whether two values are the same in JSON: `true` is not the number 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _count_of_logprobs(given: object) -> object:
-    """How many of the likeliest tokens come with each; None where `logprobs` is false."""
+    """Returns the number of likeliest tokens to list for each token; None if `logprobs` is false."""
     return None if given is False else given
 
 
 def _prompts(given: object, most: int = _MOST_CHOICES) -> object:
-    """The prompts, each a text or a list of token ids; ValueError where one is something else, or there are more than `most`."""
+    """Returns the prompts as a list, each a text or a list of token ids; raises ValueError for anything else, or if there are more than
+    `most`.
+    """
     several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
     found = given if isinstance(given, list) and several else [given]
     if len(found) > most:
@@ -88,7 +90,7 @@ def _prompts(given: object, most: int = _MOST_CHOICES) -> object:
 
 
 def _content(given: object) -> object:
-    """The text of a message's content, a text or a list of parts; ValueError where a part is not a text."""
+    """Returns the text of a message's content, which is a text or a list of parts; raises ValueError if a part is not a text."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -107,7 +109,7 @@ def _content(given: object) -> object:
 
 
 def _schema(given: object) -> object:
-    """A JSON schema; ValueError where it is nested so deeply that no reader of it goes to its end."""
+    """Returns a JSON schema; raises ValueError if it is nested so deeply that readers could not follow it."""
     if not isinstance(given, dict):
         raise ValueError("is not a JSON schema, which is a mapping")
     inner: list[Any] = [given]
@@ -124,12 +126,12 @@ def _schema(given: object) -> object:
 
 
 def _parameters(given: object) -> object:
-    """The schema of a function's arguments, also where it has none; ValueError."""
+    """Returns the schema of a function's arguments, an empty one for None; raises ValueError if it is not a schema."""
     return _NO_PARAMETERS if given is None else _schema(given)
 
 
 def _call_arguments(given: object) -> object:
-    """The arguments of a call, a text with a JSON object; ValueError."""
+    """Returns the arguments of a call, given as a text with a JSON object; raises ValueError if it is not one."""
     try:
         found = json.loads(given, parse_constant=_not_json) if isinstance(given, str) else None
     except (ValueError, RecursionError):
@@ -140,7 +142,7 @@ def _call_arguments(given: object) -> object:
 
 
 def _values(given: object) -> object:
-    """The values of names of the template; ValueError where one is not a scalar, or is a name that the server sets."""
+    """Returns the values of names in the template; raises ValueError if one is not a scalar, or its name is set by the server."""
     if not isinstance(given, dict):
         raise ValueError("is not a mapping from names of the template to values")
     if len(given) > MOST_LABELS:
@@ -177,7 +179,7 @@ class _CompletionBody(_Body):
 
 
 def _tool_choice(given: object) -> object:
-    """What is asked for, of a tool its name as a list; ValueError."""
+    """Returns the tool choice, a tool's name as a list of one; raises ValueError for anything else."""
     match given:
         case "none" | "auto" | "required":
             return given
@@ -187,7 +189,7 @@ def _tool_choice(given: object) -> object:
 
 
 def _format(given: object) -> object:
-    """The schema of an answer, None where it is any text; ValueError."""
+    """Returns the schema of an answer, None for any text; raises ValueError for an unknown type."""
     match given:
         case {"type": "text"}:
             return None
@@ -289,7 +291,7 @@ class _TokensBody(Strict):
 
 @dataclass(frozen=True)
 class Tools:
-    """What calls the text of an answer may have: in a form, of tools by their names, and how many at most."""
+    """The tool calls that an answer may have: their form, the tools by name, and the most calls."""
 
     form: str
     names: frozenset[str]
@@ -298,35 +300,35 @@ class Tools:
 
 @dataclass(frozen=True)
 class Completion:
-    """A choice of an answer that can be made: what the ranks get, the texts that end it, and how it is answered."""
+    """A checked choice of an answer: the request for the ranks, the texts that end it, and the form of the answer."""
 
     index: int
     is_copy: bool
-    """Whether the choice before has the same prompt."""
+    """Whether the previous choice has the same prompt."""
     request: Request
     stops: tuple[str, ...]
     streams: bool
     counts: bool
-    """Whether a stream ends with how many tokens it took."""
+    """Whether a stream ends with token counts."""
     counts_always: bool
-    """Whether each event of a stream has how many tokens it took so far."""
+    """Whether each event of a stream has the token counts so far."""
     timeout: float | None
     chat: bool
     logprobs: bool = False
-    """Whether the answer has the logarithms of its tokens' probabilities."""
+    """Whether the answer has the log probabilities of its tokens."""
     echo: str | None = None
-    """The text of the prompt, where the answer begins with it."""
+    """The text of the prompt, if the answer begins with it."""
     copies: int = 1
-    """How many choices are made of its prompt, of which the `kept` likeliest are answered."""
+    """The number of choices generated for its prompt; the `kept` likeliest are answered."""
     kept: int = 1
     tools: Tools | None = None
     response: Mapping[str, Any] | None = None
-    """The fields that the answer repeats of a request to `/v1/responses`."""
+    """The fields of a request to `/v1/responses` that the answer repeats."""
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Prompts of which embeddings are asked, of so many numbers each, as base64 or as numbers."""
+    """The prompts of a request for embeddings, the number of dimensions, and whether to return base64."""
 
     requests: list[Request]
     dimensions: int
@@ -337,10 +339,10 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads bodies for one model. `ending`: tokens behind which it has nothing more to say, beside those of the artifact.
+    """Reads bodies for one model. `ending`: tokens that end an answer, in addition to those of the artifact.
 
-    `calls`: the form in which it writes calls of tools; empty where that is not known. `path`: the tokenizer's file. `stacks`: by module
-    with room for adapters the inputs, outputs and rank.
+    `calls`: the form in which the model writes tool calls; empty if it is not known. `path`: the tokenizer's file. `stacks`: maps each
+    module with room for adapters to its inputs, outputs and rank.
     """
 
     model: str
@@ -353,7 +355,7 @@ class Reader:
     stacks: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def completion(self, data: bytes | bytearray) -> list[Completion]:
-        """The choices of a request to `/v1/completions`; RefusedError."""
+        """Returns the choices of a request to `/v1/completions`; raises RefusedError."""
         body = self._body(data, _CompletionBody.model_validate)
         copies = body.n if body.best_of is None else body.best_of
         if len(body.prompt) * copies > _MOST_CHOICES:
@@ -373,7 +375,7 @@ class Reader:
         ]
 
     def chat(self, data: bytes | bytearray) -> list[Completion]:
-        """The choices of a request to `/v1/chat/completions`; RefusedError."""
+        """Returns the choices of a request to `/v1/chat/completions`; raises RefusedError."""
         body = self._body(data, _ChatBody.model_validate)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if body.echo:
@@ -405,12 +407,12 @@ class Reader:
         return [replace(one, logprobs=body.logprobs, copies=body.n, kept=body.n, tools=tools) for one in choices]
 
     def response(self, data: bytes | bytearray) -> list[Completion]:
-        """The one choice of a request to `/v1/responses`; RefusedError."""
+        """Returns the single choice of a request to `/v1/responses`; raises RefusedError."""
         body = self._body(data, ResponseBody.model_validate)
         return [replace(one, response=body.repeated()) for one in self.chat(json.dumps(body.chat()).encode())]
 
     def embeddings(self, data: bytes | bytearray) -> Embeddings:
-        """The prompts of a request to `/v1/embeddings`; RefusedError."""
+        """Returns the prompts of a request to `/v1/embeddings`; raises RefusedError."""
         body = self._body(data, _EmbeddingBody.model_validate)
         if (record := self.record.embedding) is None:
             fact = "the artifact gives no embeddings; compile it with `generate: {embeddings: mean}` in the plan"
@@ -433,7 +435,7 @@ class Reader:
         )
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
-        """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
+        """Returns the answer to `/tokenize`, the tokens of a text or of a conversation's prompt; raises RefusedError."""
         body = self._body(data, _TextBody.model_validate)
         if (body.prompt is None) == (body.messages is None):
             raise RefusedError(400, "the body has either a prompt or messages", "prompt")
@@ -441,7 +443,7 @@ class Reader:
         return {"count": len(ids), "max_model_len": self.record.length, "tokens": ids}
 
     def text(self, data: bytes | bytearray) -> dict[str, Any]:
-        """The answer to `/detokenize`: the text of tokens; RefusedError."""
+        """Returns the answer to `/detokenize`, the text of tokens; raises RefusedError."""
         tokens = self._body(data, _TokensBody.model_validate).tokens
         if self.tokenizer is None:
             raise RefusedError(400, "text needs a tokenizer: start the server with --tokenizer", "tokens")
@@ -453,7 +455,7 @@ class Reader:
         return {"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)}
 
     def _ids_of_messages(self, body: _Conversation) -> list[int]:
-        """The tokens of the prompt that the template makes; RefusedError."""
+        """Returns the tokens of the prompt that the template makes of a conversation; raises RefusedError."""
         if self.template is None:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
             raise RefusedError(400, fact, "messages")
@@ -482,7 +484,9 @@ class Reader:
         return text.ids(prompt)
 
     def _refuse_tools(self, tools: Sequence[_Tool]) -> None:
-        """RefusedError where the model does not hear of tools, or the form of its calls is not known."""
+        """Raises RefusedError if a request has tools and the template does not show them to the model, or the form of its calls is not
+        known.
+        """
         if not tools:
             return
         assert self.template is not None
@@ -502,12 +506,12 @@ class Reader:
 
     @cached_property
     def most_letters(self) -> int:
-        """The most letters of a text: those of as many of the longest token as the model reads. A longer text is refused unread."""
+        """The most letters of a text: `most_tokens` times the length of the longest token. A longer text is refused untokenized."""
         longest = max((len(one.encode()) for one in self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         return self.most_tokens * longest
 
     def _refuse_long(self, letters: int, field: str) -> None:
-        """RefusedError where a text cannot fit, before its tokens are looked for."""
+        """Raises RefusedError for a text that is too long to fit, before it is tokenized."""
         if letters > self.most_letters:
             raise self._too_many_tokens(f"the text has {letters:,} letters", field)
 
@@ -516,7 +520,7 @@ class Reader:
         return RefusedError(400, f"{fact}, {law}", field, "context_length_exceeded")
 
     def refuse_other(self, model: str) -> None:
-        """RefusedError where a client asks for another model than this one, alone or with one of its adapters."""
+        """Raises RefusedError if a client names a model other than this one or one of its adapters."""
         if model not in self.models:
             fact = f"the model '{model}' is not here; this is '{self.model}'"
             more = f", with the adapters {', '.join(map(repr, self.models[1:]))}" if self.models[1:] else ""
@@ -524,11 +528,11 @@ class Reader:
 
     @property
     def models(self) -> list[str]:
-        """The names that a request may have as its model: the model's, and those of its adapters."""
+        """The names that a request may give as its model: the model's, and those of its adapters."""
         return [self.model, *filter(None, self.record.adapters)]
 
     def change(self, data: bytes | bytearray, folder: str | None) -> AdapterChange:
-        """The adapter that a request to `/v1/load_lora_adapter` loads from inside of a folder; RefusedError."""
+        """Returns the adapter that a request to `/v1/load_lora_adapter` loads from inside `folder`; raises RefusedError."""
         body = self._body(data, LoadBody.model_validate)
         if body.lora_name in self.models:
             raise RefusedError(
@@ -541,7 +545,7 @@ class Reader:
         return change
 
     def leaving(self, data: bytes | bytearray) -> AdapterChange:
-        """The adapter that a request to `/v1/unload_lora_adapter` unloads; RefusedError."""
+        """Returns the adapter that a request to `/v1/unload_lora_adapter` unloads; raises RefusedError."""
         name = self._body(data, UnloadBody.model_validate).lora_name
         if name not in self.models[1:]:
             raise RefusedError(404, f"there is no adapter '{name}'", "lora_name", "model_not_found")
@@ -601,7 +605,7 @@ class Reader:
         return ids_of(self.tokenizer, text, special)
 
     def _echo(self, prompt: str | list[int], ids: list[int]) -> str:
-        """The text of a prompt."""
+        """Returns the text of a prompt."""
         if isinstance(prompt, str) or self.tokenizer is None:
             return prompt if isinstance(prompt, str) else ""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -617,7 +621,7 @@ class Reader:
         logprobs: int | None,
         schema: SchemaBound | None = None,
     ) -> list[Completion]:
-        """By prompt so many choices, each drawn by a seed of its own."""
+        """Returns `copies` choices for each prompt, each with its own seed."""
         first = [self._checked(body, ids, most, default, chat, logprobs, schema) for ids in prompts]
         found = [(one, copy) for one in first for copy in range(copies)]
         return [
@@ -677,7 +681,7 @@ class Reader:
 
 
 def _without_nulls(given: Any) -> Any:
-    """A document without the fields that are null."""
+    """Returns a document without its null fields."""
     if isinstance(given, dict):
         return {name: _without_nulls(value) for name, value in given.items() if value is not None}
     if isinstance(given, list):  # most are long lists of numbers
@@ -686,7 +690,7 @@ def _without_nulls(given: Any) -> Any:
 
 
 def _fact_of(fault: ErrorDetails) -> str:
-    """What is wrong with a field, behind its name."""
+    """Returns the text of a field's fault, to be put after the field's name."""
     if fault["type"] == "extra_forbidden":
         return "is not a field that this server knows; leave it out"
     if fault["type"] == "value_error":
@@ -695,7 +699,7 @@ def _fact_of(fault: ErrorDetails) -> str:
 
 
 def _schema_of_calls(functions: Sequence[_Function]) -> dict[str, Any]:
-    """The schema of an object with the name of one of the functions, and arguments for it."""
+    """Returns the schema of an object with the name of one of the functions, and matching arguments."""
     calls = []
     for at, function in enumerate(functions):
         where = f"#/anyOf/{at}/properties/arguments"
@@ -707,7 +711,7 @@ def _schema_of_calls(functions: Sequence[_Function]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, where: str) -> Any:
-    """A schema whose references to its own parts are to the place where it is a part itself."""
+    """Returns a schema with the references to its own parts changed for its new place `where` inside another schema."""
     match schema:
         case dict():
             return {
@@ -722,7 +726,7 @@ def _moved(schema: Any, where: str) -> Any:
 
 
 def _letters(document: object) -> Iterator[int]:
-    """How many letters each text of a document has."""
+    """Yields the number of letters of each text in a document."""
     match document:
         case str():
             yield len(document)
@@ -735,7 +739,9 @@ def _letters(document: object) -> Iterator[int]:
 
 
 def _up_to_end_of(prompt: str, message: str) -> str:
-    """The prompt up to the end of the last message, without the end of its turn; RefusedError where the message is not in the prompt."""
+    """Returns the prompt up to the end of the last message, without the end of its turn; raises RefusedError if the prompt lacks the
+    message.
+    """
     shown = message if message in prompt else message.strip()
     before, content, _ = prompt.rpartition(shown) if shown else ("", "", "")
     if not content:
@@ -744,5 +750,5 @@ def _up_to_end_of(prompt: str, message: str) -> str:
 
 
 def _not_json(word: str) -> NoReturn:
-    """NaN and Infinity, which Python reads, and JSON does not have."""
+    """Raises ValueError for NaN and Infinity, which Python reads, and JSON does not have."""
     raise ValueError(f"{word} is not a number")

@@ -19,7 +19,7 @@ class Strict(BaseModel):
 
 
 def _stops(value: object) -> object:
-    """The texts of `stop` as a list; ValueError where they are not texts, too many or too long."""
+    """Returns the texts of `stop` as a list; raises ValueError if they are not texts, too many or too long."""
     found = [value] if isinstance(value, str) else value
     if found is None:
         return None
@@ -33,7 +33,7 @@ def _stops(value: object) -> object:
 
 
 def _biases(value: object) -> object:
-    """Biases by number of their token; ValueError where they are too many, or one is not a number by a token."""
+    """Maps each token number to its bias; raises ValueError if there are too many, or a key is not the number of a token."""
     if not isinstance(value, dict):
         raise ValueError("is not a mapping from tokens to numbers")
     if len(value) > MOST_BIASES:
@@ -44,7 +44,7 @@ def _biases(value: object) -> object:
 
 
 def _labels(value: object) -> object:
-    """Labels that are few enough for a message about each that is wrong; ValueError."""
+    """Returns the labels as they are; raises ValueError if there are more than `MOST_LABELS`, since a message lists each wrong label."""
     if isinstance(value, dict) and len(value) > MOST_LABELS:
         raise ValueError(f"has {len(value):,} labels; at most {MOST_LABELS:,}")
     return value
@@ -77,4 +77,4 @@ class Sampling(Strict):
 
 
 SAMPLING = (*(name for name in Sampling.model_fields if name not in ("seed", "stop")),)
-"""Options of a request that have the names of fields."""
+"""The fields of a body that are also options of a `Request`, under the same names."""

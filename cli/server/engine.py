@@ -1,7 +1,7 @@
-"""The server's side of the loop of steps: open requests, their news, and who may still join.
+"""The server's side of the loop of steps: open requests, their news, and the admission of new ones.
 
-All of it runs in the event loop of the server's thread. A request that ended, by its last token, its deadline, its client or a failure, is
-forgotten here at once, and the ranks are told of those that they still run.
+All of it runs in the event loop of the server's thread. A request that has ended, by its last token, its deadline, its client or a failure,
+is forgotten here at once; if the ranks still run it, they are sent a cancellation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from partc.runtime.generation.request import Request
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _RETRY = 1
 LEFT = "left"
-"""Why a request ended whose client has gone."""
+"""The reason for the end of a request whose client has disconnected."""
 
 
 class State(enum.Enum):
-    """What becomes of a new request: it is taken where the ranks are `READY`."""
+    """The state of the ranks, which decides about new requests: they are taken in `READY`."""
 
     STARTING = "the ranks are loading"
     READY = "ok"
@@ -42,10 +42,10 @@ Score: TypeAlias = tuple[float, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one request, in their order, and why the last of them is its last one; empty where it is not.
+    """Tokens of one request, in order; `finish` is the reason for which the last token ends it, empty if it does not.
 
-    `scores`: theirs, and `of_prompt` those of tokens of the prompt, where the request has `logprobs`: each a logarithm, and by likely token
-    its number and logarithm.
+    `scores`: the tokens' scores, and `of_prompt` those of tokens of the prompt, if the request has `logprobs`: each a log probability, and
+    the likely tokens with their numbers and log probabilities.
     """
 
     numbers: list[int]
@@ -56,14 +56,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """The server ends a request, for a reason: `timeout`, `shutdown`, `stop`, or `LEFT`."""
+    """The end of a request by the server, with the reason: `timeout`, `shutdown`, `stop`, or `LEFT`."""
 
     finish: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The ranks have failed, and how."""
+    """The failure of the ranks, with its text."""
 
     text: str
 
@@ -73,10 +73,10 @@ News: TypeAlias = Tokens | RequestEnd | Failed
 
 @dataclass(eq=False)
 class Ticket:
-    """An open request: its number, and what has happened to it that its answer has not taken yet.
+    """An open request: its number, and the news that its answer has not yet taken.
 
-    `cached`: how many tokens of its prompt lay in the ranks' caches, and were not read. `embedding`: that of its prompt, float32 as base64,
-    once it has ended.
+    `cached`: the number of its prompt's tokens that were in the ranks' caches, and were not read. `embedding`: that of its prompt, float32
+    as base64, once it has ended.
     """
 
     number: int
@@ -89,12 +89,12 @@ class Ticket:
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, news: News) -> None:
-        """Adds what happened; however much it is, whoever waits wakes up once."""
+        """Adds news; a waiting reader wakes up once for all news that arrives."""
         self._news.append(news)
         self._has_news.set()
 
     async def news(self) -> list[News]:
-        """What has happened since the last call, at least one; for one reader."""
+        """Waits for news, and returns all news since the last call; for one reader."""
         await self._has_news.wait()
         self._has_news.clear()
         found, self._news = self._news, []
@@ -108,20 +108,20 @@ class Engine:
         self.state = State.STARTING
         self.metrics = metrics
         self.most = slots + queue
-        """How many requests may run or wait, those that are read included."""
+        """The number of requests that may run or wait, including those whose bodies are being read."""
         self._open: dict[int, Ticket] = {}
         self._read = 0
         self._next = 0
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
         self.adapters: list[str] = []
-        """The names of the places of adapters, empty of free ones."""
+        """The names of the adapters by place; empty for free places."""
         self._changes: deque[tuple[AdapterChange, asyncio.Future[str]]] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes the messages of a loop of steps until it ends."""
+        """Handles the messages of a loop of steps until it ends."""
         self._writer = writer
         try:
             while line := await reader.readline():
@@ -138,7 +138,7 @@ class Engine:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue for a request that is read meanwhile, and then submitted; RefusedError where there is none."""
+        """Reserves a place in the queue while a request is read and submitted; raises RefusedError if there is none."""
         self._refuse_where_none_is_taken()
         if (count := len(self._open) + self._read) >= self.most:
             raise RefusedError(429, f"{count} requests are open, and no more can wait", code="queue_full", retry=_RETRY)
@@ -153,7 +153,7 @@ class Engine:
             raise RefusedError(503, f"no request is taken: {self.state.value}", code="unavailable", retry=_RETRY)
 
     def refuse_too_many(self, count: int) -> None:
-        """RefusedError where so many requests cannot come in the one place that is taken for them."""
+        """Raises RefusedError if the choices of one request, which has reserved one place, are too many."""
         if count > self.most:
             fact = f"{count} choices are more than the {self.most} requests that may run or wait; ask for fewer"
             raise RefusedError(400, fact, "n")
@@ -163,7 +163,7 @@ class Engine:
             )
 
     def submit(self, request: Request, timeout: float) -> Ticket:
-        """Sends a request to the ranks; RefusedError where they take none now."""
+        """Sends a request to the ranks; raises RefusedError if they take none now."""
         self._refuse_where_none_is_taken()
         if request.adapter and request.adapter not in self.adapters:
             raise RefusedError(404, f"the adapter '{request.adapter}' has left", "model", "model_not_found")
@@ -177,7 +177,7 @@ class Engine:
         return ticket
 
     async def change(self, change: AdapterChange) -> None:
-        """Lets an adapter join or leave, for requests that come after; RefusedError where it does not."""
+        """Loads or unloads an adapter for later requests; raises RefusedError if that fails."""
         self._refuse_where_none_is_taken()
         if not change.file:
             self.adapters = ["" if name == change.name else name for name in self.adapters]
@@ -188,13 +188,13 @@ class Engine:
             raise RefusedError(400 if self.state is State.READY else 500, problem, "lora_name")
 
     def end(self, ticket: Ticket, finish: str) -> None:
-        """Ends a request that is still open: its slot is free two steps later."""
+        """Ends a request that is still open; its slot is free two steps later."""
         if self._forget(ticket, finish):
             ticket.add(RequestEnd(finish))
             self._send({"cancel": ticket.number})
 
     def fail(self, text: str) -> None:
-        """The ranks have failed: every open request ends with this text."""
+        """Records that the ranks have failed: every open request ends with this text."""
         if self.state is not State.DRAINING:
             self.state = State.FAILED
         while self._changes:
@@ -205,7 +205,7 @@ class Engine:
             ticket.add(Failed(without_traceback(text)))
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests, gives the open ones so many seconds, and ends the loop of steps."""
+        """Takes no more requests, gives the open ones `seconds` seconds, and ends the loop of steps."""
         self.state = State.DRAINING
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
@@ -250,7 +250,7 @@ class Engine:
                 self.metrics.first.add(time.monotonic() - ticket.begun)
 
     def _forget(self, ticket: Ticket, finish: str) -> bool:
-        """Takes a request from the open ones; False where it is not among them."""
+        """Removes a request from the open ones; returns False if it is not among them."""
         if self._open.pop(ticket.number, None) is None:
             return False
         if ticket.deadline is not None:
@@ -261,7 +261,7 @@ class Engine:
         return True
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Sends a message, in one write with all others of this turn of the event loop: requests that come together join together."""
+        """Sends a message, in one write with all others of this turn of the event loop, so that simultaneous requests join together."""
         data = _ENCODE(message).encode() + b"\n"
         assert len(data) < MOST_BYTES
         self._unsent.append(data)

@@ -1,4 +1,4 @@
-"""Messages between the server and the loop of steps, JSON lines over a socket; here is the loop's end.
+"""Messages between the server and the loop of steps, JSON lines over a socket; this module has the loop's end.
 
 | from | message | meaning |
 |---|---|---|
@@ -7,11 +7,11 @@
 | server | `{"change": ["letters", "letters/adapter_model.safetensors", {"q_proj": 2.0}]}` | an adapter joins; without a file it leaves |
 | server | `{"end": true}` | no request follows, and none is open |
 | loop | `{"ready": true, "adapters": [..]}` | the ranks have loaded; the names of places of adapters |
-| loop | `{"changed": [""], "adapters": [..]}` | for each adapter in its order why it did not join or leave, empty where it did |
+| loop | `{"changed": [""], "adapters": [..]}` | for each change in order the reason for its failure, empty if it succeeded |
 | loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
 
-Of a request with `logprobs` an entry of `made` goes on with the scores of its tokens, and those of tokens of its prompt, each as
-`[-0.7, [[306, -0.7], [12, -1.2]]]`. `embedded` has, of requests that ask for an embedding, its float32 as base64: `[[7, "..."]]`.
+For a request with `logprobs` an entry of `made` also has the scores of its tokens, and those of tokens of its prompt, each as `[-0.7,
+[[306, -0.7], [12, -1.2]]]`. For requests of embeddings `embedded` has the float32 embedding as base64: `[[7, "..."]]`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 MOST_BYTES = 1 << 25
-"""The longest message."""
+"""The most bytes of a message."""
 _READ = 1 << 16
 
 
 class Link:
-    """The loop's end of a connected socket; ConnectionError where the other end has gone."""
+    """The loop's end of a connected socket; its methods raise ConnectionError if the other end has closed."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -40,7 +40,7 @@ class Link:
         self._socket.sendall(_ENCODE(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> list[dict[str, Any]]:
-        """The messages that are there, and where there is none the next ones that come within so many seconds."""
+        """Returns the messages that have arrived, or else those that arrive next within `seconds` seconds."""
         read = False
         while select.select([self._socket], [], [], seconds)[0]:
             data = self._socket.recv(_READ)

@@ -1,6 +1,6 @@
-"""The body of a request to `/v1/responses`, as the body of a conversation that asks for the same.
+"""Converts the body of a request to `/v1/responses` to the body of an equivalent conversation.
 
-Nothing is stored: a client sends the whole conversation, and `previous_response_id` and `store: true` are refused.
+The server stores nothing: a client sends the whole conversation, and `previous_response_id` and `store: true` are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def _text(content: object) -> object:
-    """The text of a content, a text or a list of parts; ValueError where a part is not a text."""
+    """Returns the text of a content, which is a text or a list of parts; raises ValueError if a part is not a text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or len(content) > _MOST_PARTS:
@@ -29,7 +29,7 @@ def _text(content: object) -> object:
 
 
 def _items(items: object) -> object:
-    """The items of an input, each with its type; ValueError where one is of an unknown type, or there are too many."""
+    """Returns the items of an input, each with its type; raises ValueError for an unknown type, or too many items."""
     if isinstance(items, str):
         return [{"type": "message", "role": "user", "content": items}]
     if not isinstance(items, list) or not items or len(items) > _MOST_ITEMS:
@@ -96,7 +96,7 @@ class _Text(Strict):
 
 Item = Annotated[_MessageItem | _CallItem | _OutputItem, Field(discriminator="type")]
 _SAME = {*Labels.model_fields, *Sampling.model_fields, "stream"}
-"""Fields that a conversation's body has, too."""
+"""Fields that the body of a conversation has too."""
 
 
 class ResponseBody(Labels, Sampling):
@@ -113,7 +113,7 @@ class ResponseBody(Labels, Sampling):
     truncation: Literal["disabled"] = "disabled"
 
     def chat(self) -> dict[str, Any]:
-        """The body of `/v1/chat/completions` that asks for the same."""
+        """Returns the equivalent body of `/v1/chat/completions`."""
         found = self.model_dump(include=_SAME, exclude_none=True)
         found |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
@@ -128,7 +128,7 @@ class ResponseBody(Labels, Sampling):
         return found
 
     def repeated(self) -> dict[str, Any]:
-        """The fields that an answer repeats of its request."""
+        """Returns the fields of the request that an answer repeats."""
         text = self.text.model_dump(by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self.tools]
         names = ("instructions", "max_output_tokens", "parallel_tool_calls", "tool_choice", "truncation", "user")
@@ -143,7 +143,7 @@ class ResponseBody(Labels, Sampling):
         return self.tool_choice
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The messages of the items; calls belong to the assistant's message before them."""
+        """Returns the messages of the items; calls are added to the assistant's message before them."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})

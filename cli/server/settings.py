@@ -1,4 +1,4 @@
-"""The options of `partc serve`, as commands, launching process and ranks pass them on."""
+"""The options of `partc serve`, which the command passes to the launching process and the ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where it listens and for how long it waits; times in seconds, paths absolute.
+    """The server's address, its time limits in seconds, and other settings; paths are absolute.
 
-    `hosts`: further names by which clients may call it. `origins`: whose pages may use it. `name`: of the model, in place of the
-    artifact's. `api_key`: what clients name. `shares`: whether prompts share the begins that slots have. `tool_calls`: the form of the
-    model's calls of tools, in place of what its template tells. `drain`: how long open requests may go on when the server ends. `queue`:
-    how many may wait for a slot. `timeout`: of a request that does not say its own. `restart`: how often a job that fails is started again.
-    `adapters`: inside of which folder clients may load adapters; None: they may not. `link`: the socket by which rank 0 reaches the
-    launching process, empty where the server runs in rank 0 itself.
+    `hosts`: further host names for the server. `origins`: the origins whose pages may use it. `name`: the model's name, in place of the
+    artifact's. `api_key`: the key that clients give. `shares`: whether prompts share beginnings that slots already have. `tool_calls`: the
+    form of the model's tool calls, in place of the one derived from its template. `drain`: the time for open requests when the server ends.
+    `queue`: the most requests that wait for a slot. `timeout`: the limit of a request that does not set its own. `restart`: the most
+    restarts of a failed job. `adapters`: the folder from which clients may load adapters; None forbids it. `link`: the socket by which rank
+    0 reaches the launching process; empty if the server runs in rank 0 itself.
     """
 
     host: str = "127.0.0.1"

@@ -1,19 +1,19 @@
-"""Estimates the memory of a rank on each of its targets at given sizes, out of its file, without a session or a step.
+"""Estimates the memory of a rank on each of its targets at given sizes from its file, without a session or a step.
 
-    weights             read there; a weight counts on every target that reads it
+    weights             read on the target; a weight counts on every target that reads it
     parameters          kept from step to step, with statistics
     optimizer           the optimizer's tensors, and moving averages of parameters, which are on the CPU
     caches              keys and values of tokens, of a decoder
-    sessions            what onnxruntime and the runtime hold of every session and node, by measurement
+    sessions            the memory of onnxruntime and the runtime for every session and node, by measurement
     messages            slots of messages and rooms of collectives, which ranks of one host share
     inputs_outputs      those of two steps, in a training with the batches that are read ahead
-    between             the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
-    inside              the values inside of sessions, in memory that they use in turn (`Pool`)
+    between             the arena of the values that pass between segments, copies and messages: exactly the bytes that a rank allocates
+    inside              the values inside of sessions, which reuse memory (`Pool`)
     evaluation          `between`, `inside` and `sessions` of the program that evaluates a training
-    loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
+    loading             the memory in which onnxruntime lays out the weights of convolutions, before the first step
 
-Lifetimes of values are those of `runtime/artifact/liveness.py`. The target `cuda` has the same bytes wherever it runs. What collectives
-need next to their values is that of ranks in one process; MPI may need other scratch.
+Lifetimes of values are those of `runtime/artifact/liveness.py`. The target `cuda` has the same bytes on any device. The scratch memory of
+collectives is that of ranks in one process; MPI may need other scratch.
 """
 
 from __future__ import annotations
@@ -70,23 +70,26 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.generation import GenerationRecord
 
 _READ_AHEAD = 2
-"""Batches that wait for the steps of a training."""
+"""The number of batches that wait for the steps of a training."""
 _OF_NODE, _OF_VALUE = 16_500, 1_800
-"""The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
-of onnxruntime 1.31."""
+"""The bytes that sessions and the runtime take for each node of a session, and for each value of all microbatches in each plan of a step;
+measured with onnxruntime 1.31.
+"""
 _OF_TRAINING = 1_200_000
-"""The bytes that the loop, the reader of batches and MPI take for themselves."""
+"""The bytes that the training loop, the reader of batches and MPI take."""
 _SIDE = "\n"
-"""Divides the name of a Where from that of its operand; no name has it."""
+"""Separates the name of a Where from that of its operand; no name contains it."""
 _CONDITIONS, _BOOL = ("And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Not", "Or"), 1.0
 _INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _NUMBER = 8
-"""The bytes of a row's number."""
+"""The bytes of a row's id."""
 
 
 @dataclass
 class TargetMemory:
-    """Bytes of a rank on one of its targets; `unknown`: how many values are left out because only a run tells their size."""
+    """Bytes of a rank on one of its targets; `unknown`: the number of values that are left out because their size is known only at run
+    time.
+    """
 
     target: str
     weights: int = 0
@@ -104,23 +107,23 @@ class TargetMemory:
 
     @property
     def resident(self) -> int:
-        """What is there from step to step."""
+        """The bytes that stay from step to step."""
         return self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
 
     @property
     def activations(self) -> int:
-        """What a step has in addition."""
+        """The additional bytes of a step."""
         return self.inputs_outputs + self.between + self.inside + self.evaluation
 
     @property
     def peak(self) -> int:
-        """The memory of a step, or of loading where that is more."""
+        """The memory of a step, or of loading if that is more."""
         return self.resident + max(self.activations, self.loading)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank by target; its segments, and the sessions that run them."""
+    """The memory of a rank on each target, and the numbers of its segments and of the sessions that run them."""
 
     rank: int
     segments: int
@@ -129,21 +132,21 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The bytes of all targets together."""
+        """The sum of the targets' peaks, in bytes."""
         return sum(one.peak for one in self.targets)
 
     @property
     def inside(self) -> int:
-        """What sessions need inside, on all targets."""
+        """The bytes inside of sessions, on all targets."""
         return sum(one.inside for one in self.targets)
 
     @property
     def unknown(self) -> int:
-        """How many values are left out."""
+        """The number of values that are left out."""
         return sum(one.unknown for one in self.targets)
 
     def as_json(self) -> dict[str, object]:
-        """All figures for machines, in bytes."""
+        """All figures in bytes, for JSON."""
         targets = [{**asdict(one), "peak": one.peak} for one in self.targets]
         return {**asdict(self), "targets": targets, "peak": self.peak}
 
@@ -151,9 +154,9 @@ class RankMemory:
 def rank_memory(
     artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None, alone: bool = False
 ) -> RankMemory:
-    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+    """Returns the memory of a rank, with the symbols at these sizes; raises ValueError if a dim is then not an integer.
 
-    `file`: that of the artifact's program, where it is read already. `alone`: without the other programs of the artifact.
+    `file`: the rank file of the artifact's program, if it is already read. `alone`: leaves out the artifact's other programs.
     """
     main = _Program(file or read_rank_file(artifact, rank), sizes, artifact.generation)
     names = artifact.programs if artifact.manifest.is_main and not alone else ()
@@ -201,9 +204,10 @@ def memory_of_ranks(
     ranks: Sequence[int] | None = None,
     files: Mapping[str, RankFile] | None = None,
 ) -> list[RankMemory]:
-    """The memory of every rank, or of some, those of one file at once; UsageError where a dim is not a whole number at the sizes.
+    """Returns the memory of all ranks, or of `ranks`, computed once for each file; raises UsageError if a dim is not an integer at the
+    sizes.
 
-    `files`: by name the rank files that are read already.
+    `files`: maps names to rank files that are already read.
     """
     by_file: dict[str, RankMemory] = {}
     memories = []
@@ -220,10 +224,10 @@ def memory_of_ranks(
 
 
 def most_slots(artifact: Artifact, rules: GenerateRules, runs: int) -> int:
-    """The most slots of a decoder that fit into the plan's `memory`, a multiple of the `runs` in which ranks have them.
+    """Returns the most slots of a decoder that fit into the plan's `memory`, a multiple of `runs`, the number of runs of slots over ranks.
 
-    CompileError where the plan's own do not fit. Caches and the values of a step of decode grow with the slots, those inside of sessions
-    once they are more than the other programs have there.
+    Raises CompileError if the plan's own slots do not fit. Caches and the values of a decode step grow with the slots; memory inside of
+    sessions grows once it is more than the other programs need there.
     """
     assert rules.memory is not None
     manifest, most, fitting = artifact.manifest, RankMemory(0, 0, 0, ()), list[int]()
@@ -252,7 +256,7 @@ def most_slots(artifact: Artifact, rules: GenerateRules, runs: int) -> int:
 
 
 def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: Manifest, rank: int) -> None:
-    """Adds what the rank keeps from step to step, where it is kept; moving averages of parameters are on the CPU."""
+    """Adds the rank's state to the target where it is kept; moving averages of parameters are on the CPU."""
     training = manifest.training
     averaged = training is not None and training.settings.ema is not None
     trained = {record.tensor for record in main.file.state if record.next}
@@ -270,7 +274,7 @@ def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: M
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a rank at one action of a step: of values between segments, and what the session that runs needs inside."""
+    """Bytes of a rank at one action of a step: of values between segments, and inside of the session that runs."""
 
     what: str
     task: str
@@ -281,10 +285,10 @@ class StepMemory:
 def memory_over_step(
     artifact: Artifact, rank: int, sizes: Mapping[str, int]
 ) -> tuple[list[StepMemory], list[Lifetime]]:
-    """For each action, the memory that a rank uses besides its state, on all targets together; and the values between segments.
+    """Returns the memory that a rank uses besides its state at each action, on all targets together, and the values between segments.
 
-    Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what is unused
-    between values; memory inside of sessions stays with onnxruntime, so there it counts at its most.
+    Values without a known size are left out. The arena of `rank_memory` is at least as large as the largest `between`; the difference is
+    unused gaps between values. Memory inside of sessions stays with onnxruntime, so it counts there at its maximum.
     """
     program = _Program(read_rank_file(artifact, rank), sizes, artifact.generation)
     lives, actions = program.lifetimes(), []
@@ -300,9 +304,9 @@ def memory_over_step(
 
 
 class Pool:
-    """Memory that values use in turn: each takes the smallest free place that is large enough, or new memory.
+    """Memory that values reuse: each takes the smallest free place that is large enough, or new memory.
 
-    It leaves what remains of a place that is at least twice as large; free neighbours are one place.
+    If a place is at least twice as large as the value, the rest stays free; adjacent free places are merged.
 
         values of 2, 4, 8 bytes, one after another        grow the pool by 14: none has room in the memory of those before it
     """
@@ -313,7 +317,7 @@ class Pool:
         self.end = 0
 
     def hold(self, places: Sequence[Span[str, int]]) -> int:
-        """The bytes that the pool grows by to hold these places, which are all free in the end."""
+        """Returns the bytes by which the pool grows for these places; all are free in the end."""
         grown, held = 0, list[tuple[int, int, int]]()
         for one in sorted((one for one in places if one.bytes), key=lambda one: one.first):
             while held and held[0][0] < one.first:
@@ -335,17 +339,17 @@ class Pool:
         return grown
 
     def _give_back(self, begin: int, end: int) -> None:
-        """Frees a place, as one with its free neighbours."""
+        """Frees a place, and merges it with adjacent free places."""
         beside = [one for one in self.free if begin in one or end in one]
         self.free = [one for one in self.free if one not in beside]
         self.free.append((min([begin, *(one[0] for one in beside)]), max([end, *(one[1] for one in beside)])))
 
 
 def session_places(segment: Segment, of: Callable[[str], Operand]) -> list[Span[str, int]]:
-    """The places that the nodes of a session need in addition to its inputs and outputs; `of` gives its values by their names.
+    """Returns the places that the nodes of a session need in addition to its inputs and outputs; `of` returns a value's operand by name.
 
-    A constant that one Transpose alone reads is turned once, while the session is made. A convolution, its batch normalization and its
-    activation are one kernel. A Where selects from either side, each spread to the condition, before it joins both. A turn of a Scan has
+    A constant that only one Transpose reads is transposed once, when the session is made. A convolution, its batch normalization and its
+    activation are one kernel. A Where first selects from each side, broadcast to the condition, and then joins both. A turn of a Scan has
     the places of its body.
     """
     elsewhere = {*segment.inputs, *segment.outputs, *segment.initializers}
@@ -380,7 +384,9 @@ def _places(
 
 
 def _places_of_turn(node: NodeProto, of: Callable[[str], Operand]) -> list[Span[str, int]]:
-    """The places of a turn of a Scan, whose values have the sizes of a turn's operands: of products, reductions, and what broadcasts."""
+    """Returns the places of a turn of a Scan, whose values have the sizes of a turn's operands: of products, reductions and broadcasting
+    ops.
+    """
     body = graph_bodies(node)[0]
     ints = {one.name: one.ints for one in node.attribute}
     states = len(node.input) - integer_of(node, "num_scan_inputs", 0)
@@ -402,7 +408,7 @@ def _places_of_turn(node: NodeProto, of: Callable[[str], Operand]) -> list[Span[
 
 
 def _result_of_turn(node: NodeProto, operands: Sequence[Operand]) -> Operand:
-    """The result of an op in the body of a Scan, as large as its operands make it; of unknown size where theirs is."""
+    """Returns the result of an op in the body of a Scan, with sizes from its operands; of unknown size if theirs is unknown."""
     item = _BOOL if node.op_type in _CONDITIONS else max((one.item for one in operands), default=0.0)
     sizes = [one.sizes for one in operands]
     if not sizes or None in sizes:
@@ -421,21 +427,21 @@ def _result_of_turn(node: NodeProto, operands: Sequence[Operand]) -> Operand:
 
 
 def _spread(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The sizes to which several broadcast."""
+    """Returns the sizes to which several shapes broadcast."""
     rank = max(map(len, sizes))
     return tuple(max(dims) for dims in zip(*((1,) * (rank - len(one)) + one for one in sizes), strict=True))
 
 
 def session_bytes(nodes: float, values: float) -> float:
-    """What sessions and the runtime hold of so many nodes, and of the values of all microbatches in each plan of a step."""
+    """Returns the bytes that sessions and the runtime take for `nodes` nodes, and for `values` values of all microbatches in each plan."""
     return _OF_NODE * nodes + _OF_VALUE * values
 
 
 def laid_out(nodes: Iterable[NodeProto], weights: Mapping[str, int]) -> int:
-    """What onnxruntime needs, in addition to weights, to make a session of these nodes; `weights`: the bytes of constants by name.
+    """Returns the bytes in addition to weights that onnxruntime needs to make a session; `weights`: maps constants to their bytes.
 
-    Constant weights of convolutions are laid out in blocks one after another: a weight is there four times meanwhile, and in the end
-    all are there twice. Those into which a batch normalization is multiplied are there once more.
+    Constant weights of convolutions are laid out in blocks one after another: a weight has four copies meanwhile, and in the end all have
+    two. Weights into which a batch normalization is multiplied have one more copy.
     """
     nodes = list(nodes)
     normalized = {node.input[0] for node in nodes if node.op_type == "BatchNormalization"}
@@ -445,7 +451,9 @@ def laid_out(nodes: Iterable[NodeProto], weights: Mapping[str, int]) -> int:
 
 
 class _Program:
-    """One of the programs of a rank, laid out. `state`: the targets of what the rank keeps, where another program has laid it out."""
+    """One of the programs of a rank, with its values laid out. `state`: the targets of the rank's state, if another program has laid it
+    out.
+    """
 
     def __init__(
         self,
@@ -469,7 +477,7 @@ class _Program:
             self.of.close(generation.length if begins else generation.length + generation.chunk - 1)
 
     def weights(self) -> dict[tuple[str, str], int]:
-        """Maps targets and the weights that are read there to bytes; weights that are only sent or given are on the CPU."""
+        """Maps each target and weight that is read there to bytes; weights that are only sent or passed on are on the CPU."""
         readers: dict[str, set[str]] = {}
         for step in self.file.steps:
             if isinstance(step, Segment | Update):
@@ -484,7 +492,7 @@ class _Program:
         }
 
     def lifetimes(self) -> list[Lifetime]:
-        """The values that cross segments, with their bytes, and what collectives need in addition."""
+        """Returns the values that pass between segments, with their bytes, and the scratch memory of collectives."""
         file, values = self.file, self.values
         transport = LocalWorld(file.manifest.ranks).transport(file.rank)
         wire = wire_tags(file.manifest, transport.tags)
@@ -504,16 +512,16 @@ class _Program:
 
     @cached_property
     def distinct(self) -> list[Segment]:
-        """The segments, one for all calls of a body."""
+        """The segments, counted once for all calls of a body."""
         return list({id(s.formal): s for s in self.file.steps if isinstance(s, Segment)}.values())
 
     @property
     def trains(self) -> bool:
-        """Whether a step changes parameters; one of a decoder changes its caches alone."""
+        """Whether a step changes parameters; a decoder's step changes only its caches."""
         return any(record.next and record.kind != CACHE for record in self.file.state)
 
     def session_bytes(self) -> int:
-        """What sessions and the runtime hold of the file while they do not run."""
+        """Returns the bytes that sessions and the runtime take for the file while they do not run."""
         nodes = sum(len(segment.nodes) for segment in self.distinct)
         plans = 1
         if self.generation is not None and not self.generation.padded and self.symbols:
@@ -521,21 +529,21 @@ class _Program:
         return int(session_bytes(nodes, len(self.of.types) * plans)) + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
-        """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""
+        """Returns the bytes of two steps' inputs, of the batches that wait, and of two steps' outputs."""
         inputs, outputs = (
             sum(self._bytes(name) or 0 for name in names) for names in (self.file.inputs, self.file.outputs)
         )
         return inputs * (2 + (_READ_AHEAD if self.trains else 0)) + 2 * outputs
 
     def loading(self, target: str) -> int:
-        """The bytes in addition to weights that making the session takes that takes most."""
+        """Returns the bytes, in addition to weights, of the session that takes the most to make."""
         own = [one for one in self.distinct if self.devices.target(one.target) == target]
         sizes = {name: of_tensor(tensor) for name, tensor in self.file.tensors.items()}
         return max((laid_out(one.nodes, {name: sizes[name] for name in one.initializers}) for one in own), default=0)
 
     @cached_property
     def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
-        """Maps each target to the places in each of its sessions; values without an arena count as one more session."""
+        """Maps each target to the places in each of its sessions; values outside of arenas count as one more session."""
         found: dict[str, list[list[Span[str, int]]]] = {}
         for segment in self.distinct:
             found.setdefault(self.devices.target(segment.target), []).append(self.places(segment))
@@ -549,23 +557,25 @@ class _Program:
 
     @property
     def unknown(self) -> int:
-        """How many places in sessions and outside of arenas have a size that only a run tells."""
+        """The number of places in sessions and outside of arenas whose size is known only at run time."""
         return sum(place.bytes is None for own in self.sessions.values() for places in own for place in places)
 
     def inside(self, target: str, pool: Pool) -> int:
-        """What a target's sessions need inside: those of a decoder a pool each, others what the common `pool` grows by."""
+        """Returns the bytes inside of a target's sessions: a pool for each session of a decoder, else the growth of the common `pool`."""
         return sum((Pool() if self.file.caches else pool).hold(places) for places in self.sessions.get(target, ()))
 
     def places(self, segment: Segment) -> list[Span[str, int]]:
-        """The places inside of the session of a segment."""
+        """Returns the places inside of a segment's session."""
         return session_places(segment.formal, self.of.reader(segment))
 
     def _bytes(self, name: str) -> int | None:
-        """The bytes of a value; None where only a run tells."""
+        """Returns the bytes of a value; None if they are known only at run time."""
         return _known_bytes(self.of.operand(name))
 
     def _bound_lookups(self) -> None:
-        """Bounds what lookups make, whose sizes only a run tells: each giver asks for a row once, and at most all rows come by a Route."""
+        """Bounds the results of lookups, whose sizes are known only at run time: a rank asks for each row once, and a Route brings at most
+        all rows.
+        """
         for step in self.file.steps:
             if not isinstance(step, LookUp) or (ids := self.promises.get(step.call.tag)) is None:
                 continue
@@ -592,14 +602,15 @@ def _known_bytes(operand: Operand) -> int | None:
 
 
 def _messages(file: RankFile, sizes: Mapping[str, int]) -> int:
-    """Bytes of the slots and rooms that a rank touches, which it shares with the others of its host, as if all ranks were on one.
+    """Returns the bytes of the slots and rooms that a rank touches, which it shares with the others of its host, as if all ranks were on
+    one.
 
-    Slots and rooms are used in turn, so that each has held the largest message, or block of a collective, that goes through it; what only
-    a run can size fills them.
+    Slots and rooms are reused, so each has held the largest message, or block of a collective, that goes through it; a message whose size
+    is known only at run time fills them.
 
-        messages       by peer and direction SLOTS times the largest message, at most SLOT bytes each
-        collectives    by list of ranks ROOMS times the largest block in the room of each, at most ROOM bytes each; of an AllReduce among
-                       three ranks and more also in the room in common
+        messages       for each peer and direction SLOTS times the largest message, at most SLOT bytes each
+        collectives    for each list of ranks ROOMS times the largest block in the room of each, at most ROOM bytes each; an AllReduce
+                       of three or more ranks also in the common room
     """
     slots, rooms = dict[tuple[int, bool], int](), dict[tuple[int, ...], int]()
     common = set[tuple[int, ...]]()

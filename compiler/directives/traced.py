@@ -1,8 +1,8 @@
 """The regions of the graph to which `place` and `shard` of a module, a function or an op apply: the nodes that its calls emit.
 
-The region of a module is all that is inside. That of a function is what one call of it emits: the nodes get a scope of the
-function's name (`dense_relu.MatMul`, of a second call in the same module `dense_relu_1.MatMul`), also those of modules that
-it calls. That of an op is its node. Where `place` and `shard` both speak of a function, its region is one.
+The region of a module is all nodes inside of it. The region of a function is the nodes that one call of it emits: they get a scope of the
+function's name (`dense_relu.MatMul`; in a second call in the same module `dense_relu_1.MatMul`), and so do nodes of modules that it calls.
+The region of an op is its node. If `place` and `shard` both name a function, they share one region.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from partc.runtime.spellings import first_free, numbered
 
 
 def wrong_device(device: object, where: str) -> Iterator[Problem]:
-    """A problem for what is not a kind of device."""
+    """Yields a problem for a value that is not a kind of device."""
     if not is_default_device(device) and not named_target(device):
         law = "a device is 'cpu' or 'cuda', or 'Ascend' for the job's"
         yield Problem(where, f"device is {device!r}", law, "write 'cpu', or leave it out")
@@ -37,7 +37,7 @@ _vmaps: ContextVar[tuple[str, ...]] = ContextVar("partc_vmaps", default=())
 
 @contextmanager
 def within_vmap(where: str) -> Iterator[None]:
-    """Within, a function of one record is called."""
+    """A context in which a function of one record is called, for the `vmap` at the line `where`."""
     token = _vmaps.set((*_vmaps.get(), where))
     try:
         yield
@@ -46,7 +46,7 @@ def within_vmap(where: str) -> Iterator[None]:
 
 
 def _refuse_in_vmap(call: TracedCall, name: str) -> None:
-    """Raises CompileError for a call inside of a function of one record, where a dim is hidden."""
+    """Raises CompileError for a call inside of a function of one record, in which the dim of the records is hidden."""
     if _vmaps.get():
         fact = f"'{name}' is called inside of vmap, at {_vmaps.get()[-1]}"
         law = f"the tensors of a {call.verb} are those of all records, and inside of vmap a dim is hidden"
@@ -70,7 +70,7 @@ _TRACED: WeakKeyDictionary[Callable[..., object], tuple[tuple[TracedCall, ...], 
 
 
 def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., object]:
-    """The function or op to be called instead of `target`: what a call of it emits is a region of `call`."""
+    """Returns the function or op to call instead of `target`; the nodes that a call of it emits are a region of `call`."""
     earlier, fn = _TRACED.get(target, ((), target)) if inspect.isfunction(target) else ((), target)
     calls = (*earlier, call)
     call.target = fn
@@ -112,7 +112,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
 
 @contextmanager
 def within_scope(builder: GraphBuilder, name: str) -> Iterator[None]:
-    """Within, nodes get a scope of this name."""
+    """A context in which nodes get a scope of this name."""
     scopes = ([""] if not builder._scope_names() else []) + [name]
     for scope in scopes:
         builder.push_module(scope)
@@ -125,7 +125,7 @@ def within_scope(builder: GraphBuilder, name: str) -> Iterator[None]:
 
 @contextmanager
 def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> Iterator[str]:
-    """Within, nodes get a scope of this name, distinct from earlier calls'; yields its path without the root's name."""
+    """A context in which nodes get a scope of this name, distinct from earlier calls'; yields its path without the root's name."""
     around = [part for part in builder._scope_names()[1:] if part]
     if name is None:
         yield ".".join(around)

@@ -1,8 +1,8 @@
-"""The way back: a compiled model as one global model, in which every node is annotated with where it runs and how it is cut.
+"""Writes a compiled model back as one global model, in which every node is annotated with its ranks and its sharding.
 
-Numbers are the model's own: annotations are hints, and communication stays implicit. A node on one rank has that device in
-every spec, and the rank as its pipeline stage; an output that is made as terms of a sum is annotated as what they are
-reduced to. Read again without a plan, the file gives the same programs. Annotations that the model came with are replaced.
+Results are those of the original model: annotations are hints, and communication stays implicit. A node on one rank has that device in
+every spec, and the rank as its pipeline stage; an output that is a partial sum is annotated with its layout after the reduction. Compiled
+again without a plan, the file gives the same programs. Annotations that the model came with are replaced.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CONFIGURATION = "partc"
 
 
 def write_annotated(program: Complete, path: Path) -> None:
-    """Writes the annotated model into `path`, and large weights beside it into `path` and `.data`.
+    """Writes the annotated model to `path`, and large weights next to it to a file of that name with `.data`.
 
-    Raises CompileError where that would overwrite weights that the model is read from, and for attention in a ring.
+    Raises CompileError if that would overwrite weights that the model is read from, and for ring attention.
     """
     context = program.plan.context
     rings = [program.paths[node] for node in program.model.graph if is_ring(node)]
@@ -50,7 +50,7 @@ def write_annotated(program: Complete, path: Path) -> None:
 
 
 def annotated(program: Complete) -> ir.Model:
-    """A copy of the program's model with its choices as annotations; the program is one that `shard` has given."""
+    """Returns a copy of the program's model with its choices as annotations; the program must have its shardings."""
     model = program.model.clone()
     model.device_configurations = ()
     model.ir_version = max(model.ir_version or 0, IR_VERSION)
@@ -129,7 +129,7 @@ def _annotate(program: Complete, old: ir.Node, new: ir.Node, configuration: ir.M
 
 
 def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
-    """Notes which outputs a node makes as partial results, and which are reduced though they could be passed on."""
+    """Notes the outputs that a node makes as partial results, and those that are reduced although the node could pass them on."""
     node, given = instance.node, program.pinned.outputs
     made = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
     if made:
@@ -145,7 +145,9 @@ def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: i
 
 
 def _cuts(program: Complete, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
-    """Cuts by factor, of every group on which the node could be cut: one that is whole there is not cut as its neighbours are."""
+    """Notes the axes of each factor for every group on which the node could be sharded: an unsharded node must not be sharded like its
+    neighbours.
+    """
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
         for group in groups
@@ -156,13 +158,13 @@ def _cuts(program: Complete, old: ir.Node, new: ir.Node, groups: tuple[Group, ..
 
 
 def _might_pass(choice: NodeSharding, k: int, wanted: Layout) -> bool:
-    """Whether a node could make an output as terms of a sum, and the wanted layout does not tell that it must not."""
+    """Whether a node could leave an output as a partial sum, and the wanted layout does not show that it must not."""
     made = choice.output(k)
     return bool(choice.rule.partial_inputs) and made is not None and normal(made) == normal(wanted)
 
 
 def _choice(program: Complete, instance: NodeOnGroup) -> NodeSharding | None:
-    """How a node is cut, with sums reduced where they are made: through which nodes they pass follows from the cuts."""
+    """Returns a node's sharding with partial sums reduced where they are made: the nodes that pass them on follow from the sharding."""
     choice = program.choices.get(instance)
     return choice.settled() if choice else None
 
@@ -173,7 +175,7 @@ def _read(choice: NodeSharding | None, k: int, group: Group) -> Spread:
 
 
 def _made(program: Complete, instance: NodeOnGroup, k: int) -> Spread:
-    """The layout of an output as readers get it: as the plan asks, else reduced."""
+    """Returns the layout in which readers get an output: the plan's, else the reduced one."""
     choice = _choice(program, instance)
     layout = choice.output(k) if choice else None
     if layout is None:
@@ -184,7 +186,7 @@ def _made(program: Complete, instance: NodeOnGroup, k: int) -> Spread:
 
 
 def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
-    """Whether the node reads one value in two layouts: a tensor has one spec."""
+    """Whether the node reads one value in two layouts, which one spec for the tensor cannot say."""
     first: dict[ir.Value, Spread] = {}
     return any(
         first.setdefault(value, inputs[k]) != inputs[k]
@@ -225,7 +227,7 @@ def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]
 
 
 def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
-    """How weights are kept that are read in another layout somewhere, by name."""
+    """Maps each weight that is read in another layout somewhere to the layouts in which it is kept."""
     found: dict[str, list[dict[str, object]]] = {}
     for there, (layout, _) in (program.pinned.arriving | program.pinned.stored).items():
         value = there.value
@@ -239,7 +241,7 @@ def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
 
 
 def _symbol(facts: Facts) -> dict[str, int]:
-    """The arguments of a Symbol with these facts; none where nothing is promised."""
+    """Returns the arguments of a Symbol with these facts; empty if there are no facts."""
     if facts == Facts():
         return {}
     if facts.value is not None:

@@ -1,4 +1,4 @@
-"""Writes the artifact: rank files, weights, dumps and the manifest, into a new folder that takes its place when it is whole."""
+"""Writes the artifact: rank files, weights, dumps and the manifest, into a new folder that replaces the old one once it is complete."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def emit(
     by_reference: bool = False,
     elastic: Mapping[int, Sequence[Complete]] = MappingProxyType({}),
 ) -> fmt.Manifest:
-    """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
+    """Writes `program` to the folder `out` and returns the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
-    `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
-    `absent`: whether the weights' files are left out. `by_reference`: whether weights that are in files stay there alone.
-    `elastic`: the programs for other numbers of ranks, the main one first, each number an artifact in a folder of this one.
-    `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
+    `inner`: the other programs of a training or generation, over the same state. The same program gives the same bytes. `absent`: whether
+    the weights' files are left out. `by_reference`: whether weights that are in files stay there and are not copied. `elastic`: maps other
+    numbers of ranks to their programs, the main one first; each is an artifact in a folder of this one. `out` is replaced only if it is
+    empty or contains an artifact and nothing else, and only by a complete one that `prove` has checked.
     """
     try:
         with replacing_folder(out) as folder:
@@ -66,7 +66,7 @@ def emit(
 
 
 def refuse_to_replace(out: Path) -> None:
-    """Raises CompileError where something else than an artifact, or something in one that partc did not write, is in the place."""
+    """Raises CompileError if the folder to write is something else than an artifact, or has files that partc did not write."""
     if (found := obstacle(out)) is not None:
         raise _in_the_way(out, found)
 
@@ -85,7 +85,7 @@ def _write_all(
     by_reference: bool,
     elastic: Mapping[int, Sequence[Complete]],
 ) -> fmt.Manifest:
-    """Writes the programs of an artifact, the main one first; its manifest. `before`: the folder with files that may be linked."""
+    """Writes the programs of an artifact, the main one first, and returns its manifest. `before`: the folder with files to link."""
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
     shards, staying = WeightShards(), ReferencedFiles()
@@ -122,7 +122,7 @@ def _write_all(
 
 
 def _refuse_batch(program: Complete, manifest: fmt.Manifest) -> None:
-    """CompileError for a batch of the plan that the inputs' symbols do not allow."""
+    """Raises CompileError if the plan's batch does not fit the inputs' symbols."""
     rules = program.plan.train
     if rules is None or rules.batch is None:
         return
@@ -141,7 +141,7 @@ def _write_ranks(
     shards: WeightShards,
     locations: Mapping[Stored, Location],
 ) -> list[str]:
-    """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
+    """Writes the rank files of a program, and the dumps of `shown`; returns each rank's file. `name` is empty for the main program."""
     helpers = HelperTypes(program)
     models, texts = RankModels(program, names, shards, locations, helpers), RankTexts(shown, names, helpers)
     lists: dict[Hashable, RunList] = {}
@@ -171,7 +171,7 @@ def _write_ranks(
 
 
 def _distinct(program: Complete, models: RankModels) -> dict[bytes, tuple[int, ...]]:
-    """Maps each distinct rank file, as bytes, to its ranks, which rise."""
+    """Maps each distinct rank file, as bytes, to its ranks in ascending order."""
     ranks_of: dict[bytes, list[int]] = {}
     for part, ranks in program.distinct_programs:
         ranks_of.setdefault(models.of(part), []).extend(ranks)
@@ -179,7 +179,7 @@ def _distinct(program: Complete, models: RankModels) -> dict[bytes, tuple[int, .
 
 
 class Unwritten(Artifact):
-    """The artifact that programs would be written as, the main one first, without a folder, dumps and weights: what estimates read.
+    """The artifact of programs, the main one first, without a folder, dumps and weight data, for estimates.
 
     `where` stands for the folder in messages.
     """
@@ -209,7 +209,7 @@ class Unwritten(Artifact):
         return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
 
     def run_list(self, rank: int) -> RunList:
-        """How the nodes of a rank's program would run."""
+        """Returns the run list of a rank's program."""
         manifest, name = self.manifest, self.manifest.program(rank)
         if name not in self._lists:
             kept = [record.value for record in manifest.state if rank in record.ranks]
@@ -219,7 +219,7 @@ class Unwritten(Artifact):
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:
-    """A text for people, who may show it on a terminal."""
+    """Writes a text file whose characters are safe to show on a terminal."""
     return _write(folder, file, printable(text).encode())
 
 
@@ -231,7 +231,7 @@ def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
 
 
 def with_laws(programs: Sequence[Complete]) -> list[Complete]:
-    """The programs of an artifact, the main one first, as its files have them."""
+    """Returns the programs of an artifact, the main one first, with weights that laws generate removed, as its files have them."""
     found: list[Complete] = []
     for program in programs:
         weights = {held.version.value for part, _ in program.distinct_programs for held in part.weights}
@@ -254,7 +254,7 @@ def with_laws(programs: Sequence[Complete]) -> list[Complete]:
 def _with_laws(
     part: RankProgram, main: RankProgram | None, cache: dict[tuple[object, ...], RankProgram]
 ) -> RankProgram:
-    """A program without weights that are laws; ranks that share what they keep share it still."""
+    """Returns a rank program without the weights that laws generate; ranks that shared state still share it."""
     drawn = {held.value: held for held in part.weights if law_of(held.version.value) is not None}
     if main is not None:
         begun = {one.version.across for one in main.state if one.initial != 0.0}

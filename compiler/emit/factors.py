@@ -1,8 +1,9 @@
 """The factors of the nodes of rank files (`partc.factors`): the op table's facts about each node, for checks of shard positions.
 
-A node that is the model's own has the letters of its whole operands. One that a rule or a gradient has written is known by its local
-operands alone, and a dim that is 1 on a rank may be one shard of many, or broadcast: so its letters say nothing there. Of a Reshape dims
-keep letters that are the same in front and at the end, not next to a dim of 1: of [8] -> [1, 8] the shard may be that of either dim.
+A node of the model has the letters of its unsharded operands. A node that a rule or a gradient has written is known only by its local
+operands, in which a dim of 1 may be one of several shards, or broadcast: so the letters of such dims are left out. The dims of a Reshape
+have letters if they are the same at the front and at the end, and not next to a dim of 1: in [8] -> [1, 8] the shard may be that of either
+dim.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FEW = 64
 
 
 class NodeFactors:
-    """The factors of a program's nodes as texts; `types`: of values that have no type of their own."""
+    """The texts of the factors of a program's nodes; `types`: the types of values that have no type of their own."""
 
     def __init__(self, opsets: Mapping[str, int]) -> None:
         self._opsets = opsets
@@ -42,7 +43,7 @@ class NodeFactors:
         self._known: dict[Hashable, str] = {}
 
     def of(self, step: Compute) -> str:
-        """The text of a node, empty where nothing is known of it."""
+        """Returns the text of a node; empty if nothing is known of it."""
         node, source = step.node, step.source
         if FACTORS in node.metadata_props:
             return node.metadata_props[FACTORS]
@@ -65,7 +66,7 @@ class NodeFactors:
         return self._local(entry, step)
 
     def _local(self, entry: Entry, step: Compute) -> str:
-        """The text of a node that is known by its local operands."""
+        """Returns the text of a node that is known by its local operands."""
         node, key = step.node, list[Hashable]()
         types: list[Typed | None] = []
         for value in (*step.inputs, *step.outputs):
@@ -102,7 +103,7 @@ class NodeFactors:
         return kind.tensor_type.elem_type, tuple(dims)
 
     def _alone(self, step: Compute, types: Sequence[Typed | None]) -> ir.Node:
-        """A node like that of an op, over values of these types."""
+        """Returns a copy of an op's node over values of these types."""
         made = list[ir.Value | None]()
         for value, typed in zip((*step.inputs, *step.outputs), types, strict=True):
             if value is None or typed is None:
@@ -123,7 +124,7 @@ _PLAIN = frozenset(ir.AttributeType[name] for name in ("INT", "INTS", "FLOAT", "
 
 
 def _is_own(step: Compute) -> bool:
-    """Whether an op is the model's own node, and its operands are shards of the model's: what an Expand copies may be read in its place."""
+    """Whether an op is a node of the model whose operands are shards of the model's values; a copy made by an Expand may replace one."""
     node, source = step.node, step.source
     if step.task is not TaskKind.FORWARD and not step.again:
         return False
@@ -138,7 +139,7 @@ def _is_own(step: Compute) -> bool:
 
 
 def local_rule(node: ir.Node, source: ir.Node) -> Rule:
-    """The rule of a node that is known by local operands, as far as it holds whatever the whole ones are; `source`: the model's node."""
+    """Returns the rule of a node known by its local operands, as far as it holds for any unsharded operands; `source`: the model's node."""
     counts = [name for name, attribute in source.attributes.items() if attribute.type is ir.AttributeType.INT]
     if any(source.attributes.get_int(name, 1) > 1 == node.attributes.get_int(name, 1) for name in counts):
         return replicated_rule(node)  # a rank may have one of several groups of channels, or heads
@@ -160,7 +161,7 @@ def local_rule(node: ir.Node, source: ir.Node) -> Rule:
 
 
 def _reshaped(old: Sequence[object], new: Sequence[object]) -> tuple[str, str]:
-    """Letters of dims in front and at the end that a Reshape leaves as they are; not next to a dim of 1."""
+    """Returns letters for the dims at the front and at the end that a Reshape leaves unchanged, except next to a dim of 1."""
     front, most = 0, min(len(old), len(new))
     while front < most and old[front] == new[front] != 1:
         front += 1
@@ -176,7 +177,7 @@ def _reshaped(old: Sequence[object], new: Sequence[object]) -> tuple[str, str]:
 
 
 def _without(rule: Rule, letters: set[str]) -> Rule:
-    """A rule that says nothing of some letters."""
+    """Returns a rule without these letters."""
     if not letters:
         return rule
     hidden = str.maketrans(dict.fromkeys(letters, WHOLE))
@@ -188,7 +189,7 @@ def _without(rule: Rule, letters: set[str]) -> Rule:
 
 
 def _text(entry: Entry, rule: Rule) -> str:
-    """A rule as the artifact says it; empty where the operands are not what the op's entry asks for."""
+    """Returns a rule as the artifact's text; empty if the operands do not have the ranks of the op's entry."""
     if not rule.factors and not rule.linear and entry.notation.linear:
         return ""
     known = {letter for letter in rule.factors if rule.reduce.get(letter, SUM) in REDUCTIONS}

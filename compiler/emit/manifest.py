@@ -1,9 +1,8 @@
 """The manifest of a program: the facts about an artifact that the runtime and `partc check` need in addition to the rank files.
 
-Finds the inputs that contain ids of rows, so that an id beyond its table is refused before a step, with its record.
-
-An input is followed through ops that move its elements (Cast, Reshape, Concat, ...) and through one selection of columns (Slice, Split,
-Gather by constants) to the indices of a Gather from a weight. The ids that a model computes are checked by the Gather itself.
+It also lists the inputs that contain ids of rows, so that an id outside its table is refused before a step, with its record. An input is
+followed through ops that move its elements (Cast, Reshape, Concat, ...) and through one selection of columns (Slice, Split, Gather by
+constants) to the indices of a Gather from a weight. Ids that a model computes are checked by the Gather itself.
 
     y = table_3[x[:, 3]]    ->    x: column 3 along axis 1 holds ids of table_3
 """
@@ -45,7 +44,7 @@ def manifest_of(
     rank_files: Sequence[str],
     is_main: bool = True,
 ) -> fmt.Manifest:
-    """What the index of an artifact says of a program; `files` are the artifact's, `rank_files` the program's by rank."""
+    """Returns the manifest of a program; `files` are the artifact's, `rank_files` the program's file of each rank."""
     model = sources["model"]
     assert model is not None
     given, sized, mesh = _given(program, names), sized_inputs(program), dict(program.plan.mesh)
@@ -105,7 +104,7 @@ def manifest_of(
 
 
 def program_name(program: Complete) -> str:
-    """What the program is called in the artifact."""
+    """Returns the program's name in the artifact."""
     if program.training is None and program.generation is None:
         return fmt.INFER
     name = program.kind.value or (fmt.TRAIN if program.training is not None else DECODE)
@@ -113,7 +112,7 @@ def program_name(program: Complete) -> str:
 
 
 def _training(program: Complete) -> fmt.TrainingRecord | None:
-    """The training record, in the manifest of the step's program alone."""
+    """Returns the training record, which only the manifest of the step's program has."""
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
     parts = program.plan.pipeline.parts if program.plan.pipeline is not None else 0
@@ -121,21 +120,21 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
 
 
 def guard_of(program: Complete) -> str:
-    """The value that must be finite for a step to replace what ranks keep; empty where there is none."""
+    """Returns the name of the value that must be finite for a step to replace the ranks' state; empty if there is none."""
     if program.training is None or program.kind is not ProgramKind.STEP:
         return ""
     return "".join(name_of(value) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
 
 
 def _guards(program: Complete) -> list[ir.Value]:
-    """The outputs besides the model's by which ranks decide whether a step is skipped."""
+    """Returns the outputs, other than the model's, by which ranks decide whether a step is skipped."""
     outputs = {*program.model.graph.outputs}
     given = dict.fromkeys(one.version.value for part, _ in program.distinct_programs for one in part.outputs)
     return [value for value in given if value not in outputs]
 
 
 def _is_made(program: Complete, value: ir.Value) -> bool:
-    """Whether an input of a microbatch is made by the step itself: its number, or one of the whole batch."""
+    """Whether the step itself computes an input of a microbatch: the microbatch's number, or a value of the whole batch."""
     if program.tasks is None or any(
         held.version.value is value for part, _ in program.distinct_programs for held in part.inputs
     ):
@@ -146,7 +145,7 @@ def _is_made(program: Complete, value: ir.Value) -> bool:
 
 
 def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
-    """What every step of training is given beside the model's inputs."""
+    """Returns the ports of the scalars that every training step gets in addition to the model's inputs."""
     ranks: dict[str, list[int]] = {}
     for part, alike in program.distinct_programs:
         for value in part.scalars:
@@ -155,7 +154,7 @@ def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
 
 
 def _state(program: Complete, names: Names) -> list[fmt.StateRecord]:
-    """One record for each state tensor and layout: its name in rank files, its kind, and the box that each rank holds."""
+    """Returns one record for each state tensor and layout: its name in rank files, its kind, and the box of each rank."""
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[State, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.distinct_programs:
         for one in part.state:
@@ -190,9 +189,9 @@ def _kept(
 def _lying(
     holders: Mapping[ShardedValue, Sequence[int]], part: PackedBox | None = None
 ) -> tuple[list[int], Sequence[fmt.Box] | None]:
-    """The ranks that hold a tensor, ascending, and the box of each; None where all hold the whole tensor.
+    """Returns the ranks that have a tensor, ascending, and the box of each; None for the boxes if all ranks have the whole tensor.
 
-    Ranks that are one grid have their boxes by its layout, so that nothing is made for each.
+    Ranks that form one grid have their boxes by its layout, so no box is made for each.
     """
     whole = part is None and all(copy.layout.is_replicated for copy in holders)
     within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
@@ -209,7 +208,7 @@ def _lying(
 
 @functools.lru_cache(maxsize=1024)
 def _listed(facts: GroupFacts) -> SharedRanks:
-    """One list for all that the ranks of a group hold."""
+    """Returns one list of the ranks of a group, shared by all tensors on it."""
     return SharedRanks(facts.group)
 
 
@@ -262,7 +261,7 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
 
 
 def _given(program: Complete, names: Names) -> dict[int, list[str]]:
-    """Maps each tag to the names of the operands of a collective, where all ranks call them alike."""
+    """Maps each tag to the names of a collective's operands, if all ranks use the same names."""
     found: dict[int, set[tuple[str, ...]]] = {}
     for steps in {id(part.steps): part.steps for part, _ in program.distinct_programs}.values():
         for tag, given in _inputs_of_events(steps, names):
@@ -271,7 +270,7 @@ def _given(program: Complete, names: Names) -> dict[int, list[str]]:
 
 
 def _inputs_of_events(steps: Sequence[Op], names: Names) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Tag and inputs of each event that a rank gives something, in a body those of every call; a copy by the value's own name."""
+    """Yields the tag and inputs of each event to which a rank contributes; for a body those of every call. A copy has its source's name."""
     for step in steps:
         if isinstance(step, Call):
             there = {own: names[value] for own, value in step.ends.items()}
@@ -336,7 +335,9 @@ class _Elements:
 
 
 def looked_up(value: ir.Value) -> list[IdsRecord]:
-    """The tables whose rows an input names, each with the places of the ids; tables of one size at the same places are one record."""
+    """Returns a record for each table whose rows an input names, with the places of the ids; tables of one size at the same places share a
+    record.
+    """
     if value.dtype is None or not _is_id(value.dtype):
         return []
     found: dict[tuple[int, tuple[int, ...], int], ir.Value] = {}
@@ -367,7 +368,7 @@ def _tables(
 
 
 def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, ir.Value, int]]:
-    """What a Gather looks up in a weight of known rows."""
+    """Yields the table that a Gather reads, if it is a weight with a known number of rows."""
     table = operand(node, 0)
     sizes = dims(table)
     if table is None or not table.is_initializer() or not sizes:
@@ -378,7 +379,7 @@ def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, ir.Va
 
 
 def _after(node: ir.Node, k: int, elements: _Elements) -> Iterator[tuple[_Elements, ir.Value]]:
-    """The outputs of a node that have elements of its operand `k`, and which."""
+    """Yields the outputs of a node that contain elements of its operand `k`, with these elements."""
     moved = replace(elements, intact=False)
     out = node.outputs[0]
     if node.op_type == "Concat" or (k == 0 and node.op_type in _MOVES):
@@ -390,7 +391,7 @@ def _after(node: ir.Node, k: int, elements: _Elements) -> Iterator[tuple[_Elemen
 
 
 def _selected(node: ir.Node) -> Iterator[tuple[int, tuple[int, ...], ir.Value]]:
-    """The axis and the places there that a selection of constants takes, for each output."""
+    """Yields the axis, the selected places and the output of a selection with constant indices, for each output."""
     rank, sizes = rank_of(node.inputs[0]), dims(node.inputs[0])
     if not rank or sizes is None:
         return
@@ -420,5 +421,5 @@ def _selected(node: ir.Node) -> Iterator[tuple[int, tuple[int, ...], ir.Value]]:
 
 
 def _is_id(dtype: ir.DataType) -> bool:
-    """Whether numbers of a type may become ids as they are: a bool is cast to 0 or 1."""
+    """Whether numbers of this type can be ids without a change: a bool is cast to 0 or 1."""
     return dtype.is_integer() or dtype is ir.DataType.BOOL

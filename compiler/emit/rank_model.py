@@ -40,18 +40,18 @@ from partc.runtime.spellings import first_free
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
 _ORDER = {task: k for k, task in enumerate(TaskKind)}
-"""Values lie in memory in the order of their types: what the forward task makes lies together, wherever its ops stand."""
+"""The order of values in memory is that of their types: values of the forward task are adjacent, wherever its ops are."""
 _PHASES = {TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update"}
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 _GRAPH = bytes([onnx.ModelProto.GRAPH_FIELD_NUMBER << 3 | 2])
-"""What stands before the length of a model's graph: the number of the field, and that it has a length."""
+"""The bytes before the length of a model's graph: the number of the field, and the wire type of a field with a length."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The bytes of a rank file but its weights: fields of the model around its graph, and of the graph around the weights."""
+    """The bytes of a rank file except its weights: fields of the model around its graph, and of the graph around the weights."""
 
     head: bytes
     nodes: bytes
@@ -61,7 +61,7 @@ class _Frame:
 
 @dataclass
 class RankModels:
-    """The rank files of a program; nodes and types that several of them have are made once."""
+    """Makes the rank files of a program; nodes and types that several files have are made once."""
 
     program: Complete
     names: Names
@@ -72,12 +72,12 @@ class RankModels:
     _weights: dict[tuple[str, Stored], bytes] = field(default_factory=dict)
     """Maps the name and shard of a weight to the tensor as a field of a graph."""
     _frames: dict[Hashable, _Frame] = field(default_factory=dict)
-    """Maps the ops of ranks to the values before them, the values read after them, and the locations of these."""
+    """Maps a key of ranks with the same ops to the rest of their file."""
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
     _alike: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
-    """The first type of each shape and kind, by whatever name."""
+    """Maps each shape and kind to the first type made for it, under any name."""
     _kinds: dict[ir.Value, Hashable] = field(default_factory=dict)
-    """Maps each value to a key that tells its type from that of another value with the same name and shape."""
+    """Maps each value to a key that distinguishes its type from that of another value with the same name and shape."""
     _typed: dict[Value, onnx.ValueInfoProto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,10 +86,10 @@ class RankModels:
         self._says_factors = sharded or self.program.generation is not None
 
     def of(self, part: RankProgram) -> bytes:
-        """The rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
+        """Returns the rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
 
-        Ranks that do the same with other weights share all bytes but those of the weights. The fields stand in the order of their numbers,
-        as protobuf writes them deterministically: nodes of the graph, its weights, its other tensors and its ports.
+        Ranks whose programs differ only in weights share all other bytes. The fields are in the order of their numbers, as protobuf writes
+        them deterministically: nodes of the graph, its weights, its other tensors and its ports.
         """
         key = structure(part)
         if key not in self._frames:
@@ -99,7 +99,7 @@ class RankModels:
         return b"".join([frame.head, _GRAPH, _varint(len(graph)), graph, frame.tail])
 
     def _weight(self, held: RankTensor) -> bytes:
-        """A weight as a field of a graph."""
+        """Returns a weight as a serialized field of a graph."""
         name, shard = self.names[held.value], self.shards.of(held)
         key = name, shard.stored
         if key not in self._weights:
@@ -108,7 +108,7 @@ class RankModels:
         return self._weights[key]
 
     def _frame(self, part: RankProgram) -> _Frame:
-        """What a rank file is made of besides its weights."""
+        """Returns a rank file's bytes other than its weights."""
         program, ports = self.program, onnx.GraphProto()
         graph = onnx.GraphProto(name="program")
         self._add_constants(graph.node, ports, part)
@@ -162,7 +162,7 @@ class RankModels:
         return self._nodes[step]
 
     def _function(self, part: RankProgram, body: Body, imports: Mapping[str, int]) -> onnx.FunctionProto:
-        """The function of a task; constants that are no operands of it are nodes there."""
+        """Returns the function of a task; constants that are not its operands become nodes in it."""
         names = self.names
         function = onnx.FunctionProto(
             name=body.name,
@@ -191,7 +191,7 @@ class RankModels:
         return function
 
     def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
-        """The inputs and outputs, with what is kept from step to step, and the types of all else."""
+        """Adds the inputs and outputs, the state, and the types of all other values."""
         inputs = [*[held.value for held in part.inputs], *[one.value for one in part.state]]
         graph.input.extend(map(self._type, inputs))
         for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.state), strict=True):
@@ -212,7 +212,7 @@ class RankModels:
         )
 
     def _type(self, value: Value) -> onnx.ValueInfoProto:
-        """A value's type; passes make values of one name and type anew for each rank."""
+        """Returns a value's type; equal types that passes made anew for each rank are shared."""
         if value in self._typed:
             return self._typed[value]
         assert value.of is not None
@@ -233,7 +233,7 @@ class RankModels:
         return self._types[key]
 
     def _add_constants(self, nodes: MutableSequence[onnx.NodeProto], graph: onnx.GraphProto, part: RankProgram) -> None:
-        """The constants; of those that differ by rank the nodes, and their types."""
+        """Adds the constants; a constant that differs by rank becomes a node and a type."""
         for value in constants_of(part.steps, part.live_out):
             name, constant = self.names[value], value.constant
             if isinstance(constant, RankConstant):
@@ -297,7 +297,7 @@ class RankModels:
 
 
 def structure(part: RankProgram) -> Hashable:
-    """Equal for ranks whose files differ in the bytes of weights alone."""
+    """A key that is equal for ranks whose files differ only in the bytes of weights."""
     ends = tuple([tuple([held.value for held in some]) for some in (part.inputs, part.weights)])
     kept = tuple([(one.value, one.target) for one in part.state])
     return part.steps, ends, kept, part.scalars, part.live_out
@@ -312,7 +312,7 @@ def _bytes(message: _Message) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """A length as protobuf writes it: seven bits a byte, the lowest first."""
+    """Encodes a length as protobuf does: seven bits a byte, the lowest first."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
@@ -330,7 +330,7 @@ def _rank_constant(name: str, one: RankConstant) -> onnx.NodeProto:
 
 
 def _name_apart(node: onnx.NodeProto, named: set[str]) -> None:
-    """Names a node by what it makes where another one of the program has its name: two of one name are no valid program."""
+    """Renames a node after its result if another node of the program has its name, since names in a valid program are unique."""
     if node.name in named:
         node.name = f"{node.name} -> {next(filter(None, node.output), '')}"
     node.name = first_free(node.name, named.__contains__)
@@ -338,7 +338,7 @@ def _name_apart(node: onnx.NodeProto, named: set[str]) -> None:
 
 
 def _forget_annotations(proto: onnx.NodeProto) -> None:
-    """A rank's program is not annotated: the model's annotations speak of devices, and of names, that it does not have."""
+    """Removes the model's annotations from a node: they name devices and values that a rank's program does not have."""
     del proto.device_configurations[:]
     for attribute in proto.attribute:
         for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
@@ -347,7 +347,7 @@ def _forget_annotations(proto: onnx.NodeProto) -> None:
 
 
 def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """In a body, gives outer values the names that they have on this rank; names that the body defines itself are kept."""
+    """Renames the outer values that a body reads to their names on this rank; names that the body defines itself stay."""
     own = {value.name for value in graph.input} | {out for node in graph.node for out in node.output}
     names = {old: new for old, new in names.items() if old not in own}
     for node in graph.node:
@@ -369,7 +369,7 @@ def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
 
 
 def _value_info(value: ir.Value, name: str, shape: Shape | None) -> onnx.ValueInfoProto:
-    """A value's type with its local shape; dims that no symbol tells are left open."""
+    """Returns a value's type with its local shape; dims whose sizes no symbol gives are left open."""
     if not isinstance(value.type, ir.TensorType | ir.SparseTensorType):
         proto = ir.serde.serialize_value(value)
         proto.name = name
@@ -390,7 +390,7 @@ def _value_info(value: ir.Value, name: str, shape: Shape | None) -> onnx.ValueIn
 
 
 def _tensor(name: str, shard: WeightShard, place: Location | None) -> onnx.TensorProto:
-    """A weight's tensor, its data at `place` in another file, or inline where there is none."""
+    """Returns a weight's tensor, with its data at `place` in another file, or inline if `place` is None."""
     tensor, entry = shard.tensor, onnx.StringStringEntryProto
     piece = entry(key=fmt.PIECE, value=shard.text)
     if place is None:

@@ -1,31 +1,31 @@
 """Decides how a rank file's nodes run, and writes it as a run list (`runtime/artifact/run_list.py`): segments, updates, rows of steps.
 
-The order of the file is kept for everything that communicates. A segment ends before a Send of a value that it makes, and before
-the first node that needs a received value that was not waited for yet; all other cuts would only cost. A receive is posted at its place
-in the file, or before the segment that is open there, and waited for at the first use of its value. A collective begins like a
-Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
-what the global order puts later.
+The order of the file is kept for all communication. A segment ends before a Send of a value that it makes, and before the first node that
+needs a received value that was not yet waited for; any other division would only cost time. A receive is posted at its place in the file,
+or before the segment that is open there, and waited for at the first use of its value. A collective begins like a Send and is waited for
+like a receive. So communication overlaps computation as far as the order allows, and no rank waits for an event that is later in the global
+order.
 
-What is right in one thread alone is in a segment of such nodes (`runtime/artifact/graph/one_thread.py`), with the zeros that it adds to.
+Nodes that are correct only in one thread are in a segment of such nodes (`runtime/artifact/graph/one_thread.py`), with the zeros to which
+they add.
 
-A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
-both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
+A new segment begins before nodes that are recomputed: in one session with the nodes that made the values first, onnxruntime would merge
+both, and keep the values. A segment has the nodes of one target, and a Copy is a step.
 
-A collective that gathers what the rank has from the beginning, a stored parameter, waits for the scattered sums that were under way when
-the one before it began: so whole gradients of one unit are in memory while those of the next are computed.
+A collective that gathers a stored parameter, which the rank has from the beginning, waits for the scattered sums that were in progress when
+the gather before it began: so unsharded gradients of at most one unit are in memory while those of the next are computed.
 
-What cuts shards for updates alone, with ZeRO, waits for the next update: the shards are needed no earlier.
+With ZeRO, ops that cut shards only for updates wait for the next update: the shards are not needed earlier.
 
-Decides which updates of a rank file run as one: nodes of one function whose operands are next to each other in memory.
-
-A rank file has one node of `partc.optimizer` a parameter. The functions are element-wise, so it makes no difference whether they run on
-one tensor or on many that follow each other in memory. Memory is laid out so that they do: gradients in the order of their
-updates, which for a bucket is the order in which it is reduced, and parameters and the optimizer's tensors like them.
+The module also decides which updates of a rank file run as one: nodes of one function whose operands are adjacent in memory. A rank file
+has one node of `partc.optimizer` for each parameter. The functions are element-wise, so it makes no difference whether they run on one
+tensor or on several adjacent ones. Memory is laid out accordingly: gradients in the order of their updates, which for a bucket is the order
+in which it is reduced, and parameters and the optimizer's tensors likewise.
 
     Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)     ->     Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
 
-With ZeRO a rank updates a shard that it cuts out of a parameter in each step. Shards that are updated as one lie side by side, and
-their new values take their places. The updates of one step of the program are in any order, so those alike come together.
+With ZeRO a rank updates a shard that it cuts out of a parameter in each step. Shards that are updated as one are adjacent, and their new
+values replace them. The updates of one step may run in any order, so equal ones are grouped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from partc.runtime.artifact.training.scalars import NUMBERS
 
 
 def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str] = ()) -> RunList:
-    """The run list of a rank file, whose main row is called `name`; time is linear in the nodes.
+    """Returns the run list of a rank file, whose main row is called `name`; time is linear in the nodes.
 
     Updates wait for the value `guard`. `kept`: the values that the rank keeps from step to step.
     """
@@ -85,7 +85,7 @@ def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str
 def _add_groups(
     found: RunList, model: ModelProto, nodes: Sequence[NodeProto], calls: Iterable[Call], kept: Collection[str]
 ) -> None:
-    """Adds to a list which updates run as one, and the memory that they need."""
+    """Adds to a list the groups of updates that run as one, and the memory that they need."""
     numbers = [numbers_of(row.nodes, len(nodes)) for row in found.updates]
     steps = [[nodes[at] for at in some] for some in numbers]
     names = {name for step in steps for node in step for name in node.input}
@@ -121,7 +121,7 @@ def _add_groups(
 
 
 def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
-    """Maps each value that a collective puts next to others to the collective and the value's index in it."""
+    """Maps each value in the buffer of a coalesced collective to the collective and the value's index in it."""
     found: dict[str, tuple[str, int]] = {}
     for node in nodes:
         if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:
@@ -133,7 +133,7 @@ def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
 
 @dataclass
 class _Event:
-    """A step other than a segment, by what it touches; of a Copy also what it makes, and of an update its nodes."""
+    """A step other than a segment, with the values that it touches; for a Copy also its result, and for an update its nodes."""
 
     cell: str
     touches: Sequence[str] = ()
@@ -144,28 +144,28 @@ class _Event:
 
 @dataclass
 class _Cutter:
-    """The state of the one walk over the nodes; a segment is a list of node numbers."""
+    """The state of the single pass over the nodes; a segment is a list of node numbers."""
 
     steps: list[_Event | list[int]] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     pending: dict[str, _Event] = field(default_factory=dict)
     again: bool = False
-    """Whether the last compute node was one that is computed again."""
+    """Whether the last compute node was a recomputed one."""
     zeros: str = ""
-    """What the last compute node makes, where that is a constant of a shape."""
+    """The result of the last compute node, if it is a constant of a given shape."""
     target: str = ""
     """The target of the last compute node."""
     alone: bool = False
-    """Whether the open segment is one of one thread."""
+    """Whether the open segment is a segment of one thread."""
     guard: str = ""
-    """The condition on which an update runs."""
+    """The condition under which an update runs."""
     scattering: list[list[str]] = field(default_factory=list)
-    """The results of scattered sums that began before the last gather of a stored parameter, and since then."""
+    """The results of scattered sums that began before the last gather of a stored parameter, and of those since then."""
     unread: list[str] = field(default_factory=list)
-    """The results of the last gather of a stored parameter that nothing reads: they are waited for when the next one begins."""
+    """The results of the last gather of a stored parameter that nothing reads: they are waited for when the next gather begins."""
     deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
-    """Nodes of which only updates read, which run right before the next of them."""
+    """Nodes whose results only updates read; they run right before the next update."""
 
     def close(self) -> None:
         if self.open:
@@ -173,7 +173,7 @@ class _Cutter:
             self.open, self.made = [], set()
 
     def wait(self, names: Iterable[str], closes: bool = True) -> None:
-        """Waits for values; `closes`: whether what comes next reads them, so that the open segment ends before."""
+        """Waits for values; `closes`: whether the next node reads them, so that the open segment ends before the wait."""
         if not self.pending:
             return
         waited = {id(step): step for name in names if (step := self.pending.get(name)) is not None}
@@ -186,7 +186,9 @@ class _Cutter:
             del self.pending[name]
 
     def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
-        """A node of the open segment, or of a new one; `alone`: of one with its like, and with the zeros to which it adds."""
+        """Adds a node to the open segment, or to a new one; `alone`: whether it needs a segment of one thread, with the zeros to which it
+        adds.
+        """
         self.wait(operands)
         again, target = is_recomputed(node), target_of(node)
         onto_zeros = alone and self.open and node.input[0] == self.zeros and target == self.target
@@ -200,20 +202,20 @@ class _Cutter:
         self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
 
     def give(self, names: Sequence[str], step: _Event) -> None:
-        """A step that takes values out of the rank, or to another target."""
+        """Adds a step that sends values from the rank or to another target."""
         self.wait(names)
         if any(name in self.made for name in names):
             self.close()
         self.steps.append(step)
 
     def call(self, task: Call) -> None:
-        """The steps of a task, which waits for all that it is given: so all calls of a body are cut alike."""
+        """Adds a task's call, which waits for all its inputs: so all calls of a body are divided in the same way."""
         self.wait(task.node.input)
         self.close()
         self.steps.append(_Event(task.cell, task.node.input))
 
     def update(self, index: int, node: NodeProto) -> None:
-        """A step that overwrites what was read so far."""
+        """Adds a step that overwrites values which earlier nodes read."""
         self.wait([*node.input, self.guard])
         self.close()
         deferred, self.deferred = self.deferred, []
@@ -228,8 +230,9 @@ class _Cutter:
         last.touches = [*last.touches, *node.input]
 
     def communicate(self, index: int, node: NodeProto, gathers: bool = False, unread: bool = False) -> None:
-        """The steps of a node that communicates or copies; `gathers`: whether it gathers what the rank has from the beginning, and
-        `unread`: that nothing reads it here.
+        """Adds the steps of a node that communicates or copies.
+
+        `gathers`: whether it gathers values that the rank has from the beginning. `unread`: whether nothing reads its result here.
         """
         if gathers:
             *earlier, last = self.scattering or [[]]
@@ -260,20 +263,20 @@ class _Cutter:
 
 @dataclass
 class _Nodes:
-    """Nodes that are cut together, the main graph or the body of a task, with what is there before them and what they give."""
+    """Nodes that are divided together, of the main graph or a task's body, with the values available before them and their outputs."""
 
     nodes: list[NodeProto]
     begun: Collection[str]
     outputs: Sequence[str]
     single: Collection[Key]
-    """The functions whose nodes want one thread."""
+    """The functions whose nodes need one thread."""
 
     def __post_init__(self) -> None:
         self.operands = [list(reads(node)) for node in self.nodes]
         self.alone = {at for at, node in enumerate(self.nodes) if wants_one_thread(node, self.single)}
 
     def cut(self, updating: Collection[str], calls: Mapping[int, Call], guard: str = "") -> list[_Event | list[int]]:
-        """The steps in order; `updating` are the functions that update in place, `calls` by place the tasks."""
+        """Returns the steps in order; `updating` are the functions that update in place, `calls` maps the numbers of nodes to tasks."""
         kept = {*self.outputs}
         updates = {
             index
@@ -302,9 +305,10 @@ class _Nodes:
         return cutter.steps
 
     def _deferred(self, updates: Collection[int]) -> set[int]:
-        """The nodes that cut what updates read out of values that the rank has from the beginning, and that nothing else reads.
+        """Returns the nodes that cut operands of updates out of values that the rank has from the beginning, and that nothing else reads.
 
-        What they make is needed as late as the gradients; made with the nodes before, it would be in memory beside all of these.
+        Their results are needed no earlier than the gradients; made with the nodes before, they would be in memory together with all
+        gradients.
         """
         begun, others = {*self.begun}, {*self.outputs}
         others.update(name for index, some in enumerate(self.operands) if index not in updates for name in some)
@@ -319,9 +323,9 @@ class _Nodes:
         }
 
     def row(self, found: RunList, weights: Collection[str], steps: Sequence[_Event | list[int]]) -> str:
-        """The text of the steps; their segments and updates are added to the list, each giving exactly the values that others need.
+        """Returns the text of the steps; adds their segments and updates to the list, each with exactly the outputs that others read.
 
-        A segment or a copy without readers is left out, and then what only those need.
+        A segment or copy without readers is left out, and then the steps that only it needs.
         """
         nodes, operands, wanted = self.nodes, self.operands, set(self.outputs)
         segments, updates, cells = list[SegmentRow](), list[UpdateRow](), list[str | SegmentRow | UpdateRow]()
@@ -364,7 +368,7 @@ class _Nodes:
 
 @dataclass
 class UpdatePlan:
-    """Maps each step to its groups of nodes, and to the lists of values that are next to each other in memory."""
+    """The groups of nodes of each step, and the lists of values that are adjacent in memory."""
 
     groups: dict[int, list[list[NodeProto]]] = field(default_factory=dict)
     gradients: list[tuple[str, ...]] = field(default_factory=list)
@@ -372,7 +376,7 @@ class UpdatePlan:
     shards: list[tuple[str, ...]] = field(default_factory=list)
     """Shards that are cut out of parameters in each step, and their new values."""
     renewed: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """Maps each step to such shards, each with the new value that replaces it."""
+    """Maps each step to its shards, each with the new value that replaces it."""
 
 
 def plan_groups(
@@ -383,9 +387,10 @@ def plan_groups(
     buffered: Mapping[str, tuple[str, int]],
     targets: Mapping[str, str] = MappingProxyType({}),
 ) -> UpdatePlan:
-    """Groups the nodes of each step of updates. `types` are those of what an update reads, `targets` those of values that have one.
+    """Groups the nodes of each step of updates. `types`: the types of the updates' operands. `targets`: the targets of values that have
+    one.
 
-    `buffered`: by value that a collective of several puts into a buffer the buffer, and its place among the values there.
+    `buffered`: maps a value that a coalesced collective puts into a buffer to the buffer and the value's index in it.
     """
     plan = UpdatePlan()
     reads = Counter(name for step in steps for node in step for name in {*node.input})
@@ -419,7 +424,7 @@ def plan_groups(
 
 @dataclass(frozen=True)
 class _Member:
-    """One update node, its operands divided into tensors and numbers."""
+    """One update node, with its operands divided into tensors and numbers."""
 
     node: NodeProto
     function: FunctionProto
@@ -427,11 +432,11 @@ class _Member:
     kept: Collection[str]
     targets: Mapping[str, str]
     again: Set[str]
-    """Values that several updates read: each would lie with the gradients of its own."""
+    """Values that several updates read: each would be adjacent to the gradients of its own updates."""
 
     @cached_property
     def shared(self) -> tuple[bool, ...]:
-        """Whether each operand is one number."""
+        """Whether each operand is a single number."""
         return tuple(formal in NUMBERS for formal in self.function.input)
 
     @cached_property
@@ -452,19 +457,21 @@ class _Member:
 
     @property
     def shards(self) -> list[tuple[str, str]]:
-        """The operands that are replaced and not kept, which are cut out of parameters in each step, with their new values."""
+        """The operands that are replaced and not kept: shards cut out of parameters in each step, with their new values."""
         return [(name, made) for name, made in self._replaced.items() if name not in self.kept]
 
     @cached_property
     def _replaced(self) -> dict[str, str]:
-        """Maps each operand whose new value the function makes to that value."""
+        """Maps each operand for which the function makes a new value to that value."""
         made = dict(zip(self.function.output, self.node.output, strict=True))
         pairs = zip(self.function.input, self.node.input, strict=True)
         return {name: made[following] for formal, name in pairs if (following := f"{formal}{NEXT}") in made}
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Equal for nodes that do the same to operands that lie alike: a parameter that is kept, or a shard cut out of it in each step."""
+        """A key that is equal for nodes with the same function and operands of the same kind: kept parameters, or shards cut out in each
+        step.
+        """
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
         kept = tuple(name in self.kept for name in self.tensors)
         kind = self.types[self.tensors[0]]
@@ -472,12 +479,12 @@ class _Member:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it runs by itself: memory is laid out for one gradient, and for what is kept; not for other results."""
+        """Whether it runs by itself: memory is laid out only for one gradient and for kept values, not for other results."""
         return not self.gradient or not all(formal.endswith(NEXT) for formal in self.function.output)
 
 
 def _alike_together(members: Sequence[_Member]) -> list[_Member]:
-    """The members in groups of one key, in the order of the first of each; in their own order where one reads what another makes."""
+    """The members sorted into groups of one key, in the order of each group's first; unsorted if one reads another's result."""
     made = {name for one in members for name in one.node.output}
     if any(not made.isdisjoint(one.node.input) for one in members):
         return list(members)
@@ -488,7 +495,7 @@ def _alike_together(members: Sequence[_Member]) -> list[_Member]:
 
 
 def _runs(members: Sequence[_Member], buffered: Mapping[str, tuple[str, int]]) -> Iterator[list[_Member]]:
-    """Neighbours that can run as one."""
+    """Yields runs of adjacent members that can run as one."""
     run: list[_Member] = []
     for one in members:
         fits = bool(run) and run[-1].key == one.key and not one.is_alone and not run[-1].is_alone
@@ -503,7 +510,7 @@ def _runs(members: Sequence[_Member], buffered: Mapping[str, tuple[str, int]]) -
 
 
 def _follows(before: tuple[str, int] | None, after: tuple[str, int] | None) -> bool:
-    """Whether a gradient lies right behind another one; those that lie in no buffer yet will."""
+    """Whether a gradient directly follows another in its buffer; two gradients without a buffer can still be laid out so."""
     if before is None or after is None:
         return before is after
     return after == (before[0], before[1] + 1)

@@ -1,14 +1,14 @@
 """Dotted paths of nodes, and names that follow from them.
 
-A node's path is its module's path and its own name: `layers.0.mlp.up.MatMul`. Builders write the module into the node's
-metadata; onnxscript as the parts (`['net', 'fc1']`, the root first), torch as whole paths with its own name of the node
-last (`['', 'layers.0', 'layers.0.fc', 'linear']`). The root's name is left out. The own name is the one that the author
-gave, else the op's type; of several alike in one module the later ones get `_1`, `_2`.
+A node's path is its module's path and its own name: `layers.0.mlp.up.MatMul`. Builders write the module into the node's metadata:
+onnxscript as a list of names (`['net', 'fc1']`, the root first), torch as a list of whole paths that ends with its own name of the node
+(`['', 'layers.0', 'layers.0.fc', 'linear']`). The root's name is left out. The own name is the author's, else the op's type; if several
+nodes in one module have the same name, the later ones get `_1`, `_2`.
 
-A node of such a model that lost its metadata belongs to the module that all its neighbours have in common. In a model
-without any such metadata the path is the node's name as it stands; an unnamed node is `<OpType>_<k>`, the k-th unnamed one
-of its type, and a name that comes again gets `_1`, `_2`. A call of a model's own function is a module by its node's name,
-`block1.Relu`, except in a file of torch's, whose functions are torch's own.
+A node of such a model that lost its metadata belongs to the deepest module that all its neighbours share. In a model without any such
+metadata the path is the node's name; an unnamed node is `<OpType>_<k>`, the k-th unnamed one of its type, and a repeated name gets `_1`,
+`_2`. A call of a model's own function counts as a module with its node's name, `block1.Relu`, except in a file of torch's, whose functions
+are torch's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TORCH_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
 
 @dataclass(frozen=True)
 class _Name:
-    """A node's module, None where unknown, and its own name; `is_from_user` if its author chose it."""
+    """A node's module, None if unknown, and its own name; `is_from_user` if its author chose it."""
 
     scope: str | None
     own: str
@@ -47,22 +47,22 @@ class _Name:
 
 
 def node_paths(model: ir.Model) -> dict[ir.Node, str]:
-    """The path of every node of the main graph, in the graph's order; no two are equal."""
+    """Returns the path of every node of the main graph, in the graph's order; paths are unique."""
     return _paths(_names(model.graph), "")
 
 
 def body_paths(body: ir.Graph, owner: str, prefix: str) -> dict[ir.Node, str]:
-    """The paths of a body's nodes below the turns of it: their names without `prefix`, else as of a main graph in the module `owner`."""
+    """Returns the paths of a body's nodes relative to a turn: their names without `prefix`, else as for a main graph in module `owner`."""
     if all((node.name or "").startswith(prefix) for node in body):
         return {node: (node.name or "").removeprefix(prefix) for node in body}
     return _paths(_names(body), owner)
 
 
 def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
-    """Renames the nodes to their paths, the values to their node's path (`<path>.<k>` where it has several outputs).
+    """Renames the nodes to their paths, and the values to their node's path (`<path>.<k>` if the node has several outputs).
 
-    Bodies of If, Loop and Scan are named likewise, below their node's path. Inputs, outputs and initializers of the main
-    graph keep their names, but those of `constants` are named by their first use: `conv1.Reshape.shape`.
+    Bodies of If, Loop and Scan are named likewise, below their node's path. Inputs, outputs and initializers of the main graph keep their
+    names, except `constants`, which are named by their first use: `conv1.Reshape.shape`.
     """
     graph = model.graph
     unnamed = list(constants)
@@ -81,7 +81,7 @@ def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
 
 
 def name_by_use(model: ir.Model, constants: Iterable[ir.Value]) -> None:
-    """Renames initializers of the main graph by their first use, as `derive_names` does; all else keeps its name."""
+    """Renames initializers of the main graph by their first use, as `derive_names` does; all other names stay."""
     unnamed = [value for value in constants if value.uses()]
     graph = model.graph
     taken = {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
@@ -90,7 +90,7 @@ def name_by_use(model: ir.Model, constants: Iterable[ir.Value]) -> None:
 
 
 def module_of(node: ir.Node) -> str | None:
-    """The module of a node that torch exported; None where its metadata do not say."""
+    """Returns the module of a node that torch exported; None if its metadata do not name it."""
     return _torch_name(node).scope
 
 
@@ -173,7 +173,7 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
 
 
 def _within_calls(node: ir.Node, name: _Name) -> _Name:
-    """The name of a node that comes from calls of functions, `name` otherwise."""
+    """Returns the name of a node that comes from calls of functions; `name` for other nodes."""
     if CALLS not in node.meta:
         return name
     scope = ".".join(part for part in (name.scope, *(_COUNTED.sub("", call) for call in node.meta[CALLS])) if part)
@@ -199,7 +199,7 @@ def _onnxscript_name(node: ir.Node) -> _Name:
 
 
 def _torch_name(node: ir.Node) -> _Name:
-    """A name for a node that torch named by its own op and a counter: the ONNX op's type."""
+    """Returns a node's name in a torch file; a node that torch named by its own op and a counter is named by the ONNX op's type."""
     name = node.name or ""
     text = node.metadata_props.get(TORCH_SCOPES)
     scope = _torch_scope(text) if text else None
@@ -212,7 +212,7 @@ def _torch_name(node: ir.Node) -> _Name:
 
 @lru_cache(maxsize=4096)
 def _torch_scope(text: str) -> str | None:
-    """The module of a node with these scopes; None where torch does not know one of them."""
+    """Returns the module of a node with these scopes; None if torch does not know one of them."""
     modules = [_TRACED_ROOT.sub("", _CALL.sub("", entry), count=1) for entry in _entries(text)[:-1]]
     return modules[-1] if modules and _TORCH_UNKNOWN not in modules else None
 
@@ -248,7 +248,7 @@ def _neighbours(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _common(scopes: set[str]) -> str:
-    """The deepest module that holds all of these modules."""
+    """Returns the deepest module that contains all these modules."""
     if not scopes:
         return ""
     low, high = min(parts := [scope.split(".") for scope in scopes]), max(parts)
@@ -260,7 +260,7 @@ def _common(scopes: set[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _entries(text: str) -> tuple[str, ...]:
-    """The strings of a list as Python prints it; any other text is one entry."""
+    """Returns the strings of a list as Python prints it; any other text is one entry."""
     try:
         return tuple(one_line(str(entry)) for entry in ast.literal_eval(text)) or ("",)
     except (SyntaxError, ValueError, TypeError):
@@ -276,9 +276,9 @@ def _below(scope: str, owner: str) -> str:
 
 
 def free_name(name: str, taken: set[str], left: dict[str, Iterator[str]] | None = None) -> str:
-    """`name`, or with the first of `_1`, `_2`, ... that is not taken; it is taken from then on.
+    """Returns `name`, or `name` with the first of `_1`, `_2`, ... that is not in `taken`, and adds it to `taken`.
 
-    `left`: by name the spellings that are left of it, for those who ask for one name many times.
+    `left`: maps names to their unused spellings, for callers that ask for one name many times.
     """
     spellings = numbered if left is None else lambda name: left.setdefault(name, numbered(name))
     found = first_free(name, taken.__contains__, spellings)
@@ -287,7 +287,7 @@ def free_name(name: str, taken: set[str], left: dict[str, Iterator[str]] | None 
 
 
 def _operand(node: ir.Node, index: int) -> str:
-    """The name that the op's schema gives its input of this index; `input<index>` where it is unknown."""
+    """Returns the op schema's name of the input of this index; `input<index>` if it is unknown."""
     import onnx.defs
 
     try:

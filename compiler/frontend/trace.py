@@ -1,7 +1,7 @@
 """Builds the graph of an onnxscript module: its forward is called once with the op builder and symbolic inputs.
 
-Parameters get their attribute path as name before the call (`layers.0.up.weight`, the root's own name left out), and are
-kept without their values during it, so that no weight is drawn or read while the graph grows.
+Before the call parameters are named by their attribute path (`layers.0.up.weight`, the root's own name left out), and their values are
+removed during the call, so that no weight is drawn or read while the graph is built.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IR_VERSION = 11
 
 
 def trace(module: onnxscript.nn.Module, inputs: Sequence[Spec], outputs: Sequence[str], where: str) -> ir.Model:
-    """The module's model; `outputs` names what forward returns, or is empty.
+    """Returns the module's model; `outputs` names the results of forward, or is empty.
 
-    Raises CompileError for parameters without values, weights that no attribute of a module holds and outputs that cannot
-    be named; what forward itself raises goes through.
+    Raises CompileError for parameters without values, weights that no attribute of a module has, and outputs that cannot be named;
+    exceptions of forward itself are passed on.
     """
     parameters = _parameters(module, where)
     values = {spec.name: ir.val(spec.name, spec.dtype, list(spec.dims)) for spec in inputs}
@@ -61,7 +61,7 @@ def trace(module: onnxscript.nn.Module, inputs: Sequence[Spec], outputs: Sequenc
 
 
 def module_paths(root: onnxscript.nn.Module) -> Iterator[tuple[str, onnxscript.nn.Module]]:
-    """Every module below the root, with the path that its nodes get; a module that is there twice has the first path."""
+    """Yields every module below the root, with the path of its nodes; a module that occurs twice has the first path."""
     seen: set[int] = {id(root)}
 
     def below(module: onnxscript.nn.Module, base: str) -> Iterator[tuple[str, onnxscript.nn.Module]]:
@@ -102,7 +102,7 @@ def _parameters(root: onnxscript.nn.Module, where: str) -> dict[str, onnxscript.
 
 
 def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str, ir.Value]:
-    """What forward returned, by name: the declared names, else a dict's keys, else `output` or `output_0`, `output_1`."""
+    """Maps names to the results of forward: the declared names, else a dict's keys, else `output` or `output_0`, `output_1`."""
     match result:
         case ir.Value():
             found = {"output": result}
@@ -126,7 +126,7 @@ def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str
 
 
 def _add_outputs(builder: GraphBuilder, outputs: Mapping[str, ir.Value], where: str) -> None:
-    """Outputs get their names; one that is an input, a weight or another output too leaves through an Identity."""
+    """Names the outputs; an output that is also an input, a weight or another output is copied by an Identity."""
     graph = builder.graph
     kept = {value.name for value in (*graph.inputs, *graph.initializers.values())}
     if clash := [name for name in outputs if name in kept]:

@@ -1,9 +1,9 @@
-"""Weights of a product in blocks: unsigned numbers of 4 or 8 bits, with a scale and a zero point for each block of the contracted dim.
+"""Weights of a product in blocks: unsigned integers of 4 or 8 bits, with a scale and a zero point for each block of the contracted dim.
 
     weight[n, order[k]] = (numbers[n, k] - points[n, k // block]) * scales[n, k // block]
 
-A loader of quantized files returns a float tensor that is computed from the blocks, with the blocks in its `meta`: a product takes the
-blocks, and everything else reads floats.
+A loader of quantized files returns a float tensor that is computed from the blocks, and has the blocks in its `meta`: a product reads the
+blocks, all other ops read floats.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ BLOCKED = "partc.blocked"
 EXPERT_BLOCKS = "partc.expert_blocks"
 """Key of the `meta` of a value, a stack of experts' weights: its `ExpertBlocks`."""
 _MOST_ELEMENTS = 1 << 22
-"""Elements that are unpacked at once."""
+"""The most elements that are unpacked at once."""
 
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """A stack of experts' weights in blocks: [experts, N, blocks, bytes] and [experts, N, blocks], for products that have `attributes`.
+    """A stack of experts' weights in blocks: [experts, N, blocks, bytes], scales [experts, N, blocks], and the `attributes` of their
+    products.
 
-    `transposed`: whether the stack is [experts, N, K]. `where`: the line of the plan that says so.
+    `transposed`: whether the stack is [experts, N, K]. `where`: the line of the plan that quantizes them.
     """
 
     blocks: ir.TensorProtocol
@@ -49,9 +50,9 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockedWeight:
-    """A weight [N, K] in blocks. `order`: the row of the weight at each place of the blocks; None where they are in order.
+    """A weight [N, K] in blocks. `order`: the weight's index along K for each place in the blocks; None if they are in order.
 
-    `symmetric`: all zero points are the middle, 8 or 128. `read`: the blocks within a slice of columns and a slice of blocks.
+    `symmetric`: whether all zero points are the middle, 8 or 128. `read`: returns the blocks in a slice of N and a slice of blocks.
     """
 
     name: str
@@ -63,13 +64,13 @@ class BlockedWeight:
     read: Callable[[slice, slice], Blocks]
 
     def tensor(self, dtype: ir.DataType, name: str) -> ComputedTensor:
-        """The weight in floats, with its blocks in the `meta`."""
+        """Returns the weight in floats, with its blocks in the `meta`."""
         tensor = ComputedTensor(lambda box: self._floats(box, dtype), dtype, self.shape, name)
         tensor.meta[BLOCKED] = self
         return tensor
 
     def operands(self, dtype: ir.DataType) -> dict[str, ComputedTensor]:
-        """The operands of `MatMulNBits` by name: blocks, scales and, of a weight that is not symmetric, packed zero points."""
+        """Maps the operands of `MatMulNBits` to tensors: blocks, scales and, if the weight is not symmetric, packed zero points."""
         columns, count = self.shape[0], self.shape[1] // self.block
         per_byte = 8 // self.bits
 
@@ -95,13 +96,13 @@ class BlockedWeight:
         return made
 
     def _parts(self, columns: slice, blocks: slice) -> Iterator[Blocks]:
-        """The blocks of some columns at a time."""
+        """Yields the blocks of a limited number of columns at a time."""
         step = max(1, _MOST_ELEMENTS // max(1, (blocks.stop - blocks.start) * self.block))
         for begin in range(columns.start, columns.stop, step):
             yield self.read(slice(begin, min(begin + step, columns.stop)), blocks)
 
     def _floats(self, box: Box, dtype: ir.DataType) -> Array:
-        """The elements within a box of [N, K]."""
+        """Returns the elements within a box of [N, K]."""
         columns, rows = box
         ordered = self.order is None
         first, last = (
@@ -121,7 +122,7 @@ class BlockedWeight:
 
 
 def _in_bytes(numbers: Array, bits: int) -> Array:
-    """Numbers of the last dim in bytes: two of four bits a byte, the first in the low half; an odd last one is alone."""
+    """Packs the last dim into bytes: two numbers of four bits a byte, the first in the low half; zeros fill up an odd length."""
     if bits == 8:
         return numbers
     if numbers.shape[-1] % 2:

@@ -1,8 +1,8 @@
-"""The sharding of one node on its group: the mesh axes that shard each factor of its rule, and who decided each.
+"""The sharding of one node on its group: the mesh axes that shard each factor of its rule, and the source of each decision.
 
 MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
 Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output
-Gather `vb,i->ib` on mesh (2, 4), {v: (0, 1), i: (0,)}:    table [8, 1], ids [2], output [2, 1]: rows are pulled, for an axis cuts both
+Gather `vb,i->ib` on mesh (2, 4), {v: (0, 1), i: (0,)}:    table [8, 1], ids [2], output [2, 1]: rows are pulled: an axis shards both
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NodeOnGroup:
-    """A node on one of its groups: constants and shape arithmetic may run on several."""
+    """A node on one of its groups; constants and shape arithmetic may run on several groups."""
 
     node: ir.Node
     group: Group
 
     def __hash__(self) -> int:
-        """Hashes only the first rank: groups may have hundreds, and a looked-up group is nearly always the same object."""
+        """Hashes only the node and the first rank: groups may have hundreds, and a looked-up group is nearly always the same object."""
         return hash(self.node) ^ self.group[0]
 
 
@@ -43,18 +43,19 @@ class ValueOnGroup:
     group: Group
 
     def __hash__(self) -> int:
-        """Hashes only the first rank, as `NodeOnGroup` does."""
+        """Hashes only the value and the first rank, as `NodeOnGroup` does."""
         return hash(self.value) ^ self.group[0]
 
 
 @dataclass
 class NodeSharding:
-    """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
+    """The axes of each factor, major first. While `open`, unused axes may still be given to factors that have none.
 
-    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `partial` are there, inputs `masked` are
-    whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
+    `passing`: axes over which the node's output is a partial sum of its inputs'. Along these axes inputs in `partial` are partial sums;
+    inputs in `masked` are replicated, and count as the term of the first rank, with zeros on the others. All other inputs are replicated
+    along them.
 
-    `pulls`: rows that are looked up are pulled also where no axis cuts both them and ids.
+    `pulls`: whether looked-up rows are pulled even if no axis shards both rows and ids.
     """
 
     rule: Rule
@@ -69,7 +70,7 @@ class NodeSharding:
 
     @property
     def pulled(self) -> str:
-        """The factor whose rows are pulled from other ranks, "" where none is: its axes cut ids, too, or the plan says so."""
+        """The factor whose rows are pulled from other ranks: its axes also shard ids, or the plan says so; "" if there is none."""
         letter = self.rule.looked_up
         axes = {*self.axes.get(letter, ())}
         others = {axis for other, own in self.axes.items() if other not in (letter, self.rule.dealt) for axis in own}
@@ -84,18 +85,18 @@ class NodeSharding:
         return {*self.axes.get(row, ())} - ids if letter in own else set()
 
     def input(self, k: int) -> Layout | None:
-        """The layout that input `k` must have; None for one that is absent or no tensor of known rank."""
+        """Returns the layout of input `k`; None for an input that is absent or not a tensor of known rank."""
         letters = self.rule.inputs[k] if k < len(self.rule.inputs) else None
         return None if letters is None else self._laid_out(letters, self._passed if k in self.partial else ())
 
     def masked_layout(self, k: int) -> Layout:
-        """The layout of what becomes of input `k`, which is kept by the first of the ranks."""
+        """Returns the layout of the masked input `k`, whose values only the first rank keeps."""
         letters = self.rule.inputs[k]
         assert letters is not None
         return self._laid_out(letters, self._passed)
 
     def output(self, k: int) -> Layout | None:
-        """The layout that output `k` has: cut by its own factors, to be reduced over the axes of contracted ones."""
+        """Returns the layout of output `k`: sharded by its factors, and partial over the axes of contracted factors."""
         letters = self.rule.outputs[k] if k < len(self.rule.outputs) else None
         if letters is None:
             return None
@@ -110,9 +111,10 @@ class NodeSharding:
         return self._laid_out(letters, tuple(sorted((*pending, *self._passed))))
 
     def giving(self, terms: Layout) -> NodeSharding | None:
-        """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
+        """Returns this choice for outputs with the partial layout of `terms`: over these axes all operands are unsharded; None if the node
+        is sharded over them.
 
-        What is left is to say which inputs are `partial`, and which are `masked`.
+        The caller still sets which inputs are `partial`, and which are `masked`.
         """
         if self.pulled:
             return None
@@ -128,7 +130,7 @@ class NodeSharding:
         )
 
     def settled(self) -> NodeSharding:
-        """This sharding with partial sums reduced as soon as they are made."""
+        """Returns this sharding with partial sums reduced as soon as they are made."""
         return replace(self, passing=(), partial=frozenset(), masked=frozenset()) if self.passing else self
 
     @property
@@ -139,7 +141,7 @@ class NodeSharding:
         return layout_of(self.mesh, tuple([self.axes.get(letter, ()) for letter in letters]), partial)
 
     def num_shards(self, factor: str) -> int:
-        """Into how many shards a factor is cut."""
+        """Returns the number of shards of a factor."""
         found = 1
         for axis in self.axes.get(factor, ()):
             found *= self.mesh[axis]
@@ -147,16 +149,16 @@ class NodeSharding:
 
     @property
     def cut(self) -> Mapping[str, int]:
-        """The factors that are cut, with the number of their shards."""
+        """Maps each sharded factor to its number of shards."""
         return {letter: self.num_shards(letter) for letter, axes in self.axes.items() if axes}
 
     @property
     def free(self) -> set[int]:
-        """Axes that cut nothing."""
+        """The axes that shard nothing."""
         return set(range(len(self.mesh))) - {axis for axes in (*self.axes.values(), self.passing) for axis in axes}
 
     def strategy(self) -> str:
-        """The numbers of shards of the inputs' dims, as the dumps show them: `((2, 4), (4, 1))`."""
+        """Returns the numbers of shards of the inputs' dims, as the dumps show them: `((2, 4), (4, 1))`."""
         rows = [
             f"({', '.join(map(str, layout.shards))})"
             for k in range(len(self.rule.inputs))
@@ -170,7 +172,7 @@ Operand = tuple[NodeOnGroup, int]
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A module whose parameters ranks store in shards and gather in one message, and the rule that says so."""
+    """A module whose parameters ranks store in shards and gather in one message, and the rule that requires it."""
 
     name: str
     rule: StoredRule
@@ -178,10 +180,10 @@ class StoredUnit:
 
 @dataclass
 class Pinned:
-    """Layouts that the plan or the model gives: of operands inside of a region, of inputs and weights that arrive in a group, of outputs.
+    """Layouts set by the plan or the model: of a region's operands, of inputs and weights that arrive in a group, of outputs.
 
-    `stored` is the layout in which a group keeps a weight, whichever layouts its readers take: they take it where nothing else shards them.
-    `units`: by parameter the unit with which ranks store it in shards of what they read; it says nothing of how ops compute.
+    `stored`: the layout in which a group stores a weight, whatever layouts its readers use; a reader that nothing else shards uses it too.
+    `units`: maps each parameter that ranks store in shards to its unit; it does not affect how ops compute.
     """
 
     inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)

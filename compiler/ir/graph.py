@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of nodes, the values that these read from outside, the removal of a node, loaders' notes on nodes."""
+"""Helpers for graphs with bodies: the bodies of nodes, the outer values that these read, the removal of a node; keys of nodes' metadata."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import onnx_ir as ir
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
 """The opsets of the standard that a model may have."""
 SERVED = "partc.served"
-"""Key of `ir.Node.meta`: the ranks that have the rows which a lookup reads, an equal run each; others pull them."""
+"""Key of `ir.Node.meta`: the ranks that serve the rows of a lookup, an equal run of rows each; other ranks pull them."""
 PINNED = "partc.pinned"
-"""Key of `ir.Node.meta`: a node of weights alone that runs where a rule puts it, and not wherever it is read."""
+"""Key of `ir.Node.meta`: a node of weights alone that runs where a rule places it, and not on each of its readers' ranks."""
 WRITTEN = "partc.written"
-"""Key of `ir.Node.meta`: the names of the operands that the node had in the model, `Operands`, where others stand beside it for its op."""
+"""Key of `ir.Node.meta`: the names of the node's operands in the model, `Operands`, if a rewrite has added other operands."""
 OWN_NAME = "partc.own_name"
 """Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
 COPIES_DIMS = "partc.copies_dims"
-"""Key of a Reshape's meta where a dim that stays in its place is copied (0), and no number: programs that differ in it are one graph."""
+"""Key of a Reshape's meta: it copies an unmoved dim (0) instead of a number, so programs that differ in this size share one graph."""
 UNBIASED = "partc.unbiased"
-"""Key of a BatchNormalization's meta where it moves the running variance by the variance over n - 1, as torch's layers do."""
+"""Key of a BatchNormalization's meta: it updates the running variance with the variance over n - 1, as torch's layers do."""
 FROZEN_STATISTICS = "partc.frozen_statistics"
-"""Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, and so keeps its statistics."""
+"""Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, so its statistics do not
+change.
+"""
 STOPS_GRADIENT = "partc.stops_gradient"
 """The metadata of an Identity through which no gradient flows, as of torch's `detach`; in files, too."""
 OWN_BACKWARD = "partc.own_backward"
@@ -34,25 +36,25 @@ UNTRAINABLE = "partc.untrainable"
 CHANGED_BY_FORWARD = "partc.changed_by_forward"
 """The metadata of a model: the buffers and numbers, quoted, that its module's forward changes and the graph does not; in files, too."""
 ADAPTER = "partc.adapter"
-"""Key of `ir.Node.meta`: the module to whose product a node adds an adapter, and whose style it does not follow. Key of the `ir.Value.meta`
-of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
+"""Key of `ir.Node.meta`: the module to whose product a node adds an adapter; the node does not follow the module's style. Key of the
+`ir.Value.meta` of an adapter's first weight: its alpha; the product is scaled by alpha / rank.
 """
 BY_EXPERT = "partc.by_expert"
-"""Key of `ir.Node.meta` of the borders of sharded experts and of what is between them: the mesh axis, and the line that says so. Key of the
-`ir.Value.meta` of what is between them: a shard has as many rows as come to the rank in a step.
+"""Key of `ir.Node.meta` of the borders of sharded experts and of nodes between them: the mesh axis, and the line of the plan. Key of the
+`ir.Value.meta` of values between them: a shard has as many rows as come to the rank in a step.
 """
 UNKNOWN_TURNS = "partc.unknown_turns"
-"""The metadata of a node whose bodies are not written out: why, and on a second line what to do about it."""
+"""The metadata of a node whose bodies are not unrolled: the reason, and on a second line the remedy."""
 OF_TURNS = "partc.of_turns"
-"""The metadata of a node that takes the elements of a stack for the turns of a loop that is written out, one each: their axis."""
+"""The metadata of a node that takes the elements of a stack for the turns of an unrolled loop, one each: their axis."""
 CONTEXT = "partc.context"
-"""Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are cut."""
+"""Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are sharded."""
 INSIDE = "partc.local"
-"""The metadata of nodes inside of a local map: which one it is."""
+"""The metadata of nodes inside of a local map: its name."""
 
 
 class ContextMark(NamedTuple):
-    """The factors of a node that stay whole, and the one that a mesh axis cuts after all else, as the line of the plan says."""
+    """The factors of a node that stay unsharded, and the factor that a mesh axis shards after all others, with the line of the plan."""
 
     axis: str
     replicated: str
@@ -61,15 +63,16 @@ class ContextMark(NamedTuple):
 
 
 def has_computed_target(node: ir.Node) -> bool:
-    """Whether a Reshape that programs of other sizes have, too (`COPIES_DIMS`), computes its target from the sizes of a step."""
+    """Whether a Reshape that programs of other sizes share (`COPIES_DIMS`) computes its target from the sizes of a step."""
     maker = node.inputs[1].producer() if COPIES_DIMS in node.meta and node.inputs[1] is not None else None
     return maker is not None and maker.op_type != "Constant"
 
 
 def name_of(one: ir.Value | ir.Node) -> str:
-    """The name of a value or a node, where it is written, shown, or asked of what the user says of names.
+    """Returns the name of a value or a node, for files, messages and matching with users' patterns.
 
-    The loader has given each of a model its own (`frontend/names.py`), and passes name what they make: ValueError where one did not.
+    The loader has named all of the model's own (`frontend/names.py`), and passes name the ones they make; raises ValueError if one is
+    unnamed.
     """
     name = one.name
     if not name:
@@ -78,7 +81,7 @@ def name_of(one: ir.Value | ir.Node) -> str:
 
 
 def operand_name(value: ir.Value | None) -> str:
-    """The name of what a node reads or makes, '' for an operand that is absent: of outputs these are values, whose name is empty."""
+    """Returns the name of an operand or result, '' if it is absent: an absent output is a value with an empty name."""
     if value is None:
         return ""
     name = value.name
@@ -86,7 +89,7 @@ def operand_name(value: ir.Value | None) -> str:
 
 
 class Operands(NamedTuple):
-    """The names of what a node reads and makes, '' for one that is absent."""
+    """The names of a node's inputs and outputs, '' for one that is absent."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -114,7 +117,7 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def nodes_of(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
-    """The nodes, of a graph or some, each in front of those of its bodies."""
+    """Yields the nodes, each followed by the nodes of its bodies."""
     for node in nodes:
         yield node
         for body in bodies(node):
@@ -135,7 +138,7 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def reads_of(graph: ir.Graph) -> Reads:
-    """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
+    """Maps each node of a graph, in order, to the distinct values that it reads, including those captured by its bodies."""
     found: Reads = {}
     for node in graph:
         found[node] = tuple(dict.fromkeys(read_by(node)))
@@ -143,7 +146,7 @@ def reads_of(graph: ir.Graph) -> Reads:
 
 
 def read_by(node: ir.Node) -> list[ir.Value]:
-    """The values that a node reads, by itself or in its bodies; one that is read twice comes twice."""
+    """Returns the values that a node reads, by itself or in its bodies; a value that is read twice occurs twice."""
     own = [value for value in node.inputs if value is not None]
     return own + captured_by(node) if node.attributes.data else own
 
@@ -164,7 +167,7 @@ def captured(body: ir.Graph) -> list[ir.Value]:
 
 
 def take_out(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a node whose outputs have no reader; what its bodies read has a reader less, too."""
+    """Removes a node whose outputs have no reader, and the uses in its bodies."""
     graph.remove(node, safe=True)
     _forget_reads(node)
 

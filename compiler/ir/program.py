@@ -1,13 +1,12 @@
-"""A program on its way from a model to ranks: one frozen record for each phase, which has the facts of the phases before it and its own.
+"""The program between the model and the ranks: a frozen record for each phase, with the facts of earlier phases and its own.
 
     Loaded -> Prepared -> Typed -> Annotated -> Placed -> Sharded -> Targeted -> Localized
                                                                               -> Lowered -> Scheduled -> Complete
 
-A pass takes the program of one phase and gives that of the same or the next one (`into`), so no fact is looked for before it is there; a
-function takes the earliest phase whose facts it reads. `Localized` (`lower/local_view.py`) is no part of what follows: `lower` makes
-programs of ranks of it.
-A pass changes nothing of the program that it is given; only the rewrites, up to `precision`, edit its model. Decisions are bound to the
-graph's objects, not to names.
+A pass takes the program of one phase and returns that of the same or the next phase (`into`), so no fact is read before it exists; a
+function takes the earliest phase whose facts it reads. `Localized` (`lower/local_view.py`) is not a base of later phases: `lower` makes
+rank programs of it. A pass does not change its argument; only the rewrites, up to `precision`, edit its model. Decisions are keyed by the
+graph's objects, not by names.
 """
 
 from __future__ import annotations
@@ -38,15 +37,17 @@ if TYPE_CHECKING:
 _OF_THE_MODEL = ("parameter", "statistics", "cache", "adapter")
 Phase = TypeVar("Phase", bound="Loaded")
 PAST_ENTRIES = "_past_entries"
-"""The name of how many entries caches have before a step, in sizes that follow from it: at run time alone it is a number."""
+"""The name of the number of cache entries before a step, in sizes that depend on it: it is a number only at run time."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, None where nothing does, and what the
-    manifest says of it. `unfused`: the nodes of attention that keep the model's form, since their mask is not causal, or not proven so.
-    `sizes`: by value of the model its dims: how many slots or tokens a step has where the model has its batch or its tokens, else None.
-    `stacks`: the names of weights of adapters that ranks keep, since others are loaded between steps.
+    """A decoder that generates tokens: `caches` maps each cache that ranks keep to its value after a step, or to None if it does not
+    change; the record is that of the manifest.
+
+    `unfused`: the attention nodes that keep the model's form, since their mask is not causal, or not proven to be. `sizes`: maps values of
+    the model to their dims, where the batch or the tokens are replaced by a step's slots or tokens, else None. `stacks`: the names of
+    adapter weights that ranks keep as state, since other adapters are loaded between steps.
     """
 
     caches: Mapping[ir.Value, ir.Value | None]
@@ -58,11 +59,11 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A single-device model with its plan; `name` is its file's, `paths` gives every node of the main graph its dotted path.
+    """A single-device model with its plan; `name` is its file's, `paths` maps every node of the main graph to its dotted path.
 
-    `file_names`: by path the name in its file of each node that the model was given with, before any fell away or became several.
-    For a plan that trains, `kind` says which of its programs this is, `trainable` names the trainable weights of the model.
-    `strict`: whether changes of layout that were not asked for are refused.
+    `file_names`: maps the path of each node of the original model, before any was removed or split, to its name in the file. For a plan
+    that trains, `kind` is the kind of this program, and `trainable` names the trainable weights of the model. `strict`: whether changes of
+    layout that the plan does not request are refused.
     """
 
     name: str
@@ -75,42 +76,42 @@ class Loaded:
     trainable: tuple[str, ...] = ()
     strict: bool = False
     size: int = 0
-    """The tokens of a chunk, or the slots of each run, of a narrow program of a plan that generates; 0 of all others."""
+    """The tokens of a chunk, or the slots of each run, of a narrow program of a generating plan; 0 for all others."""
     generation: Generation | None = None
     """The facts that `generate` in a plan adds."""
     other_programs: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
-    """The plan's other programs that are there by now, over whose tensors this one is."""
+    """The plan's other programs that are already compiled, with which this one shares tensors."""
     warnings: tuple[str, ...] = ()
 
     def into(self, phase: type[Phase], **facts: Any) -> Phase:
-        """The program of another phase: its facts are those given, and those that this one has."""
+        """Returns the program of another phase: its facts are `facts` and those of this one."""
         own = {one.name for one in fields(self)}
         kept = {one.name: getattr(self, one.name) for one in fields(phase) if one.name in own}
         return phase(**{**kept, **facts})
 
     @property
     def caches(self) -> Mapping[ir.Value, ir.Value | None]:
-        """Maps each cache that ranks keep to its value after a step; empty where nothing is generated."""
+        """Maps each cache that ranks keep to its value after a step; empty without generation."""
         return {} if self.generation is None else self.generation.caches
 
     def path_of(self, value: ir.Value) -> str:
-        """The path of the node that makes a value; the name of one that no node of the main graph makes."""
+        """Returns the path of the node that makes a value; the value's name if no node of the main graph makes it."""
         producer = value.producer()
         return name_of(value) if producer is None else self.paths[producer]
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:
-        """The paths of all nodes: the reason of a derived sharding is one of these, that of a given one is a line."""
+        """The paths of all nodes; the reason of a derived sharding is one of these, that of a requested sharding is a line of the plan."""
         return frozenset(self.paths.values())
 
     @cached_property
     def around(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
-        """Per node of the main graph, the distinct values that its bodies read from outside; they may be its operands, too."""
+        """Maps each node of the main graph to the distinct values that its bodies read from outside; they may also be its operands."""
         return {node: tuple(dict.fromkeys(captured_by(node))) for node in self.model.graph}
 
     @cached_property
     def capturing(self) -> dict[ir.Value, list[ir.Node]]:
-        """Per value that bodies read from outside, the nodes of the main graph that have these bodies."""
+        """Maps each value that bodies read from outside to the nodes of the main graph that have these bodies."""
         found: dict[ir.Value, list[ir.Node]] = {}
         for node, values in self.around.items():
             for value in values:
@@ -119,26 +120,24 @@ class Loaded:
 
     @cached_property
     def own_names(self) -> frozenset[str]:
-        """The names of all values of the model, those in bodies included."""
+        """The names of all values of the model, including those in bodies."""
         return frozenset(_names_in(self.model.graph))
 
     @cached_property
     def reads(self) -> Reads:
-        """Per node of the main graph, the distinct values that it reads, those captured by its bodies included."""
+        """Maps each node of the main graph to the distinct values that it reads, including those captured by its bodies."""
         return reads_of(self.model.graph)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Loaded):
-    """The model has its loss and metrics, where the plan trains; else `training` is None, to the end."""
+    """A program whose model has its loss and metrics, if the plan trains; otherwise `training` is None in this and all later phases."""
 
     training: Training | None
 
     @cached_property
     def means(self) -> dict[ir.Node, ir.Node]:
-        """Maps each node that makes the divisor of a mean to the node that makes the mean, for code that adds means up: the two are
-        neighbors.
-        """
+        """Maps each node that makes a mean's divisor to the node that makes the mean, its neighbor, for code that adds up means."""
         divisors = self.training.denominators if self.training is not None else {}
         made = {value.name: value.producer() for value in self.model.graph.outputs}
         pairs = ((made.get(divisor), made.get(mean)) for mean, divisor in divisors.items())
@@ -147,9 +146,9 @@ class Prepared(Loaded):
 
 @dataclass(frozen=True, kw_only=True)
 class Typed(Prepared):
-    """Every value has a type and a global shape, every symbol its facts.
+    """A program in which every value has a type and a global shape, and every symbol its facts.
 
-    `batch_dims`: the inputs that hold records of a batch, with the dim of these; of a program that streams its outputs, too.
+    `batch_dims`: maps the inputs with records of a batch to the dim of the records; in a program that streams its outputs, these too.
     """
 
     symbols: Mapping[str, SymbolInfo]
@@ -159,14 +158,14 @@ class Typed(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated(Typed):
-    """A typed program with the statements of the model's own annotations, against which its nodes are checked."""
+    """A typed program with the model's own annotations, against which its nodes are checked."""
 
     followed: Mapping[ir.Node, Followed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(Annotated):
-    """Every node has its groups; `stages` has the stage of every node that is on one group, where the plan names stages."""
+    """A program in which every node has its groups; `stages` maps every node on one group to its stage, if the plan names stages."""
 
     placement: Mapping[ir.Node, NodePlacement]
     stages: Mapping[ir.Node, int]
@@ -174,7 +173,7 @@ class Placed(Annotated):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(Placed):
-    """Every node on several ranks has its sharding; `pinned` are the layouts that the plan or the model gives."""
+    """A program in which every node on several ranks has its sharding; `pinned` has the layouts that the plan or the model sets."""
 
     choices: Mapping[NodeOnGroup, NodeSharding]
     pinned: Pinned
@@ -182,9 +181,10 @@ class Sharded(Placed):
 
 @dataclass(frozen=True, kw_only=True)
 class Targeted(Sharded):
-    """The kinds of devices within ranks are known; of nothing where the plan names no target.
+    """A program with the kinds of devices within ranks; both maps are empty if the plan names no target.
 
-    `targets`: what runs a node, of constants and shapes none. `update_targets`: by parameter what updates it, and keeps it.
+    `targets`: maps nodes to the target that runs them, without constants and shapes. `update_targets`: maps parameters to the target that
+    updates and stores them.
     """
 
     targets: Mapping[ir.Node, str]
@@ -193,9 +193,9 @@ class Targeted(Sharded):
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered(Targeted):
-    """Every rank has its program, in `parts`; all `events` are in the order of all ranks.
+    """A program of which every rank has its part, in `parts`; all `events` are in an order that holds on all ranks.
 
-    `at`: what every version of a value is on the ranks of its group, for those who look inside.
+    `at`: maps every version of a value to its value on the ranks of its group, for inspection.
     """
 
     events: tuple[Event, ...]
@@ -203,11 +203,11 @@ class Lowered(Targeted):
     parts: tuple[RankProgram, ...]
     at: Mapping[ShardedValue, Value]
     stored: StoredRecord | None = None
-    """The units of stored parameters, and what ranks have of them at once, once their gathers are placed."""
+    """The units of stored parameters, and the peak of their gathered bytes on ranks, once their gathers are placed."""
 
     @cached_property
     def distinct_programs(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
-        """Every distinct rank program once, as its lowest rank has it, with all ranks that share it."""
+        """Every distinct rank program once, that of its lowest rank, with all ranks that share it."""
         found: dict[Hashable, tuple[RankProgram, list[int]]] = {}
         for part in self.parts:
             found.setdefault(part.share_key, (part, []))[1].append(part.rank)
@@ -215,7 +215,7 @@ class Lowered(Targeted):
 
     @cached_property
     def input_locations(self) -> dict[str, dict[tuple[Group, Layout], str]]:
-        """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
+        """Maps each input and parameter to the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
         there: dict[ShardedValue, str] = {held.version: str(held.value) for part in self.parts for held in part.inputs}
         kept = (one for part, _ in self.distinct_programs for one in part.state if one.kind in _OF_THE_MODEL)
@@ -227,7 +227,7 @@ class Lowered(Targeted):
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """The order of a program's tasks, and what they take and keep."""
+    """The order of a program's tasks, with the tasks' inputs and saved values."""
 
     schedule: Schedule
     costs: Costs
@@ -235,7 +235,7 @@ class TaskOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Lowered):
-    """The programs are those of a whole step; `tasks` is None where it runs no microbatches."""
+    """A program of a whole step; `tasks` is None if it has no microbatches."""
 
     tasks: TaskOrder | None
 
@@ -247,7 +247,7 @@ class Scheduled(Lowered):
 
 @dataclass(frozen=True, kw_only=True)
 class Complete(Scheduled):
-    """The programs have the targets of their ops, and the copies between them, where the plan names targets: they can be written."""
+    """A program whose ops have their targets, with copies between targets, if the plan names targets; it can be written to files."""
 
 
 def _names_in(graph: ir.Graph) -> Iterator[str]:

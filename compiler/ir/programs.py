@@ -1,12 +1,12 @@
-"""Programs of ranks, made of values: ops in order, whose values get their names when files are written (`emit/names.py`).
+"""Programs of ranks: ops in order over values, which get their names when files are written (`emit/names.py`).
 
 Compute   %h = Relu(%x)                          a node in local shapes
 Comm      %h = AllReduce(%h.partial) group=0-3   a message or a collective; `tag` is that of its `Event`
 Copy      %h = Copy(%h.cuda) to=cpu              a value from one of the rank's targets to another
-Call      %h.3 = F0(%x.3, %w)                    a task of one microbatch: its body, with the values that its own stand for there
+Call      %h.3 = F0(%x.3, %w)                    a task of one microbatch: its body, with values in place of the body's own
 
-A value is its own identity: what it is called, which type it has and where it is made are questions that it answers, or that are answered
-of it. So an op is written again over other values (`with_values`) without a name being looked up or made unique.
+A value is identified by its object; its name, its type and the op that makes it are attributes, or are looked up. So an op can be copied
+over other values (`with_values`) without any name being looked up or made unique.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class TaskKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     UPDATE = "U"
-    """The reduction of the parameters' gradients, and the update: once a step, however many microbatches it has."""
+    """The reduction of the parameters' gradients, and the update: once a step, for any number of microbatches."""
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value that ranks have under one name: identity is the object.
+    """A value that ranks have under one name; its identity is the object.
 
-    `hint`: what it is to be called; of one that is named after a `base` what follows that one's name. `others`: what else it may be called,
-    where that is taken. `of`: the value that it is a version of, with its type; None where only an op's own inference tells. `shape`: the
-    local one.
+    `hint`: its proposed name, or if it has a `base`, the suffix after the base's name. `others`: further proposals if that name is taken.
+    `of`: the model's value of which it is a version, with its type; None if only the op's own inference knows the type. `shape`: the local
+    shape.
     """
 
     hint: str
@@ -53,11 +53,11 @@ class Value:
         return self.hint if self.base is None else f"{self.base}{self.hint}"
 
     def derived(self, suffix: str) -> Value:
-        """A value like this one that is named after it."""
+        """Returns a new value of the same type and shape, named after this one."""
         return Value(suffix, self, self.of, self.shape)
 
     def derived_untyped(self, suffix: str, constant: Constant | None = None) -> Value:
-        """A value that is named after this one, and of another type."""
+        """Returns a new value of another type, named after this one."""
         return Value(suffix, self, constant=constant)
 
 
@@ -67,11 +67,11 @@ Operands: TypeAlias = tuple[Value | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """A node over values; `source` is the model's node that it stands for, and `node` gives its op, attributes and bodies alone.
+    """A node over values; `source` is the model's node for which it stands, and `node` gives only its op, attributes and bodies.
 
-    `captured`: by the name in the node's bodies what these read from outside of them. `label`: the name of the node, or the value after
-    which it is named. `again`: the line of the plan for which a forward op is repeated in the backward task. `target`: the kind of device
-    that runs it, empty where that is not decided, or there is one only.
+    `captured`: maps the names in the node's bodies to the outer values that they read. `label`: the name of the node, or the value after
+    which it is named. `again`: the line of the plan for which a forward op is recomputed in the backward task. `target`: the kind of device
+    that runs it; empty if that is not decided, or there is only one.
     """
 
     node: ir.Node
@@ -86,7 +86,7 @@ class Compute:
 
     @cached_property
     def reads(self) -> tuple[Value, ...]:
-        """The values that it reads, those captured by bodies included."""
+        """The values that it reads, including those captured by bodies."""
         return (*[one for one in self.inputs if one is not None], *self.captured.values())
 
     @cached_property
@@ -95,16 +95,16 @@ class Compute:
         return tuple([one for one in self.outputs if one is not None])
 
     def is_op(self, *op_types: str) -> bool:
-        """Whether it is one of these ops of ONNX."""
+        """Whether it is a node with one of these ONNX ops."""
         return self.node.op_type in op_types and self.node.domain in ("", "ai.onnx")
 
 
 @dataclass(frozen=True, eq=False)
 class Comm:
-    """A message or a collective, by the op's name in the artifact; `tag` tells events apart.
+    """A message or a collective, by the op's name in the artifact; `tag` distinguishes events.
 
-    `bytes` is what the rank sends (Send) or receives, an expression in the symbols. `cell` is the task whose value it moves, as a schedule
-    writes it, where it stands between tasks.
+    `bytes`: the bytes that the rank sends (Send) or receives, an expression in the symbols. `cell`: if it is between tasks, the task whose
+    value it moves, as a schedule writes it.
     """
 
     op_type: str
@@ -120,20 +120,20 @@ class Comm:
 
     @cached_property
     def reads(self) -> tuple[Value, ...]:
-        """The values that it takes."""
+        """The values that it sends."""
         return tuple([one for one in self.inputs if one is not None])
 
     @cached_property
     def makes(self) -> tuple[Value, ...]:
-        """The values that it gives."""
+        """The values that it receives."""
         return tuple([one for one in self.outputs if one is not None])
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """The value `source` as `output` on another target. `path` is that of what makes the value.
+    """A copy of the value `source` as `output` on another target; `path` is that of the node that makes the value.
 
-    `bytes` is an expression in the symbols, `unknown` where only a run tells.
+    `bytes`: an expression in the symbols; `unknown` if the bytes are known only at run time.
     """
 
     source: Value
@@ -160,7 +160,7 @@ class Copy:
 class Body:
     """The ops of a task for any of its microbatches; `stage` and `kind` (F, B, W) are those of the schedule.
 
-    In the microbatch k an event of the body has the tag `tag + k`, and a value v that stays inside is called `v.k`.
+    In microbatch k an event of the body has the tag `tag + k`, and a value v that stays inside is called `v.k`.
     """
 
     stage: int
@@ -177,7 +177,7 @@ class Body:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A task of one microbatch. `inputs` and `outputs` are the values that those of the body stand for."""
+    """A task of one microbatch; `inputs` and `outputs` are its values in place of the body's inputs and outputs."""
 
     body: Body
     microbatch: int
@@ -192,12 +192,12 @@ class Call:
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """The values that it is given."""
+        """The values that it reads."""
         return self.inputs
 
     @property
     def makes(self) -> tuple[Value, ...]:
-        """The values that it gives."""
+        """The values that it makes."""
         return self.outputs
 
     @property
@@ -210,7 +210,7 @@ Op: TypeAlias = Compute | Comm | Copy | Call
 
 
 def with_values(step: Compute, new: Mapping[Value, Value]) -> Compute:
-    """An op over other values, those that its bodies read included; the op itself where it has none of them."""
+    """Returns an op with its values replaced by `new`, including those that its bodies read; the op itself if it has none of them."""
     if new.keys().isdisjoint((*step.reads, *step.makes)):
         return step
     label = step.label
@@ -224,7 +224,7 @@ def with_values(step: Compute, new: Mapping[Value, Value]) -> Compute:
 
 
 def exchanged(values: Operands, new: Mapping[Value, Value]) -> Operands:
-    """Operands, of which some are others."""
+    """Returns operands, with those in `new` replaced."""
     return tuple([None if one is None else new.get(one, one) for one in values])
 
 
@@ -234,7 +234,7 @@ def added(
     outputs: Sequence[Value],
     attributes: Mapping[str, int | ir.Attr] | None = None,
 ) -> Compute:
-    """An op that partc adds, which stands for no node of the model, and is named after what it makes first."""
+    """Returns an op that partc adds: it stands for no node of the model, and is named after its first result."""
     given = [one for one in (attributes or {}).values() if isinstance(one, ir.Attr)]
     numbers = {name: one for name, one in (attributes or {}).items() if isinstance(one, int)}
     node = ir.Node("", op_type, [], [*given, *ir.convenience.convert_attributes(numbers)], num_outputs=len(outputs))
@@ -245,11 +245,11 @@ def added(
 
 @dataclass(frozen=True)
 class Event:
-    """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
+    """A message or collective as all its ranks see it: `ranks` are the source and target of a message, or the sets of a collective.
 
-    Of messages that are one op `ranks` are the pairs, and `group` is their name.
+    For messages that are one op `ranks` are the pairs, and `group` is their name.
 
-    `output`: what it gives, or of one that gives nothing what it brings. `derived`: a reshard for a reader whose sharding is derived.
+    `output`: its result, or for an op without one its operand. `derived`: whether it is a reshard for a reader with a derived sharding.
     """
 
     tag: int
@@ -267,13 +267,13 @@ class Event:
 
     @property
     def name(self) -> str:
-        """Its result, as messages name it."""
+        """The name of its result in texts."""
         return str(self.output)
 
 
 @dataclass(frozen=True)
 class RankTensor:
-    """A model input, weight or output on a rank: its value there and the layout's shard, by the rank's place in the group."""
+    """A model input, weight or output on a rank: its value, its version, whose layout gives the rank's shard by its place in the group."""
 
     value: Value
     version: ShardedValue
@@ -282,9 +282,9 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that ranks keep from step to step, and the value that takes its place after one, None where nothing does.
+    """A tensor that ranks keep from step to step, and the value that replaces it after a step, or None if it does not change.
 
-    Each rank of `version` has its shard of it. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    Each rank of `version` has its shard. `tensor`: its global name. `parameter`: the parameter to which an optimizer's tensor belongs.
     """
 
     value: Value
@@ -295,15 +295,15 @@ class State:
     parameter: str = ""
     initial: float | Law = 0.0
     target: str = ""
-    """The kind of device on which it lies, where ranks have several."""
+    """The kind of device that stores it, if ranks have several."""
 
 
 @dataclass(frozen=True)
 class RankProgram:
     """One rank's program: its ops in order, the inputs that it reads, its weights, the outputs delivered to it.
 
-    `state` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given. `concatenated`
-    are made by a Concat of what each microbatch gives, of which the operand stands for all of them.
+    `state` and `scalars` are those of a training program: the tensors kept from step to step, and the scalar inputs of each step.
+    `concatenated`: the values that a Concat makes of all microbatches' results; its one operand stands for all of them.
     """
 
     rank: int
@@ -322,7 +322,7 @@ class RankProgram:
 
     @property
     def live_in(self) -> tuple[Value, ...]:
-        """The values before its first op: inputs, weights, state, and the numbers of the step."""
+        """The values before its first op: inputs, weights, state, and the scalars of the step."""
         held = [one.value for one in (*self.inputs, *self.weights)]
         return tuple(dict.fromkeys([*held, *[one.value for one in self.state], *self.scalars]))
 
@@ -334,13 +334,13 @@ class RankProgram:
 
     @property
     def share_key(self) -> Hashable:
-        """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
+        """A key that is equal for ranks with equal files: their programs share the same objects."""
         ends = tuple([tuple([(held.value, held.version) for held in some]) for some in (self.inputs, self.outputs)])
         return id(self.steps), id(self.weights), id(self.state), self.scalars, self.concatenated, ends
 
 
 def constants_of(steps: Sequence[Op], more: Collection[Value] = ()) -> list[Value]:
-    """The constants that ops read, or that are among `more`, in the order of their first readers."""
+    """Returns the constants that ops read, or that are in `more`, in the order of their first readers."""
     read = dict.fromkeys([one for step in steps for one in step.reads])
     return [one for one in {**read, **dict.fromkeys(more)} if one.constant is not None]
 
@@ -349,9 +349,9 @@ AnyOp = TypeVar("AnyOp", bound=Op)
 
 
 def needed(steps: Sequence[AnyOp], results: Collection[Value], appended: Collection[Value] = ()) -> list[AnyOp]:
-    """The ops whose values are read, directly or not; `results` are read after the last, and readers of `appended` change these.
+    """Returns the ops whose values are read, directly or not; `results` are read after the last op, and readers of `appended` change these.
 
-    Communication takes part in what other ranks do, and a task may communicate: both always stay.
+    Communication involves other ranks, and a task may communicate: both always stay.
     """
     read, found = {*results}, list[AnyOp]()
     for step in reversed(steps):

@@ -1,7 +1,7 @@
-"""The value table: the facts of every value for a lowering, and the value of the job for each version on its ranks.
+"""The value table: the type and shape of every value of a lowering, and the job's value for each version on its ranks.
 
-A pass that localizes, differentiates or updates makes values that the model does not have: a cotangent, a shard with open dims, the next
-parameter. They are listed here with their types; the program and the model stay as they are.
+Passes that localize, differentiate or update make values that the model does not have: a cotangent, a shard with open dims, the next
+parameter. These are listed here with their types; the program and the model stay as they are.
 
     table.infos[h.grad]              tensor(float), (batch, 64)
     table.at[h on 0-3, [2, 1]]       %h@[2, 1]
@@ -23,9 +23,9 @@ from partc.compiler.ir.value_info import Shape, ValueInfo
 
 
 class ValueTable:
-    """Types and global shapes of the model's values, and the job's value by version; each pass of the lowering has a copy of its own.
+    """Types and global shapes of values, and the job's value of each version; each pass of the lowering has its own copy.
 
-    Versions of one name and one local shape are one value: what is made on a group, a smaller one of its ranks has.
+    Versions of one name and one local shape are one value: a value that is made on a group is also that of a smaller group within it.
     """
 
     def __init__(self, infos: Mapping[ir.Value, ValueInfo], names: Mapping[ShardedValue, str]) -> None:
@@ -40,7 +40,7 @@ class ValueTable:
 
     @property
     def infos(self) -> Mapping[ir.Value, ValueInfo]:
-        """The type and global shape of every value, in order of their making."""
+        """The type and global shape of every value, in the order in which values were added."""
         return self._infos
 
     @property
@@ -49,7 +49,7 @@ class ValueTable:
         return self._at
 
     def copy(self) -> ValueTable:
-        """A table of its own with the same entries."""
+        """Returns an independent table with the same entries."""
         found = ValueTable(self._infos, {})
         for version, value in self._at.items():
             found.bind(version, value)
@@ -59,22 +59,22 @@ class ValueTable:
         return self._infos[value]
 
     def add(self, value: ir.Value, info: ValueInfo) -> ir.Value:
-        """Lists a value that a pass has made; the value."""
+        """Adds a value that a pass has made, and returns it."""
         self._infos[value] = info
         return value
 
     def bind(self, version: ShardedValue, value: Value) -> None:
-        """Says which value of the job a version is."""
+        """Sets the job's value of a version."""
         if version not in self._at:
             self._versions.setdefault(version.value, []).append(version)
         self._at[version] = value
 
     def versions(self, value: ir.Value) -> list[ShardedValue]:
-        """The versions of a value that are known."""
+        """Returns the known versions of a value."""
         return self._versions.get(value, [])
 
     def local_shape(self, version: ShardedValue) -> Shape | None:
-        """The shape of one shard: every dim over the number of its shards; None where the value's shape is not known."""
+        """Returns the shape of one shard: every dim divided by its number of shards; None if the value's shape is not known."""
         shape = self._infos[version.value].shape
         if shape is None or len(shape) != len(version.layout.cuts):
             return shape
@@ -83,7 +83,7 @@ class ValueTable:
         return _local_shape(shape, version.layout.shards)
 
     def local_value(self, version: ShardedValue) -> ir.Value:
-        """The value with the type and the known dims of one shard: the value itself where it is whole, or its whole shape known."""
+        """Returns a value with the type and the known dims of one shard: the value itself if it is replicated or has no shape."""
         value = version.value
         if version.layout.is_replicated or value.shape is None:
             return value
@@ -103,7 +103,7 @@ class ValueTable:
 
 
 _ROWS = "_rows_of_experts"
-"""The size, in gradients alone, of what a rank has between the borders of sharded experts."""
+"""The symbol, in gradients only, for a rank's number of rows between the borders of sharded experts."""
 
 
 @functools.lru_cache(maxsize=4096)

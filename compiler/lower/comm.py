@@ -1,7 +1,6 @@
-"""The state with which communication is written: the program of the job, the events and groups so far; and collectives of several
-values.
+"""The state of lowering to communication: the job's program, the events and groups so far; and collectives of several values.
 
-A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
+Reshards write their hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from partc.runtime.spellings import first_free
 
 Attributes = dict[str, int | str | tuple[int, ...]]
 _NAMED = 8
-"""So many ranks of a group are named one by one."""
+"""The most ranks of a group that its name lists one by one."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One move of a reshard: the version before and after it, the value of each, and why it is made.
+    """One move of a reshard: the versions before and after it, the value of each, and the cause.
 
-    `derived`: for a reader whose sharding nobody gave.
+    `derived`: whether it is for a reader whose sharding is derived, not requested.
     """
 
     before: ShardedValue
@@ -56,9 +55,9 @@ class Hop:
 
 @dataclass
 class CommLowering:
-    """Writes communication into `job`; `events` and `groups` list what was written, `task` is that of what it writes.
+    """Writes communication into `job`; `events` and `groups` list what was written, and ops that it writes belong to `task`.
 
-    `program` is the one that `localize` was given: what is found out later lies in `values`.
+    `program` is the argument of `localize`; later facts are in `values`.
     """
 
     program: Targeted
@@ -67,40 +66,40 @@ class CommLowering:
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     masked: dict[tuple[ShardedValue, ShardedValue], Value] = field(default_factory=dict)
-    """The values that one rank of each set keeps of a version, by that and its partial layout (`masked_replicas.py`)."""
+    """Maps a version and its partial layout to the masked value, which one rank of each set keeps (`masked_replicas.py`)."""
     task: TaskKind = TaskKind.FORWARD
     pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
     """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
     rings: dict[NodeOnGroup, tuple[Value, Value]] = field(default_factory=dict)
-    """Maps each attention in a ring to the maximum and the sum of each query's scores."""
+    """Maps each ring attention to the maximum and the sum of each query's scores."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
-    """Into how many pieces the batch of a training is dealt out that runs in parts."""
+    """The number of pieces into which the batch of a training with `parts` is dealt."""
 
     def copy(self, task: TaskKind) -> CommLowering:
-        """One of its own with the same contents, whose ops belong to `task`."""
+        """Returns an independent copy, whose ops belong to `task`."""
         job, values, sets = self.job.copy(), self.values.copy(), dict(self._sets)
         events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
         rings = dict(self.rings)
         return CommLowering(self.program, job, values, events, groups, masked, task, pulls, rings, sets, self.pieces)
 
     def of_task(self, task: TaskKind) -> CommLowering:
-        """The same programs, where what is written belongs to `task`."""
+        """Returns a writer to the same programs, whose ops belong to `task`."""
         return replace(self, task=task)
 
     def rename(self, version: ShardedValue, given: Value, out: Value) -> None:
-        """Has a version's ranks have `given` as `out`, too."""
+        """Makes `given` available under `out` on a version's ranks."""
         if given is not out:
             self.identity_on(version.group, given, out)
             self.declare(version, out)
 
     def declare(self, version: ShardedValue, value: Value) -> None:
-        """Lists a value that a version's ranks have, with its type and local shape."""
+        """Lists a value of a version's ranks, with its type and local shape."""
         of, shape = self.values.local_value(version), self.values.local_shape(version)
         self.job.declare(version.group, value, of, shape)
 
     def event(self, op_type: str, hop: Hop, ranks: tuple[Group, ...], group: str, amount: str) -> int:
-        """Lists the event of a hop, whose messages have the shape of what is sent; its tag."""
+        """Lists the event of a hop and returns its tag; the shape is that of the value before the hop."""
         tag, shape = len(self.events), self.values.local_shape(hop.before)
         value, way = hop.after.value, hop.way
         event = Event(tag, op_type, value, hop.out, ranks, group, shape, amount, hop.cause, hop.derived, way)
@@ -116,9 +115,9 @@ class CommLowering:
         elements: int,
         cause: str,
     ) -> None:
-        """One collective of several values of one type, as one message; `made` are what comes of them.
+        """Writes one collective of several values of one type, as one message; `made` are the results.
 
-        A rank gives `elements` in all. What is scattered or gathered is cut along axis 0.
+        A rank contributes `elements` in all. Values that are scattered or gathered are sharded along axis 0.
         """
         sets, group = self.subgroups(move.after.mesh, move.axes, move.group)
         ranks = len(sets[0])
@@ -145,12 +144,12 @@ class CommLowering:
         self.append(move.group, step)
 
     def append(self, ranks: Group | Ranks, *steps: JobOp) -> None:
-        """Writes ops of this task after the ranks' ops so far."""
+        """Appends ops of this task to the programs of the ranks."""
         own = (step if step.task is self.task else replace(step, task=self.task) for step in steps)
         self.job.append(ranks, own)
 
     def subgroups(self, mesh: Mesh, axes: tuple[int, ...], ranks: Group) -> tuple[tuple[Group, ...], str]:
-        """The sets of ranks that differ along some axes only, and their name."""
+        """Returns the sets of ranks that differ along these axes only, and their name."""
         key = mesh, axes, ranks
         if key not in self._sets:
             sets = tuple(tuple(ranks[index] for index in one) for one in Layout(mesh, ()).groups(axes))
@@ -158,9 +157,9 @@ class CommLowering:
         return self._sets[key]
 
     def group(self, sets: tuple[tuple[int, ...], ...]) -> str:
-        """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first.
+        """Returns the name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first.
 
-        Of more than eight members it is a row: `0..28:4+3`.
+        For more than eight members the name has a range: `0..28:4+3`.
         """
         first = sets[0]
         name = order_text(first).replace("-", "..") if len(first) > _NAMED else "-".join(map(str, first))
@@ -170,23 +169,23 @@ class CommLowering:
         return name
 
     def amount(self, value: ir.Value, share: Fraction) -> str:
-        """The given share of a value's bytes, as an expression in the symbols."""
+        """Returns this share of a value's bytes, as an expression in the symbols."""
         return _share_text(self.values[value], share)
 
     def identity_on(self, ranks: Group, given: Value, out: Value) -> None:
-        """Writes an Identity on each of the ranks, so that a value is another one, too."""
+        """Writes an Identity on each of the ranks, which makes a value available as another one."""
         if ranks and given is not out:
             self.emit(ranks, "Identity", [given], out)
 
     def constant(self, ranks: Group, base: Value, word: str, numbers: list[int] | Constant) -> Value:
-        """A constant that is named after a value."""
+        """Returns a constant that is named after a value."""
         made = self.job.derived_on(ranks, base, f".{word}")
         return self.job.constant(ranks, made, np.array(numbers, np.int64) if isinstance(numbers, list) else numbers)
 
     def derived_op(
         self, ranks: Group, op_type: str, inputs: Sequence[Value], base: Value, word: str, **attributes: int
     ) -> Value:
-        """A node that makes no version of a value; what it makes is named after another value."""
+        """Writes a node whose result is not a version of a value, and returns the result, which is named after `base`."""
         return self.emit(ranks, op_type, inputs, self.job.derived_on(ranks, base, f".{word}"), None, **attributes)
 
     def emit(
@@ -198,7 +197,7 @@ class CommLowering:
         source: ir.Node | None = None,
         **attributes: Any,
     ) -> Value:
-        """Writes a node that makes one value; the value."""
+        """Writes a node with one result, and returns the result."""
         # A value's last version has the name of the node that makes the first, so the node is called otherwise.
         label = Value(f".{op_type.lower()}", out)
         self.append(ranks, computed(op_type, inputs, [out], label, source, **attributes))
@@ -207,7 +206,7 @@ class CommLowering:
 
 @functools.lru_cache(maxsize=1024)
 def _share_text(info: ValueInfo, share: Fraction) -> str:
-    """The share of a value's bytes; values of equal layers have equal ones."""
+    """Returns the share of a value's bytes; the text is cached, since values of equal layers are equal."""
     whole = whole_bytes(info)
     if whole is None:
         return "unknown"
@@ -223,14 +222,14 @@ def computed(
     source: ir.Node | None = None,
     **attributes: Any,
 ) -> Compute:
-    """A node of ONNX over values, which is called as its label, or as the first value that it makes."""
+    """Returns an ONNX node over values, named after its label or its first result."""
     kinds = ir.convenience.convert_attributes(attributes)
     node = ir.Node("", op_type, [None] * len(inputs), kinds, num_outputs=len(outputs))
     return Compute(node, source or node, tuple(inputs), tuple(outputs), label=label or outputs[0])
 
 
 def _before(move: mv.AllReduce | mv.ReduceScatter | mv.AllGather) -> Layout:
-    """The layout that a collective of several values begins with."""
+    """Returns the layout before a collective of several values."""
     mesh, cuts, partial = move.after.mesh, list(move.after.cuts), dict(move.after.partial)
     match move:
         case mv.AllGather(dim=dim, axes=axes):

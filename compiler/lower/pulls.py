@@ -7,11 +7,11 @@
                                                      backward      0-3   Push(, %counts, %places, %h.grad)
                                                                    4-5   %ids.own, %rows = Push(%asked, %counts, , )
 
-Rows alone go back: the owners know the ids from the Pull. Where no gradient is wanted a Pull gives rows alone.
+Push sends only rows: the owners know the ids from the Pull. Without a gradient a Pull has only the rows as its result.
 
-A list of the group has the ranks that differ along the axes of the rows alone, in the order of their rows: all of them are owners. Of a
-served table it has the servers, which are the owners, and then all that ask. Along an axis that does not cut ids ranks ask the same: all of
-them get the rows, and the first of them gives their cotangents.
+A set of the process group has the ranks that differ only along the axes of the rows, in the order of their rows: all of them are owners.
+For a served table the set has the servers, which are the owners, followed by all ranks that ask. Ranks along an axis that does not shard
+ids ask for the same rows: all of them get the rows, and the first of them sends the cotangents.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_pulled(program: Sharded, instance: NodeOnGroup) -> bool:
 
 
 def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
-    """The Pull of a node, in the programs of the ranks that have the rows, and of those that ask."""
+    """Writes the Pull of a node, on the ranks that own the rows and on those that ask for them."""
     one = _Lookup.of(comm, instance)
     made, choice = one.output, comm.program.choices.get(instance)
     why = f"served by ranks {', '.join(map(str, instance.node.meta.get(SERVED, ())))}"
@@ -71,7 +71,7 @@ def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
 
 
 def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layout, made: tuple[Value, Value]) -> None:
-    """The Push of the cotangent `dy` of a node's output, which makes ids and rows of the own shard on each owner.
+    """Writes the Push of the cotangent `dy` of a node's output; its results `made` are the ids and rows of each owner's shard.
 
     `dual`: the layout of the table's cotangent.
     """
@@ -93,7 +93,7 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layou
 
 
 def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullRecord:
-    """Has a Pull also give what its Push reads."""
+    """Adds to a Pull the results that its Push reads."""
     comm, made = pull.comm, pull.comm.values.at[pull.output]
     parts = pull.parts(pull.givers)
     ranks = tuple(rank for some, _ in parts for rank in some)
@@ -119,7 +119,7 @@ def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullReco
 
 
 def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, Value], dx: Value) -> None:
-    """Zeros of the own shard of the table, to which rows are added."""
+    """Writes zeros of the rank's shard of the table, to which the rows are added."""
     table = input_layout_of(comm.program, instance, 0)
     group, kind, shape = table.group, table.value.dtype, comm.values.local_shape(table)
     assert kind is not None
@@ -133,23 +133,23 @@ def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, V
 
 @dataclass(frozen=True)
 class _PullRecord:
-    """The values by which a Push knows what a Pull asked: the ids that an owner was asked, the counts of both ends, the ids' places."""
+    """The values by which a Push knows the Pull's requests: the ids asked of an owner, the counts of both ends, the ids' places."""
 
     ids: Value
     counts: Value
     places: Value
 
     def on(self, given: tuple[bool, bool]) -> Operands:
-        """The operands that a rank has, by whether it owns rows, and whether it gives gradients of them."""
+        """Returns the operands that a rank has; `given`: whether it owns rows, and whether it sends their gradients."""
         owns, gives = given
         return self.ids if owns else None, self.counts if owns or gives else None, self.places if gives else None
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup: the sets of ranks that take part, the owners in each, and how the table and what is looked up lie.
+    """A lookup: the participating sets of ranks, the number of owners in each, and the layouts of the table and of the result.
 
-    `givers`: of ranks that ask the same the first ones.
+    `givers`: the first of the ranks that ask for the same rows.
     """
 
     comm: CommLowering
@@ -183,7 +183,7 @@ class _Lookup:
         return _Lookup(comm, table, made, sets, group, owners, givers)
 
     def back(self) -> _Lookup:
-        """The way back, in which servers and those that give take part."""
+        """Returns the lookup for the way back, in which servers and givers take part."""
         (first, *others) = self.sets
         owners = first[: self.owners]
         if others or {*owners} >= {*first}:
@@ -192,7 +192,7 @@ class _Lookup:
         return replace(self, sets=sets, group=self.comm.group(sets))
 
     def parts(self, asking: Group) -> list[tuple[Group, tuple[bool, bool]]]:
-        """Participating ranks, grouped by (owns rows, asks for rows)."""
+        """Returns the participating ranks, grouped by (owns rows, asks for rows)."""
         found: dict[tuple[bool, bool], list[int]] = {}
         owning = {rank for ranks in self.sets for rank in ranks[: self.owners]}
         for rank in dict.fromkeys(rank for ranks in self.sets for rank in ranks):
@@ -201,15 +201,15 @@ class _Lookup:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The places of givers in the list, which are the same in every list."""
+        """The places of givers in a set, which are the same in every set."""
         return tuple(place for place, rank in enumerate(self.sets[0]) if rank in self.givers)
 
     def location_of(self, version: ShardedValue) -> tuple[Group, Layout]:
-        """A version as an event lists it."""
+        """Returns a version in the form in which events list it."""
         return version.group, version.layout
 
     def op(self, op_type: str, inputs: Operands, outputs: Operands, event: Event, *, gives: bool = False) -> Comm:
-        """The node of some ranks; `gives`: rows go back."""
+        """Returns the node of some ranks; `gives`: whether rows are sent back."""
         rows = self.comm.values[self.table.value].shape
         assert rows is not None
         said: dict[str, int | str | tuple[int, ...]] = {
@@ -234,15 +234,15 @@ class _Lookup:
         return tuple(int(dim) for dim in shape[1:])
 
     def ids(self) -> Shape | None:
-        """The shape of a rank's ids: that of its rows without a row's own dims."""
+        """Returns the shape of a rank's ids: the shape of its result without a row's own dims."""
         shape = self.comm.values.local_shape(self.output)
         return None if shape is None else shape[: len(shape) - len(self._row())]
 
     def _bytes(self, of_id: int) -> str:
-        """The bytes that a rank receives when it pulls, and that an owner is sent, if ids are even over the owners, with `of_id` bytes for
-        each row.
+        """Returns the bytes that a rank receives in a Pull, and an owner in a Push, if ids are even over the owners; `of_id`: bytes of an
+        id.
 
-        Of at most min(n, rows) distinct ids those of the other ranks: (P-1)/P of them, where the P owners ask, too.
+        Among at most min(n, rows) distinct ids, those of the other ranks count: (P-1)/P of them if the P owners also ask.
         """
         ids, table = self.ids(), self.comm.values[self.table.value]
         counts = [read(str(dim)) for dim in ids or ()]

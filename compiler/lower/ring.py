@@ -1,16 +1,16 @@
-"""Attention in a ring: each rank keeps its queries, and blocks of keys and values pass from rank to rank, a hop each.
+"""Ring attention: each rank keeps its queries, and blocks of keys and values pass from rank to rank, one hop at a time.
 
     forward    hop 0 own block   hop h: block of the rank h places before     (m, l, o): maximum, sum, output not yet divided
                m' = max(m, max s)   l' = l e^(m - m') + sum e^(s - m')   o' = o e^(m - m') + e^(s - m') v       out = o / l
     backward   do' = do / l   p = e^(s - m)   dv += pT do'   ds = p (do' vT - sum(do' out))   dq += ds k   dk += dsT q
 
-The backward pass keeps out, m and l, not m + log l: log l would be lost beside a maximum of -1e9, of a query that sees nothing. Keys and
-values of the next hop are on their way while a hop computes; dk and dv follow their block from rank to rank, so each sum has one order,
-and go home from where it ends. Where each token sees those up to itself alone, a block goes on to later ranks only: a hop that would see
-nothing has neither node nor message.
+The backward pass reads the saved out, m and l instead of m + log l: a query that sees no key has a maximum of -1e9, and adding log l to it
+would be lost to rounding. Keys and values of the next hop are sent while a hop computes. dk and dv follow their block from rank to rank, so
+each sum has a fixed order, and the rank of the last hop sends them to the block's owner. In causal attention a block goes to later ranks
+only: a hop without visible keys has no node and no message.
 
-Queries of a hop are computed in chunks, one after the other in a Scan, so that no more scores are there than those of a chunk. Heads of
-keys are not repeated: queries are [batch, heads of keys, queries of each, tokens, depth].
+Queries of a hop are computed in chunks, one after the other in a Scan, so memory has the scores of one chunk at a time. Heads of keys are
+not repeated: queries are [batch, heads of keys, queries per head of keys, tokens, depth].
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from partc.compiler.sharding.values.operands import input_layout_of, output_layo
 from partc.runtime.artifact import format as fmt
 
 CHUNK = 128
-"""The most queries of a chunk, where the tokens divide so."""
+"""The most queries in a chunk, if the number of tokens has a divisor that allows it."""
 _WHOLE_BOX = (0, 1, 1)
 
 
 def write_ring(comm: CommLowering, instance: NodeOnGroup) -> None:
-    """Writes the forward pass of a node's ring; `comm.rings` has what the backward pass keeps of it."""
+    """Writes the forward pass of a node's ring, and stores the values that the backward pass reads in `comm.rings`."""
     ring = _Ring(comm, instance, comm.values.at[output_layout_of(comm.program, instance, 0)])
     comm.rings[instance] = ring.forward()
 
@@ -50,14 +50,18 @@ def write_ring(comm: CommLowering, instance: NodeOnGroup) -> None:
 def write_ring_back(
     comm: CommLowering, instance: NodeOnGroup, dy: Value, gradients: Sequence[Value], of: Sequence[ir.Value]
 ) -> None:
-    """Writes the backward pass: of the output's cotangent `dy` the `gradients` of queries, keys and values, versions of `of`."""
+    """Writes the backward pass of a node's ring.
+
+    `dy`: the cotangent of the output. `gradients`: the values to write for queries, keys and values. `of`: the model's values of which
+    `gradients` are the gradients.
+    """
     out = comm.values.at[output_layout_of(comm.program, instance, 0)]
     _Ring(comm, instance, dy).backward(out, *comm.rings[instance], dy, gradients, of)
 
 
 @dataclass
 class _Nodes:
-    """Nodes over handles."""
+    """Builds a list of nodes whose operands are handles: names that `over_values` later replaces by values."""
 
     nodes: list[ir.Node] = field(default_factory=list)
 
@@ -71,13 +75,13 @@ class _Nodes:
 
 @dataclass
 class _Ring:
-    """The ring of a node on its group; what it makes is named after `base`."""
+    """The ring of a node on its group; the values that it writes are named after `base`."""
 
     comm: CommLowering
     instance: NodeOnGroup
     base: Value
     tag: str = ""
-    """The end of the names of what is written: ranks whose nodes differ have other names."""
+    """The suffix of the names that are written: sets of ranks with different nodes get different names."""
 
     def __post_init__(self) -> None:
         program, node, group = self.comm.program, self.instance.node, self.instance.group
@@ -109,7 +113,7 @@ class _Ring:
 
     @cached_property
     def dtype(self) -> ir.DataType:
-        """The type of all operands but the mask."""
+        """The type of all operands except the mask."""
         value = self.instance.node.inputs[0]
         assert value is not None
         assert value.dtype is not None
@@ -117,7 +121,7 @@ class _Ring:
 
     @cached_property
     def chunks(self) -> int:
-        """The number of chunks of queries: equal ones, of which none has more than `CHUNK` where the tokens divide so."""
+        """The number of equal chunks of queries: the smallest divisor with chunks of at most `CHUNK` queries, else the largest divisor."""
         tokens = self.shape(0)[2]
         facts = facts_of(tokens, {name: info.facts for name, info in self.comm.program.symbols.items()})
         divisor = tokens if isinstance(tokens, int) else facts.real_divisor()
@@ -126,15 +130,15 @@ class _Ring:
         return next((n for n in legal if n * CHUNK >= most), legal[-1])
 
     def ranks(self, places: Sequence[int]) -> Group:
-        """The ranks at some places of their rings."""
+        """The ranks at these places of their rings."""
         return tuple(ranks[place] for ranks in self.sets for place in places)
 
     def places(self, hop: int) -> range:
-        """The places that compute in a hop."""
+        """The places that compute in this hop."""
         return range(hop if self.causal else 0, self.size)
 
     def named(self, places: Sequence[int], hop: int) -> Group:
-        """The ranks at some places, after whose hop what follows is named; and after the place, where each has its own."""
+        """Returns the ranks at these places, and sets `tag` to the hop, followed by the place where places have different nodes."""
         self.tag = f"{hop}" if len(self.parts(hop)) == 1 else f"{hop}_{places[0]}"
         return self.ranks(places)
 
@@ -150,7 +154,10 @@ class _Ring:
         result: Value | None = None,
         **attributes: Any,
     ) -> Value:
-        """Writes a node that makes one value; `block`: the operand and the hop whose block it begins with."""
+        """Writes a node with one result, and returns the result.
+
+        `block`: the operand and the hop of the block that the node reads first, such as `k 2`, for the node's metadata.
+        """
         out = result or self.comm.job.derived_on(ranks, self.base, f".{word}{self.tag}")
         label = Value(f".{word}{self.tag}.{op_type.lower()}", self.base)
         step = computed(op_type, inputs, [out], label, self.instance.node, **attributes)
@@ -184,7 +191,10 @@ class _Ring:
         of: ir.Value,
         cause: str,
     ) -> None:
-        """Writes the message of a block of operand `k` from each place of `to` to another; by place what is given, and what is results."""
+        """Writes the message that moves a block of operand `k` between places: `to` maps each sender's place to the receiver's.
+
+        `moved`: maps each sender's place to the value that it sends. `results`: maps each receiver's place to the value that it receives.
+        """
         if not to:
             return
         comm, shape, version = self.comm, self.shape(k), self.versions[k]
@@ -215,7 +225,7 @@ class _Ring:
                 comm.append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, said, tag, of, cause, amount))
 
     def passed(self, k: int, block: Value, hop: int, cause: str) -> Value:
-        """The block of operand `k` that a rank has in a hop, sent on from the one before it; `block` is that of the hop before."""
+        """Receives the block of operand `k` for a hop from the next-lower place, which had it (`block`) in the hop before."""
         to = {(place - 1) % self.size: place for place in self.places(hop)}
         ranks, version = self.ranks(self.places(hop)), self.versions[k]
         assert version is not None
@@ -233,10 +243,10 @@ class _Ring:
         states: Mapping[str, str],
         results: Mapping[str, Value],
     ) -> None:
-        """Writes nodes over the `values` of their handles: as they are, or for one chunk after the other.
+        """Writes nodes with `values` for their handles: once if there is one chunk, else in a Scan over the chunks.
 
-        `scanned`: the handles that have the queries, with their dim; `states`: what a chunk hands on to the next, by its handle before;
-        `results`: the values of what is computed, which but for states have the queries in dim 3.
+        `scanned`: maps each handle that has the queries to the dim of the queries. `states`: maps the handle of a state before a chunk to
+        its handle after it. `results`: maps handles to the result values; except for states, these have the queries in dim 3.
         """
         job, node = self.comm.job, self.instance.node
         if self.chunks == 1:
@@ -294,7 +304,7 @@ class _Ring:
             self.op(ranks, "Reshape", [value, joined], f"joined_{name}", result=results[name])
 
     def _in_chunks(self, ranks: Group, value: Value, dim: int, name: str) -> Value:
-        """A value with its queries in chunks, along a dim of their own."""
+        """Reshapes a value so that its dim of queries becomes two: the chunks, and the queries of a chunk."""
         shape = value.shape or ()
         if name == "mask":  # its last dim is the keys
             sizes = self.op(ranks, "Shape", [value], "sizes", start=-1)
@@ -314,20 +324,22 @@ class _Ring:
     # operands
 
     def wide(self, ranks: Group, value: Value, depth: int, word: str) -> Value:
-        """Queries, or what is like them, with a dim for the heads of keys and one for those of queries that read each."""
+        """Reshapes queries, or values of their shape, to five dims: dim 1 is the heads of keys, dim 2 the heads of queries for each."""
         target = self.vector(ranks, "wide", [0, *self.heads, -1, depth])
         made = self.op(ranks, "Reshape", [value, target], word)
         shape = self.shape(0)
         return self.typed(ranks, made, (shape[0], *self.heads, shape[2], depth))
 
     def apart(self, ranks: Group, value: Value, word: str, block: str, *, turned: bool) -> Value:
-        """Keys or values that broadcast over the queries' heads, transposed where `turned`."""
+        """Inserts a dim of 1 into keys or values, so that they broadcast over the heads of queries; transposes the last two dims if
+        `turned`.
+        """
         hop = f"{block} {self.tag}{' causal' if self.causal else ''}"
         made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
         return self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3]) if turned else made
 
     def rows(self) -> Value:
-        """The places of a rank's queries within their run."""
+        """The places of a rank's queries within its shard of the tokens: 0, 1, ..."""
         ranks, tokens = self.instance.group, self.shape(0)[2]
         if isinstance(tokens, int):
             return self.vector(ranks, "rows", range(tokens))
@@ -348,7 +360,9 @@ class _Ring:
         return value
 
     def masked(self, nodes: _Nodes, ranks: Group, hop: int, values: dict[str, Value], scanned: dict[str, int]) -> str:
-        """Writes the scores of a hop as the mask leaves them; notes in `values` and `scanned` what they read."""
+        """Writes the nodes that compute a hop's scores and apply the mask, and returns their handle; adds the operands to `values` and
+        `scanned`.
+        """
         scores = nodes("MatMul", "q", "kt")
         if self.causal:
             if hop:
@@ -375,17 +389,17 @@ class _Ring:
 
     @property
     def is_hiding(self) -> bool:
-        """Whether there is a mask of truth values."""
+        """Whether the mask has booleans."""
         mask = self.instance.node.inputs[3] if len(self.instance.node.inputs) > 3 else None
         return mask is not None and mask.dtype == ir.DataType.BOOL
 
     def _queries_of_mask(self) -> int | None:
-        """The dim of a mask's queries, of five; None where it is the same for all."""
+        """The dim of the queries in a mask of five dims; None if all queries share one mask."""
         shape = self.shape(3)
         return None if len(shape) < 2 or shape[-2] == 1 else (len(shape) - 2 if len(shape) < 4 else 3)
 
     def block_of_mask(self, place: int, hop: int) -> dict[str, Value]:
-        """The columns of the mask that a place needs in a hop, for scores of five dims; nothing without a mask."""
+        """Writes the slice of the mask with the keys that a place reads in a hop, in five dims; empty without a mask."""
         if len(self.values) < 4 or self.values[3] is None:
             return {}
         ranks, shape, value = self.ranks([place]), self.shape(3), self._operand(3)
@@ -412,7 +426,9 @@ class _Ring:
         return {"mask": value}
 
     def parts(self, hop: int) -> list[Sequence[int]]:
-        """The places of a hop in sets that run the same nodes: one set, or each by itself where a mask is sliced by place."""
+        """Groups the places of a hop by the nodes that they run: one set, or one set for each place where the mask's slice depends on the
+        place.
+        """
         places = self.places(hop)
         return (
             [[place] for place in places]
@@ -425,7 +441,7 @@ class _Ring:
     # the two passes
 
     def queries(self) -> Value:
-        """The scaled queries in five dims."""
+        """Writes the queries in five dims, multiplied by the scale."""
         ranks, depth = self.instance.group, int(self.shape(0)[3])
         made = self.wide(ranks, self._operand(0), depth, "q5")
         if self.scale == 1.0:
@@ -434,7 +450,7 @@ class _Ring:
         return self.typed(ranks, scaled, made.shape or ())
 
     def forward(self) -> tuple[Value, Value]:
-        """Writes the forward pass; the maximum and the sum of each query, in five dims."""
+        """Writes the forward pass; returns the maximum and the sum of each query's scores, in five dims."""
         everyone, (groups, each) = self.instance.group, self.heads
         query, tokens, depth = self.queries(), self.shape(0)[2], int(self.shape(2)[3])
         narrow, wide = (self.shape(0)[0], groups, each, tokens, 1), (self.shape(0)[0], groups, each, tokens, depth)
@@ -488,11 +504,11 @@ class _Ring:
         return most, total
 
     def last_hops(self) -> list[Sequence[int]]:
-        """The places in sets that have their results of the same hop."""
+        """Groups the places by the hop that completes their result."""
         return [[place] for place in range(self.size)] if self.causal or len(self.values) > 3 else [range(self.size)]
 
     def _finish(self, ranks: Group, state: Mapping[str, Value], most: Value, total: Value) -> None:
-        """Writes the result; a query that sees nothing gets zeros, and no share of any gradient."""
+        """Writes the result from the last state; a query that sees no key gets zeros, and adds nothing to any gradient."""
         if self.causal or len(self.values) < 4:
             self.op(ranks, "Identity", [state["m"]], "most", result=most)
             self.op(ranks, "Identity", [state["l"]], "total", result=total)
@@ -521,7 +537,7 @@ class _Ring:
     def backward(
         self, out: Value, most: Value, total: Value, dy: Value, gradients: Sequence[Value], of: Sequence[ir.Value]
     ) -> None:
-        """Writes the backward pass."""
+        """Writes the backward pass; `out`, `most` and `total` are the saved output, maxima and sums."""
         everyone, (groups, each), path = self.instance.group, self.heads, self.comm.program.paths[self.instance.node]
         tokens, depth, width = self.shape(0)[2], int(self.shape(0)[3]), int(self.shape(2)[3])
         narrow = (self.shape(0)[0], groups, each, tokens, 1)
@@ -624,7 +640,7 @@ class _Ring:
     def _sums_passed(
         self, hop: int, sums: Mapping[int, tuple[Value, Value]], of: Sequence[ir.Value], cause: str
     ) -> dict[int, tuple[Value, Value]]:
-        """The sums dk and dv of the blocks that places have in a hop, sent on with them."""
+        """Receives the partial sums dk and dv of the blocks that places have in a hop; they travel with the blocks."""
         to = {(place - 1) % self.size: place for place in self.places(hop)}
         ranks = self.ranks(self.places(hop))
         taken = []
@@ -643,7 +659,7 @@ class _Ring:
         of: Sequence[ir.Value],
         cause: str,
     ) -> None:
-        """Sends dk and dv of the blocks that no later hop needs to where they belong."""
+        """Sends dk and dv of the blocks that no later hop reads to the ranks that own the blocks."""
         going = {(place - 1) % self.size for place in self.places(hop + 1)} if hop + 1 < self.size else set()
         ending = {place: (place - hop) % self.size for place in self.places(hop) if place not in going}
         for k in (1, 2):
@@ -660,7 +676,7 @@ class _Ring:
 
 
 def _divided(size: int | str, count: int) -> int | str:
-    """A size divided by a number that divides it."""
+    """Returns a size divided by `count`, as a number or an expression; `count` divides it."""
     if isinstance(size, int):
         return size // count
     one = read(size)

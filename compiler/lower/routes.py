@@ -1,11 +1,12 @@
-"""Rows of tokens as messages to the ranks of their experts, and back: Route where they enter, Return where they leave.
+"""Messages that send tokens' rows to the ranks of their experts and back: Route at the entry of an expert region, Return at its exit.
 
     ToExperts on 0-3, e (0,), m (0,)       %rows', %experts', %sent, %counts = Route(%rows, %experts)
                                 backward   %rows.grad = Return(%rows'.grad, %sent, %counts)
     FromExperts                            %y = Return(%y', %sent, %counts)
                                 backward   %y'.grad = Route(%y.grad, , %sent, %counts)
 
-They are each other's duals: the counts travel once. A list of the group has the ranks that share the experts, in the order of their runs.
+Route and Return are each other's transpose, so all four use the counts that the first Route has sent. A set of the process group lists the
+ranks that share the experts, in the order of their runs of experts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NUMBERS = ir.TensorType(ir.DataType.INT64)
 
 
 def write_route(comm: CommLowering, instance: NodeOnGroup) -> None:
-    """The Route or the Return of a border on a group."""
+    """Writes the Route or the Return of a border node (ToExperts, FromExperts) on a group."""
     node, group, program = instance.node, instance.group, comm.program
     read, made = input_layout_of(program, instance, 0), output_layout_of(program, instance, 0)
     rows, out = operand(comm, instance, 0), comm.values.at[made]
@@ -63,12 +64,15 @@ def write_route(comm: CommLowering, instance: NodeOnGroup) -> None:
 def write_dual(
     comm: CommLowering, instance: NodeOnGroup, values: tuple[Value, Value], of: tuple[ShardedValue, ShardedValue]
 ) -> None:
-    """The dual of a border's Route or Return: `values` are the cotangents of its output and of its rows, `of` their versions."""
+    """Writes the gradient of a border's Route or Return, which is the other of the two.
+
+    `values`: the cotangents of the border's output and of its rows. `of`: their sharded values.
+    """
     _write(comm, instance, fmt.RETURN if instance.node.op_type == TO_EXPERTS else fmt.ROUTE, values, of)
 
 
 def _sets(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """The sets of ranks that share the experts of a border, and their name."""
+    """The sets of ranks that share the experts of a border, and the name of the process group."""
     choice = comm.program.choices[instance]
     return comm.subgroups(choice.mesh, choice.axes[choice.pulled], instance.group)
 
@@ -82,7 +86,10 @@ def _write(
     ids: tuple[Value | None, ...] = (),
     more: tuple[Value, ...] = (),
 ) -> Comm:
-    """Writes a Route or a Return of the first of `values`, which makes the second; with `ids` one that makes `more`."""
+    """Writes a Route or a Return that reads the first of `values` and makes the second.
+
+    `ids`: further inputs (the experts of the rows). `more`: further outputs (the places sent, the counts).
+    """
     program, node = comm.program, instance.node
     border = node if node.op_type == TO_EXPERTS else node.inputs[1].producer() if node.inputs[1] is not None else None
     assert border is not None
@@ -113,7 +120,7 @@ def _write(
 
 
 def _bytes(shape: tuple[int | str, ...] | None, row: int, ranks: int) -> str:
-    """The bytes that a rank receives where rows are even over the experts: those of the other ranks."""
+    """The bytes that a rank receives from the other ranks, if all experts have the same number of rows; "unknown" without a shape."""
     counts = [read(str(dim)) for dim in shape or ()]
     if shape is None or any(one is None for one in counts):
         return "unknown"

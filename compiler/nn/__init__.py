@@ -1,4 +1,4 @@
-"""Layers to write a model with: torch's names, arguments and defaults, on top of onnxscript's modules.
+"""Layers for writing models: torch's names, arguments and defaults, on top of onnxscript's modules.
 
     from partc.compiler import nn
 
@@ -10,9 +10,9 @@
         def forward(self, op, x):
             return self.body(op, x)
 
-A layer is called with the op builder and its input. Weights are drawn from the seed (`nn.seed(7)`) and the parameter's
-own path when they are needed, the same on every machine; `nn.init` has the initializers. Layers are in inference mode
-until `train()` is called. The ops are those of opset 23, all of which onnxruntime runs.
+A layer is called with the op builder and its input. Weights are drawn when they are needed, from the seed (`nn.seed(7)`) and the
+parameter's path, so they are the same on every machine; `nn.init` has the initializers. Layers are in inference mode until `train()` is
+called. The ops are those of opset 23, all of which onnxruntime runs.
 """
 
 from partc.compiler.nn import init

@@ -1,12 +1,17 @@
-"""Nodes of one record, written for all records of a batch by the op table: a rule of factors is a rule of batching, too.
+"""Rewrites the nodes of one record's computation for all records of a batch, by the op table: a rule of factors is also a rule of batching.
 
     record  MatMul  mk,kn->mn     of (5, 6) and (6, 4)             all  MatMul  bmk,kn->bmn   of (B, 5, 6) and (6, 4)
     record  Conv    nc..,oc..->no..   of (2, 3, 8, 8)              all  Conv of (B * 2, 3, 8, 8), the records in n
 
-Values that differ from record to record have the new dim in front. The law of the first form: the rule of the op on these values has a
-letter for the new dim that is in all of them and in no other operand, and without this letter it is the rule of the op on one record. Of
-the second: the rule has a letter in all of them, in all results and in no other operand, along which the plain op on parts gives parts.
-An op without such a letter runs in a Scan over the records. So an op that the table gains is batched with it.
+Batched values, which differ from record to record, have the new dim in front. An op is written in the first of three forms that fits:
+
+    new dim    the op's rule on the batched values has a letter for the new dim in all batched operands and in no other, and without
+               this letter the rule is that of the op on one record
+    merged     the rule has a letter in all batched operands, in all results and in no other operand, along which the op on shards gives
+               shards of the result: the records are merged into this dim
+    Scan       the op runs in a Scan over the records
+
+So an op that is added to the op table can be batched without code here.
 """
 
 from __future__ import annotations
@@ -28,36 +33,38 @@ from partc.compiler.ops.rule import OWN, WHOLE, Rule
 from partc.runtime.artifact.graph.kernels import host_inputs
 
 _BY_NUMBERS = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
-"""Ops that make as many elements as the numbers of a record say."""
+"""Ops whose number of results depends on the values of a record."""
 _AXES = {"CumSum": 1, "Pad": 3, "Slice": 3, "Squeeze": 1, "Unsqueeze": 1, "CumProd": 1}
-"""Maps ops to the operand that names axes, besides reductions."""
+"""Maps ops other than reductions to the operand that names axes."""
 _ALIKE = frozenset({"Concat", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
-"""Ops whose operands have the new dim together: one that all records share is repeated."""
+"""Ops whose operands must all have the new dim: an operand that all records share is repeated."""
 _OF_ANY_RANK = frozenset({"FusedMatMul", "Gelu", "MatMulNBits", "QuickGelu", "SimplifiedLayerNormalization"})
-"""Ops of other domains than the standard's whose kernels take operands of any number of dims."""
+"""Ops outside the ONNX standard whose kernels take operands of any rank."""
 _ROWS_ALONE = frozenset({"MatMulInteger", "QLinearMatMul"})
-"""Ops whose kernels take several matrices on the left only."""
+"""Ops whose kernels take a batch of matrices only as the left operand."""
 _EXACT = ("Gather", "GatherND", "Gemm", "Reshape")
-"""Ops whose rule rewrites a node, but not along a dim that only passes."""
+"""Ops whose rule requires a rewrite of the node, except along a dim that passes through unchanged."""
 
 
 class NotBatchedError(Exception):
-    """Why a node has no meaning for several records: the fact, the law and the remedy."""
+    """The fact, the law and the remedy of a node that cannot be computed for several records."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A node for all records: its attributes, the operands that are other constants, and how many dims of 1 follow the new one."""
+    """The changes to a node that runs for all records: its attributes, replaced constant operands, and dims of 1 to insert after the new
+    dim.
+    """
 
     attributes: Mapping[str, object] = field(default_factory=dict)
     constants: Mapping[int, Array] = field(default_factory=dict)
     inserted: Mapping[int, int] = field(default_factory=dict)
     prefixed: Mapping[int, int] = field(default_factory=dict)
-    """Operands that only the run knows, and the number in front of theirs."""
+    """Maps operands that are known only at run time to the number to put in front of their numbers."""
 
 
 class Batch:
-    """The values of all records by those of one: `values` maps each to its value, `batched` are those that differ by record."""
+    """Writes the nodes of all records; `values` maps each value of one record to that of all, `batched` has those that differ by record."""
 
     def __init__(self, op: OpBuilder, size: int | ir.SymbolicDim) -> None:
         self.op, self.size = op, size
@@ -65,16 +72,16 @@ class Batch:
         self.batched: set[ir.Value] = set()
 
     def take(self, record: ir.Value, value: ir.Value) -> None:
-        """Has a value stand for one of each record, which are along its first dim."""
+        """Sets the value of all records for a value of one record; its first dim is the records."""
         self.values[record] = value
         self.batched.add(record)
 
     def now(self, record: ir.Value | None) -> ir.Value | None:
-        """The value that stands for one of a record; itself if it is from outside."""
+        """The value of all records for a value of one record; a value from outside stands for itself."""
         return None if record is None else self.values.get(record, record)
 
     def node(self, node: ir.Node) -> None:
-        """Writes a node of one record for all."""
+        """Writes a record's node for all records."""
         if self.batched.isdisjoint([*node.inputs, *captured_by(node)]):
             self._plain(node)
             return
@@ -89,7 +96,7 @@ class Batch:
             self._scanned(node)
 
     def spread(self, value: ir.Value) -> ir.Value:
-        """A value that is the same for all records, once for each."""
+        """Repeats a value that all records share, so that its first dim is the records."""
         if value in self.batched:
             return self.values[value]
         now, sizes = self.now(value), [self.size, *(dims(value) or ())]
@@ -100,7 +107,7 @@ class Batch:
         return self.shaped(self.op.Expand(self.op.Unsqueeze(now, _vector(self.op, [0])), target), value)
 
     def shaped(self, result: ir.Value, record: ir.Value) -> ir.Value:
-        """A value of all records, with the type and the shape that follow from those of one."""
+        """Gives a value of all records the type of the record's value, and its shape with the new dim."""
         result.type = record.type or result.type
         if record.shape is not None:
             result.shape = ir.Shape([self.size, *record.shape.dims])
@@ -134,7 +141,7 @@ class Batch:
     def _emit(
         self, like: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr], count: int
     ) -> list[ir.Value]:
-        """The results of a new node in the module of another one."""
+        """Adds a node of the same module and metadata as `like`, and returns its `count` results."""
         builder = self.op.builder
         outputs = [ir.Value(name=f"vmap.{builder.graph.num_nodes()}.{k}") for k in range(count)]
         node = ir.Node(like.domain, op_type, inputs, attributes, outputs=outputs, name=like.name, version=like.version)
@@ -144,7 +151,7 @@ class Batch:
         return outputs
 
     def _plain(self, node: ir.Node) -> None:
-        """The node as it is, of values that all records share."""
+        """Writes the node unchanged: all records share its operands."""
         moved = {value: self.values[value] for value in captured_by(node) if value in self.values}
         attributes = [_reading(attribute, moved) for attribute in node.attributes.values()]
         inputs = [self.now(value) for value in node.inputs]
@@ -154,14 +161,14 @@ class Batch:
             self.values[record] = made
 
     def _sizes(self, node: ir.Node) -> None:
-        """The sizes of a record, which are the same for all."""
+        """Writes a Shape or Size, which is the same for all records."""
         bounds = {name: node.attributes.get_int(name, 0) for name in ("start", "end") if name in node.attributes}
         further = {name: at + 1 if at >= 0 else at for name, at in {"start": 0, **bounds}.items()}
         sizes = self.op.Shape(self.now(node.inputs[0]), **further)
         self.values[node.outputs[0]] = sizes if node.op_type == "Shape" else self.op.ReduceProd(sizes, keepdims=0)
 
     def _product_of_vectors(self, node: ir.Node) -> None:
-        """A product of vectors as one of matrices of one row or column."""
+        """Writes a product with vectors as one with matrices of one row or column."""
         places = [-2, -1]
         vectors = [rank_of(value) == 1 for value in node.inputs]
         values = []
@@ -186,7 +193,7 @@ class Batch:
         )
 
     def _leading(self, node: ir.Node) -> bool:
-        """Whether the op has a letter for the new dim in front; then the node is written so."""
+        """Writes the node with the new dim in front, if the op's rule has a letter for it; returns whether it does."""
         form = self._form(node)
         if form is None:
             return False
@@ -198,13 +205,13 @@ class Batch:
         return True
 
     def _place(self, node: ir.Node) -> int:
-        """The dim of the results that is the new one: where ids are looked up, the first of theirs."""
+        """The dim of the results that is the new one: 0, or for a Gather with batched indices the first dim of the indices."""
         if node.op_type != "Gather" or node.inputs[0] in self.batched:
             return 0
         return counted(node.attributes.get_int("axis", 0), rank_of(node.inputs[0]) or 0)
 
     def _fits(self, node: ir.Node, form: _Form, batched: Sequence[bool], place: int) -> bool:
-        """Whether the rule of the node for all records is that of one, with a letter for the new dim."""
+        """Whether the node's rule for all records is that of one record with a letter for the new dim."""
         record, operands = rule_of(node), []
         for k, (value, differs) in enumerate(zip(node.inputs, batched, strict=True)):
             shape = None if value is None else value.shape
@@ -265,7 +272,7 @@ class Batch:
             self.take(record, self.shaped(made, record))
 
     def _form(self, node: ir.Node) -> _Form | None:
-        """What changes in a node whose operands have a dim more in front; None where that is not known."""
+        """The changes to a node whose operands have a new first dim; None if they are not known."""
         rank = rank_of(node.inputs[0])
         if rank is None or bodies(node) or (node.domain not in ("", "ai.onnx") and node.op_type not in _OF_ANY_RANK):
             return None
@@ -313,7 +320,7 @@ class Batch:
         return _Form(attributes, constants, self._aligned(node))
 
     def _axes(self, node: ir.Node, rank: int) -> dict[int, Array] | None:
-        """The constants of a node that names axes in an operand, for all records; None where only the run knows them."""
+        """The new constant operands of a node that names axes in an operand; None if only the run knows the axes."""
         k, op_type = _AXES.get(node.op_type, 1), node.op_type
         given = node.inputs[k] if k < len(node.inputs) else None
         axes = constant_ints(node, k)
@@ -335,7 +342,7 @@ class Batch:
         return None
 
     def _aligned(self, node: ir.Node) -> dict[int, int]:
-        """The dims of 1 that operands which broadcast need after the new one, so that their others stay where they are."""
+        """Maps each batched operand of a broadcast to the dims of 1 to insert after the new dim, so that its other dims stay aligned."""
         entry = entry_of(node)
         parts = _parts(entry.notation.factors, len(node.inputs)) if entry is not None else []
         stars = {
@@ -347,7 +354,7 @@ class Batch:
         return {k: most - count for k, count in stars.items() if node.inputs[k] in self.batched}
 
     def _merged(self, node: ir.Node) -> bool:
-        """Whether the op has a letter that may have the records besides its own; then the node is written so."""
+        """Writes the node with the records merged into one of its dims, if the op allows one; returns whether it does."""
         rule = rule_of(node)
         places: list[int] = []
         batched = [k for k, value in enumerate(node.inputs) if value in self.batched]
@@ -378,7 +385,7 @@ class Batch:
         return known and all(of is not None and of.count(letter) == 1 for of in rule.outputs)
 
     def _merge(self, value: ir.Value, record: ir.Value, place: int) -> ir.Value:
-        """The value with the records in dim `place` of one: first by record, then as in each."""
+        """Merges the first dim, the records, into dim `place` of a record: the records are the outer index."""
         rank = rank_of(record) or 0
         if place:
             value = self.op.Transpose(value, perm=[*range(1, place + 1), 0, *range(place + 1, rank + 1)])
@@ -399,7 +406,10 @@ class Batch:
     def _target(
         self, value: ir.Value, record: ir.Value, place: int, middle: Sequence[int | ir.Value], after: int
     ) -> ir.Value:
-        """The target of a Reshape that keeps the dims before `place`, and from `after` on: those of a record from `place` + 1 on."""
+        """The target shape of a Reshape that leaves the dims before `place`, puts `middle` next, and then the record's dims after `place`.
+
+        `after`: the first of the remaining dims in `value`, for those whose sizes only the run knows.
+        """
         sizes = list((dims(record) or ())[place + 1 :])
         rest: Sequence[int | ir.Value] = [size for size in sizes if isinstance(size, int)]
         if len(rest) < len(sizes):
@@ -410,7 +420,7 @@ class Batch:
         return self._joined([_vector(self.op, [part]) if isinstance(part, int) else part for part in parts])
 
     def _scanned(self, node: ir.Node) -> None:
-        """The node in a Scan over the records."""
+        """Writes the node in a Scan over the records."""
         values = [*dict.fromkeys(value for value in [*node.inputs, *captured_by(node)] if value in self.batched)]
         moved = {value: self.values[value] for value in (*node.inputs, *captured_by(node)) if value in self.values}
         inside = {value: ir.Value(name=f"one{k}", type=value.type, shape=value.shape) for k, value in enumerate(values)}
@@ -435,7 +445,7 @@ class Batch:
 
 
 def _is_lifted(record: Rule, rule: Rule, batched: Sequence[bool], form: _Form, place: int) -> bool:
-    """Whether `rule` is `record` with one letter more, of the new dim: in all operands that have it, in no other, in all results."""
+    """Whether `rule` is `record` plus one letter for the new dim, in all batched operands, all results and no other operand."""
     lifted = [rule.inputs[k] for k, differs in enumerate(batched) if differs]
     letters = {one[0] for one in lifted if one} | {one[place] for one in rule.outputs if one and len(one) > place}
     (new,) = letters if len(letters) == 1 else (WHOLE,)
@@ -463,7 +473,7 @@ def _is_lifted(record: Rule, rule: Rule, batched: Sequence[bool], form: _Form, p
 
 
 def _parts(factors: str, count: int) -> list[str]:
-    """The operands' parts of a rule's notation."""
+    """The parts of a rule's notation for each of `count` operands."""
     parts = factors.split("->")[0].split(",")
     return [*parts[:-1], *parts[-2:-1] * (count - len(parts) + 1)] if parts[-1] == "..." else parts
 
@@ -474,7 +484,7 @@ def _is_reduction(node: ir.Node) -> bool:
 
 @functools.cache
 def _default(op_type: str, domain: str, name: str) -> object:
-    """The default of an op's attribute; None where the op does not have it."""
+    """The default of an op's attribute; None if the op has no such attribute or default."""
     try:
         schema = onnx.defs.get_schema(op_type, domain)
     except onnx.defs.SchemaError:
@@ -486,7 +496,7 @@ def _default(op_type: str, domain: str, name: str) -> object:
 
 
 def _shifted_axes(node: ir.Node) -> dict[str, object]:
-    """The attributes that count dims from the first one, one further."""
+    """The attributes that count dims from the first, each increased by 1 for the new dim."""
     found: dict[str, object] = {}
     for name in ("axis", "axes"):
         given = node.attributes.get(name)
@@ -499,7 +509,7 @@ def _shifted_axes(node: ir.Node) -> dict[str, object]:
 
 
 def _equation(node: ir.Node, batched: Sequence[bool]) -> str | None:
-    """The equation of an Einsum with a letter more; None where it says no result, or has an ellipsis."""
+    """The Einsum equation with a letter for the new dim; None if it has an ellipsis or no explicit result."""
     equation = node.attributes["equation"].as_string().replace(" ", "")
     left, arrow, right = equation.partition("->")
     new = next(letter for letter in "zyxwvutsrqponmlkjihgfedcba" if letter not in equation)
@@ -516,7 +526,7 @@ def _attributes(node: ir.Node, changed: Mapping[str, object]) -> list[ir.Attr]:
 
 
 def _reading(attribute: ir.Attr, moved: Mapping[ir.Value, ir.Value]) -> ir.Attr:
-    """An attribute, its bodies copied and reading other values from outside of them."""
+    """A copy of an attribute whose bodies read the values that `moved` gives in place of outer ones."""
     if attribute.type != ir.AttributeType.GRAPH:
         return attribute
     copy = attribute.as_graph().clone(allow_outer_scope_values=True)
@@ -546,7 +556,7 @@ def _constant(array: Array) -> ir.Value:
 
 
 def _vector(op: OpBuilder, numbers: Sequence[int] | range | Array) -> ir.Value:
-    """Integers as a constant of the model."""
+    """Returns integers as a constant of the model."""
     array = np.asarray(numbers, np.int64)
     value: ir.Value = op.builder._get_or_create_constant(array.tolist(), ir.DataType.INT64)
     return value

@@ -1,4 +1,4 @@
-"""`vmap`: a function of one record as one of all records of a batch, as in JAX and torch.
+"""`vmap`: turns a function of one record into a function of a batch of records, as in JAX and torch.
 
     def attend(op, q, k, v):                       # of one record: (tokens, size)
         weights = op.Softmax(op.MatMul(q, op.Transpose(k, perm=[1, 0])), axis=-1)
@@ -6,8 +6,8 @@
 
     y = nn.vmap(nn.vmap(attend))(op, q, k, v)      # over records and heads: (batch, heads, tokens, size)
 
-The function is called once, on values of one record, and its nodes are then written for all (`batching.py`). It may call modules, read
-parameters and call `vmap` itself; what it reads besides its arguments is the same for all records.
+The function is called once, with values of one record, and its nodes are then rewritten for all records (`batching.py`). It may call
+modules, read parameters and call `vmap` itself; values that are not its arguments are the same for all records.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LAW = "an entry for each argument: the dim of its records, or None for one that
 
 
 def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """A function that is called with the op builder and values of all records, and gives what `f` makes of each record.
+    """Returns a function that takes the op builder and batched arguments, and returns the results of `f` for all records.
 
-    `in_axes`: along which dim of each argument its records are, or of all; None for an argument that all records share. `out_axes`: along
-    which dim of each result they are, or of all. Raises CompileError where these do not fit the arguments, and for what has no meaning
-    for one record.
+    `in_axes`: the dim of the records in each argument, or one number for all arguments; None for an argument that all records share.
+    `out_axes`: the dim of the records in each result, or one number for all results. Raises CompileError if these do not fit the arguments,
+    or if `f` has a node that cannot be computed for several records.
     """
     where = calling_line(sys._getframe(1))
 
@@ -79,7 +79,7 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int]
 
 @contextmanager
 def _within_module_of(builder: GraphBuilder, node: ir.Node) -> Iterator[None]:
-    """Within, nodes are in the module of a node that was traced."""
+    """A context in which new nodes belong to the module of the traced `node`."""
     names, classes = (ast.literal_eval(node.metadata_props.get(key, "[]")) for key in _SCOPES)
     outside, builder._scope_stack = builder._scope_stack, list(zip(names, classes, strict=True))
     try:
@@ -89,7 +89,7 @@ def _within_module_of(builder: GraphBuilder, node: ir.Node) -> Iterator[None]:
 
 
 def _axes(arguments: Sequence[object], in_axes: Axes, where: str) -> list[int | None]:
-    """The dim of each argument, counted from 0, along which its records are."""
+    """Returns each argument's dim of the records, counted from 0, or None; raises CompileError if `in_axes` does not fit."""
     if isinstance(in_axes, list | tuple):
         if len(in_axes) != len(arguments):
             fact = f"in_axes is {tuple(in_axes)}, and the function is called with {len(arguments)} arguments"
@@ -130,7 +130,7 @@ def _wrong_axes(arguments: Sequence[object], axes: Sequence[object], where: str)
 
 
 def _size(arguments: Sequence[Any], axes: Sequence[int | None], where: str) -> int | ir.SymbolicDim:
-    """The number of records; CompileError where arguments have different ones."""
+    """Returns the number of records; raises CompileError if arguments have different numbers."""
     sizes = [
         (k, _shape(value)[axis])
         for k, (value, axis) in enumerate(zip(arguments, axes, strict=True))
@@ -148,7 +148,7 @@ def _size(arguments: Sequence[Any], axes: Sequence[int | None], where: str) -> i
 
 
 def _out_axes(results: Sequence[object], out_axes: int | Sequence[int], where: str) -> list[int]:
-    """The dim of each result along which its records are, counted from 0."""
+    """Returns each result's dim of the records, counted from 0; raises CompileError if `out_axes` does not fit."""
     if wrong := [one for one in results if not isinstance(one, ir.Value)]:
         raise CompileError(
             Problem(where, f"the function returns {wrong[0]!r}", "vmap gives values, or a tuple of them")
@@ -177,13 +177,13 @@ def _shape(value: Any) -> ir.Shape:
 
 
 def _record(value: ir.Value, axis: int, name: str) -> ir.Value:
-    """A value of one record."""
+    """Returns a new value of one record: `value` without its dim `axis`."""
     sizes = [size for k, size in enumerate(_shape(value)) if k != axis]
     return ir.Value(name=name, type=value.type, shape=ir.Shape(sizes))
 
 
 def _moved(op: OpBuilder, value: ir.Value, source: int, target: int) -> ir.Value:
-    """A value with one of its dims in another place."""
+    """Moves dim `source` of a value to `target`."""
     if source == target:
         return value
     order = [k for k in range(len(_shape(value))) if k != source]

@@ -1,4 +1,4 @@
-"""The op table: one entry an op, which holds all that the compiler knows of it.
+"""The op table: one entry for each op, with everything that the compiler knows about it.
 
     matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each")
 
@@ -40,10 +40,10 @@ GradientRule = Callable[..., "str | Sequence[str | None] | None"]
 BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
 RowRule = Callable[..., "tuple[str, str]"]
 Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
-"""The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
+"""The type in which an op computes if a plan asks for 16 bits: that type, float32, its widest operand's type, its first operand's."""
 Rounding: TypeAlias = Literal["exact", "once", "sums"]
-"""How an op rounds: not at all, since it moves or selects numbers; each element once, to the same bits on all ranks; or so that the order
-of a sum, or how a function is approximated, shows in the result.
+"""The rounding of an op: `exact`, it moves or selects numbers; `once`, it rounds each element to the same bits on all ranks; `sums`, the
+order of a sum, or the approximation of a function, shows in the result.
 """
 _MOVING = ("view", "layout", "lookup")
 _EXACT = (*_MOVING, "sort")
@@ -53,10 +53,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Notation:
-    """How the dims of an op correspond, in the notation of `notation.py`; `factors` is empty where nothing is sharded.
+    """The correspondence of an op's dims, in the notation of `notation.py`; `factors` is empty if nothing is sharded.
 
-    `contracted`: per factor that no output has, the reduction that sharding it leaves to be done. `replicated`: factors that are never
-    sharded. `linear`, `partial`: as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change.
+    `contracted`: maps each factor that no output has to the reduction that remains after sharding it. `replicated`: factors that are never
+    sharded. `linear`, `partial`: as in `Rule`. `why`: the reason for which nothing is sharded. `remarks`: the effects of attributes.
     """
 
     factors: str = ""
@@ -74,7 +74,7 @@ class Notation:
 
     @property
     def keeps_dims(self) -> bool:
-        """Whether outputs have dims of the inputs: not those of Shape, which makes numbers out of them."""
+        """Whether outputs have dims of the inputs; not so for Shape, whose result has the dims as numbers."""
         given, _, made = self.factors.partition("->")
         return not self.factors or any(sign in given for sign in made if sign == "*" or sign.isalpha())
 
@@ -101,9 +101,9 @@ class Notation:
 class Gradients:
     """The gradients of an op.
 
-    `rule`: takes the cotangents of the outputs, or of the first `outputs`, and the inputs; `body` that of an op with bodies; `rows`: that
-    of an input that is looked up, as the ids of rows and what is added to these. `looks_up`: whether a node reads rows of its first input
-    along its first dim, and nothing else of it. `local`: it has no rule, since the nodes of its local form have.
+    `rule`: takes the cotangents of the outputs, or of the first `outputs`, and the inputs. `body`: the rule of an op with bodies. `rows`:
+    the gradient of an input in a lookup, as the ids of rows and the rows to add. `looks_up`: whether a node reads its first input only by
+    rows along the first dim. `local`: whether the op has no rule because the nodes of its local form have gradients.
     """
 
     rule: GradientRule | None = None
@@ -116,13 +116,14 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the compiler knows of one op.
+    """The compiler's facts about one op.
 
     `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
-    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `rounds`: how it rounds, where its
-    kernel does not say it. `rising`: a larger operand never makes a smaller result.
+    inputs, as in a comparison. `precision`: the type in which it computes if a plan asks for 16 bits. `rounds`: its rounding, if it is not
+    that of its kernel. `rising`: a larger operand never makes a smaller result.
 
-    `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
+    `sharding`: returns the rule of one node, if `notation` alone does not determine it. `local`: writes the node of one rank, for rules
+    that name no local form.
     """
 
     domain: str
@@ -140,7 +141,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The op's name, with its domain where that is not the standard's."""
+        """The op's name, with its domain if it is not the standard's."""
         return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
 
     @property
@@ -155,13 +156,13 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """Whether an output's elements are some of the first input's, in other places; not so where it has the input's dims as numbers."""
+        """Whether an output's elements are some of the first input's, in other places; not so if it has the input's dims as numbers."""
         own = self.notation
         return self.work.kernel in _MOVING and own.factors != "" and own.keeps_dims and self.rounding == "exact"
 
     @property
     def rounding(self) -> Rounding:
-        """How the op rounds, by its kernel where the entry does not say it."""
+        """The rounding of the op: that of its kernel, unless the entry sets it."""
         if self.rounds is not None:
             return self.rounds
         extreme = {*self.notation.contracted.values()} & {"max", "min"}
@@ -170,7 +171,7 @@ class Entry:
         return "once" if self.work.kernel == "elementwise" else "sums"
 
     def rounded(self, count: int) -> Sequence[int]:
-        """The inputs, of `count`, whose last bits show in the result, because they are summed up or put into a function."""
+        """Returns the inputs, of `count`, whose last bits show in the result, because they are summed or passed to a function."""
         if self.rounding != "sums":
             return ()
         whole = self.work.kernel == "elementwise" and (self.is_elementwise or not self.notation.factors)
@@ -179,7 +180,7 @@ class Entry:
         return (2,) if self.work.kernel == "scatter" else (0,)
 
     def rule(self, node: ir.Node) -> Rule:
-        """The rule of a node of the op; nothing is sharded where the operands have other ranks than the op asks for."""
+        """Returns the rule of a node of the op; it shards nothing if the operands do not have the ranks that the op requires."""
         own = self.notation
         if self.sharding is not None:
             found = self.sharding(node)
@@ -213,45 +214,47 @@ TABLE: dict[tuple[str, str], Entry] = {}
 
 
 class Declared:
-    """The entries that one `op(...)` declares; as decorators its methods give them their functions."""
+    """The entries that one `op(...)` declares; its methods are decorators that set the entries' functions."""
 
     def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
         self._keys = keys
 
     def sharding(self, rule_of_node: Function) -> Function:
-        """The rule of one node; None where nothing is sharded."""
+        """Sets the function that returns the rule of one node, or None if nothing is sharded."""
         return self._set_field("sharding", rule_of_node)
 
     def local(self, form: Function) -> Function:
-        """The node of one rank, in rules that name no local form of their own."""
+        """Sets the function that writes the node of one rank, for rules without a local form of their own."""
         return self._set_field("local", form)
 
     def gradient(self, rule: Function) -> Function:
-        """The gradient: takes the cotangent of each output (None where there is none) and the inputs, and gives one name an input."""
+        """Sets the gradient: a function of each output's cotangent (None if there is none) and the inputs, which returns a name for each
+        input.
+        """
         return self._set_field("rule", rule, "gradients")
 
     def body_gradient(self, rule: Function) -> Function:
-        """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
+        """Sets the gradient of an op with bodies; see `autodiff.engine.Bodies`."""
         return self._set_field("body", rule, "gradients")
 
     def multiply_adds(self, products: Function) -> Function:
-        """How many multiply-adds a node has."""
+        """Sets the function that returns the number of a node's multiply-adds."""
         return self._set_field("multiply_adds", products, "work")
 
     def row(self, row_of: Function) -> Function:
-        """What one index of a node takes."""
+        """Sets the function that returns the dims that one index of a node selects."""
         return self._set_field("row", row_of, "work")
 
     def looks_up(self, is_lookup: Function) -> Function:
-        """Whether a node reads its first input by rows alone."""
+        """Sets the function that says whether a node reads its first input only by rows."""
         return self._set_field("looks_up", is_lookup, "gradients")
 
     def row_gradient(self, rule: Function) -> Function:
-        """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
+        """Sets the gradient of the first input of a lookup: a function of the cotangent and the inputs, which returns ids and rows."""
         return self._set_field("rows", rule, "gradients")
 
     def shapes(self, infer: Function) -> Function:
-        """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
+        """Sets the inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
         for domain, op_type in self._keys:
             onnx_shape_inference.registry.register(domain, op_type)(infer)
         return infer
@@ -330,26 +333,26 @@ def entries() -> tuple[Entry, ...]:
 
 
 def entry_of(node: ir.Node) -> Entry | None:
-    """The entry of a node's op; None where there is none."""
+    """Returns the entry of a node's op, or None."""
     load()
     return TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
 
 
 def entry_of_op(domain: str, op_type: str) -> Entry | None:
-    """The entry of an op of a file; None where there is none."""
+    """Returns the entry of an op of a file, or None."""
     load()
     return TABLE.get(("" if domain == "ai.onnx" else domain, op_type))
 
 
 _RULES: dict[Hashable, Rule] = {}
-"""The rules of nodes by their keys; forgotten when there are many."""
+"""Maps nodes' keys to their rules; cleared when it has many."""
 _MANY = 1 << 14
 
 
 def rule_of(node: ir.Node) -> Rule:
-    """The rule of a node; nothing is sharded where its op has no entry or the shape of an operand is unknown.
+    """Returns the rule of a node; it shards nothing if the op has no entry or the shape of an operand is unknown.
 
-    Nodes that are alike have the same object.
+    Equal nodes share one rule object.
     """
     key = key_of(node)
     if key is None:
@@ -362,7 +365,7 @@ def rule_of(node: ir.Node) -> Rule:
 
 
 def fresh_rule(node: ir.Node) -> Rule:
-    """As `rule_of`, worked out from the node itself."""
+    """Returns the rule of a node as `rule_of` does, computed anew."""
     entry = entry_of(node)
     operands = [*node.inputs, *(value for value in node.outputs if value.name)]
     unknown = any(value is not None and value.shape is None for value in operands)
@@ -370,13 +373,13 @@ def fresh_rule(node: ir.Node) -> Rule:
 
 
 def has_gradient_rule(node: ir.Node) -> bool:
-    """Whether the op of a node has a gradient of its own, whatever its local form is."""
+    """Whether the op of a node has a gradient rule of its own, not one derived from its local form."""
     entry = entry_of(node)
     return entry is not None and entry.differentiable and not entry.gradients.local
 
 
 def looks_up_rows(node: ir.Node) -> bool:
-    """Whether a node reads rows of its first input, by ids, and its gradient can be given as ids and rows."""
+    """Whether a node looks up rows of its first input by ids, and its gradient can be expressed as ids and rows."""
     entry = entry_of(node)
     if entry is None or entry.gradients.looks_up is None or entry.gradients.rows is None:
         return False
@@ -384,7 +387,7 @@ def looks_up_rows(node: ir.Node) -> bool:
 
 
 def stops_gradient(node: ir.Node) -> bool:
-    """Whether the outputs of a node are known not to follow small changes of its inputs."""
+    """Whether the outputs of a node are known not to change with small changes of its inputs."""
     entry = entry_of(node)
     return entry is not None and (entry.stops_gradient or STOPS_GRADIENT in node.metadata_props)
 
@@ -396,7 +399,7 @@ def draws(node: ir.Node) -> bool:
 
 
 def standard_ops(opset: int = 23) -> tuple[str, ...]:
-    """The names of the ops that the standard has at an opset version."""
+    """Returns the names of the standard's ops at an opset version."""
     import onnx.defs
 
     newest: dict[str, onnx.defs.OpSchema] = {}

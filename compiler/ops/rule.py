@@ -1,13 +1,13 @@
-"""The sharding rule of one node, a letter per dim, so that sharding one dim shards all that have the same letter; and its form on one
+"""The sharding rule of one node: a letter per dim, so that sharding one dim shards all with the same letter; and the node's form on one
 rank.
 
-A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: sharding m shards the first input and the
-output; sharding k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)
-is replicated: its operand broadcasts there, or the op needs all of it.
+A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: sharding m shards the first input and the output;
+sharding k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`) is replicated: its
+operand broadcasts there, or the op needs all of it.
 
-Where the plain node on local shards would be wrong, a rule's `local` emits others in its place. The program of every rank of a group is
-the same list of nodes; what differs by rank (an offset, a zero or one) must be a constant, never another node, so that equal programs
-stay equal.
+If the plain node would be wrong on local shards, a rule's `local` emits other nodes. The programs of all ranks of a group have the same
+list of nodes; a value that differs by rank (an offset, a zero or one) must be a constant, never another node, so that equal programs stay
+equal.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ from partc.compiler.ir.value_info import Shape
 
 WHOLE = "."
 OWN = "partc.nn"
-"""The domain of ops that no runtime knows: `local` rewrites their nodes on every rank, also where nothing is sharded."""
+"""The domain of ops that no runtime knows: `local` rewrites their nodes on every rank, even if nothing is sharded."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one node may be sharded.
+    """The ways in which one node may be sharded.
 
-    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays replicated; None for an operand that is absent or no
-    tensor. `reduce`: per contracted factor (one that an output lacks) the reduction that sharding it leaves to be done: sum, max or
-    min, or "" where `local` leaves the result on every rank. A factor that stands in inputs only and not in `reduce` cannot be
-    sharded, nor one in `replicated`.
-    `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `partial` while the others
-    are replicated (a product), "joint" all of them together (a sum); None: as the op's entry says. `partial`: the inputs of which
-    `linear` speaks, by index; None: all tensors.
-    `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
-    `looked_up`: the factor of a table's rows, which the ids in another operand name. It may have the axes of factors that no operand has
-    beside it: rows are then pulled from the ranks that have them, and the output is not a sum.
-    `dealt`: the factor of rows that are with the owners of what is looked up: it has the axes of these and of the ids.
-    `served`: the table is the first input, and other ranks serve its rows: it is not cut.
-    `apart`: inputs of which every rank has one of its own, and so of their cotangents.
-    `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
+    `inputs`, `outputs`: for each operand one letter a dim, `.` for a dim that stays replicated; None for an operand that is absent or not a
+    tensor. `reduce`: maps each contracted factor (one that an output lacks) to the reduction that remains after sharding it: sum, max or
+    min, or "" if `local` leaves the result on every rank. A factor of inputs alone that is not in `reduce` cannot be sharded, nor can one
+    in `replicated`. `linear`: inputs that may be Partial(sum), which makes the outputs Partial: "" none, "each" any one of `partial` while
+    the others are replicated (a product), "joint" all of them together (a sum); None: as in the op's entry. `partial`: the inputs to which
+    `linear` applies, by index; None: all tensors. `units`: maps factors to a number that their shards must divide besides the dims
+    themselves: heads, groups, blocks. `looked_up`: the factor of a table's rows, to which the ids in another operand refer. It may share
+    axes with factors that no operand has together with it: rows are then pulled from the ranks that have them, and the output is not a sum.
+    `dealt`: the factor of rows that are with the owners of the looked-up table: it has the axes of these and of the ids. `served`: whether
+    the table is the first input, and other ranks serve its rows, so that it is not sharded. `apart`: inputs that differ on every rank, and
+    so do their cotangents. `local`: rewrites the node for a rank if the plain node would be wrong on local shards; None: as in the op's
+    entry.
     """
 
     inputs: tuple[str | None, ...]
@@ -72,14 +70,14 @@ class Rule:
 
     @functools.cached_property
     def ids(self) -> tuple[str, ...]:
-        """The factors that may have the axes of rows that are looked up: those of operands without the rows."""
+        """The factors that may share axes with looked-up rows: those of operands without the rows."""
         row = self.looked_up
         beside = {letter for operand in self.inputs if operand and row in operand for letter in operand} | {self.dealt}
         return tuple(letter for letter in self.factors if letter not in beside) if row else ()
 
     @functools.cached_property
     def partial_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of inputs that may be Partial(sum) together, the others replicated; the outputs are Partial(sum) then."""
+        """Every set of inputs that may be Partial(sum) together while the others are replicated; the outputs are then Partial(sum)."""
         tensors = tuple(k for k, letters in enumerate(self.inputs) if letters is not None)
         partial = tensors if self.partial is None else tuple(k for k in tensors if k in self.partial)
         if not self.linear or not partial:
@@ -89,11 +87,12 @@ class Rule:
 
 @dataclass
 class Local:
-    """What a rule's `local` sees and does: one node on one rank, its operands as local shards, and nodes emitted in its place.
+    """The arguments and results of a rule's `local`: one node on one rank, its operands as local shards, and the nodes emitted in its
+    place.
 
-    `shards`: per factor the number of its shards (absent: 1); `shard`: which of them this rank has. `inputs` are the names of the
-    local operands ("" where absent), `outputs` the names that must be made. `global_shapes`/`local_shapes`: by name, for operands
-    and outputs, where known. `nodes` and `constants` collect what is emitted; `itself`: the last of the nodes that is the op itself.
+    `shards`: maps factors to their number of shards (absent: 1); `shard`: to the index of this rank's. `inputs`: the names of the local
+    operands ("" for an absent one), `outputs`: the names to make. `global_shapes`/`local_shapes`: the known shapes of operands and outputs.
+    `nodes` and `constants`: the emitted ones; `itself`: the last emitted node that is the op itself.
     """
 
     node: ir.Node
@@ -108,24 +107,24 @@ class Local:
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     itself: ir.Node | None = None
     pieces: int = 1
-    """Into how many pieces a batch is dealt out of which each of its parts has a share, over all ranks."""
+    """The number of pieces into which a batch is dealt over all ranks; each part of the batch has a share of every piece."""
 
     def num_shards(self, factor: str) -> int:
         """The number of shards of a factor."""
         return self.shards.get(factor, 1)
 
     def index(self, factor: str) -> int:
-        """Which shard of a factor this rank has."""
+        """The index of this rank's shard of a factor."""
         return self.shard.get(factor, 0)
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """A constant of this rank; `name` says what it is (`offset`), and becomes `<node's path>.offset`."""
+        """Adds a constant of this rank; `name` is its role (`offset`), and becomes `<first output>.offset`."""
         full = f"{self.outputs[0]}.{name}"
         self.constants[full] = array
         return full
 
     def same(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None, **changed: Any) -> None:
-        """Emits the node itself, with other operands or attributes where given (an attribute of None is left out)."""
+        """Emits the node itself, with other operands or attributes if given; an attribute of None is left out."""
         attributes = {name: attr for name, attr in self.node.attributes.items() if name not in changed}
         extra = ir.convenience.convert_attributes({name: value for name, value in changed.items() if value is not None})
         self._append(
@@ -138,11 +137,11 @@ class Local:
         self.itself = self.nodes[-1]
 
     def emit(self, op_type: str, inputs: Sequence[str], word: str, **attributes: Any) -> str:
-        """Emits an op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
+        """Emits an op with one internal output, which is named `<first output>.<word>`."""
         return self.give(op_type, inputs, f"{self.outputs[0]}.{word}", **attributes)
 
     def give(self, op_type: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
-        """Emits an op whose outputs have these names, one of `outputs` or others; returns the first."""
+        """Emits an op whose outputs have these names, which may be among the node's outputs; returns the first."""
         self._append(op_type, inputs, outputs, ir.convenience.convert_attributes(attributes), domain)
         return outputs[0]
 

@@ -1,18 +1,20 @@
-"""Gathers of stored parameters: a message a unit, `ahead` units before its first reader, and again for the backward pass where it is freed.
+"""Gathers of stored parameters: a message per unit, `ahead` units before its first reader, and one more in the backward pass if it is
+freed.
 
     order                F: layers.0  layers.1  layers.2   B: layers.2  layers.1  layers.0
     freed, one ahead     G0 G1 | F0 G2 | F1 | F2 B2 G1' | B1 G0' | B0        2 n - 1 messages, two units at once
     kept                 G0 G1 | F0 G2 | F1 | F2 B2 | B1 | B0                n messages, all units at once
 
-A region is a run of readers of a unit, between which nothing reads another unit. Of a unit that is kept all readers are one region; of one
-that is freed two regions that begin at most `ahead` regions apart are one. A region has values of its own, by an event of its own, and ops
-that only turn or cast a parameter are repeated in each region; so what was gathered is in memory from its event to the last reader of its
-region, and no longer. The event of region k follows the first reader of region k - `ahead`, which waits for its own event: so what was
-computed before has ended. Where that is its own first reader, an op of several units, the event precedes it.
+A region is a run of readers of one unit between which no op reads another unit. A unit that is not freed has one region with all its
+readers; of a freed unit, two regions that begin at most `ahead` regions apart are merged. Each region has its own values, gathered by its
+own event, and ops that only transpose or cast a parameter are repeated in each region; so a gathered parameter is in memory from the event
+to the last reader of its region, and no longer. The event of region k comes after the first reader of region k - `ahead`, which waits for
+its own event: so the computation before it has ended. Where that reader is the region's own first reader, an op of several units, the event
+precedes it.
 
-In microbatches a freed unit has regions in the body of each task, and one that is kept is gathered once, before all tasks.
+With microbatches a freed unit has regions in the body of each task, and a unit that is not freed is gathered once, before all tasks.
 
-A Cast to 16 bits is done on the shard, where nothing reads the parameter in its own type: so 16 bits travel.
+A Cast to 16 bits is done on the shard if no op reads the parameter in its own type: then 16 bits per number are sent.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ _AGAIN = ".again"
 
 
 class Key(NamedTuple):
-    """A unit on the ranks that gather it."""
+    """A unit, and the ranks that gather it together."""
 
     unit: StoredUnit
     ranks: tuple[int, ...]
 
 
 Track: TypeAlias = tuple[tuple[int, ...], Label | None]
-"""Ranks that gather together, and the task in whose body they do, None outside of bodies."""
+"""The ranks that gather together, and the task whose body has the gathers; None outside of bodies."""
 Place: TypeAlias = tuple[Track, int]
-"""A region, by its track and its number there."""
+"""A region: its track, and its number in the track."""
 
 
 @dataclass
 class Region:
-    """A run of readers of a unit, by the places of the first and the last in a program, and the parameters that they read."""
+    """A run of readers of a unit: the places of the first and the last reader in a program, and the parameters that they read."""
 
     key: Key
     first: int
@@ -66,9 +68,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A gathered parameter: its unit, the op and the event that gather it, the shard that is gathered, and what comes of it.
+    """A gathered parameter: its unit, the op and the event that gather it, the shard, and the gathered value.
 
-    `low`: the Cast of one that travels in 16 bits.
+    `low`: the Cast of a parameter that is sent in 16 bits.
     """
 
     key: Key
@@ -80,7 +82,7 @@ class Parameter:
 
     @property
     def bytes(self) -> int:
-        """The bytes of what a rank has of it, once it is gathered."""
+        """The bytes of the parameter on a rank after it is gathered."""
         assert self.whole.of is not None
         assert self.whole.of.dtype is not None
         return math.prod(dim for dim in self.whole.shape or () if isinstance(dim, int)) * int(
@@ -90,9 +92,10 @@ class Parameter:
 
 @dataclass
 class _Readers:
-    """A program's readers of gathered parameters: by place those that an op reads, directly or by ops that only turn parameters.
+    """The readers of gathered parameters in a program; `uses` maps an op's place to the parameters that it reads, directly or transposed.
 
-    `derived`: by result such an op. `bases`: by value the parameters of which it is made. `tracks`: the regions.
+    `derived`: maps the result of an op that only transposes or casts parameters to the op. `bases`: maps a value to the parameters from
+    which it is made. `tracks`: the regions of each track.
     """
 
     uses: dict[int, set[Value]] = field(default_factory=dict)
@@ -104,9 +107,9 @@ class _Readers:
 def gathers(
     program: Lowered, units: Sequence[Unit], labels: Labels, *, divided: bool
 ) -> tuple[Lowered, list[Unit], Labels]:
-    """The units with their gathers in regions, and their labels; the program has the events, and says what is gathered and how much.
+    """Returns the units with their gathers in regions, and their labels; the program gets the events, and a record of the gathered bytes.
 
-    `divided`: whether tasks run for several microbatches. CompileError where a unit is to be freed that no peak is lower for.
+    `divided`: whether tasks run for several microbatches. Raises CompileError if a unit is to be freed and this lowers no rank's peak.
     """
     found = _Regions(program, units, labels, divided)
     if not found.parameters:
@@ -116,7 +119,11 @@ def gathers(
 
 
 class _Regions:
-    """The regions of all units in programs; `parameters`: by gathered value, `members`: by unit, `replaced`: what is made in other ways."""
+    """The regions of all units in the programs.
+
+    `parameters`: maps each gathered value to its parameter. `members`: maps each unit to its parameters. `replaced`: the values whose ops
+    the new gathers replace.
+    """
 
     def __init__(self, program: Lowered, units: Sequence[Unit], labels: Labels, divided: bool) -> None:
         self.program, self.units, self.labels, self.divided = program, units, labels, divided
@@ -130,7 +137,7 @@ class _Regions:
         self.freed: set[Key] = set()
 
     def _parameters(self) -> Iterable[Parameter]:
-        """The gathers of parameters of units, each once; what is given back as it was gathered stays as it is."""
+        """Yields each gathered parameter of a unit once; a parameter that a program returns as it was gathered is left out."""
         listed, readers = {event.tag: event for event in self.program.events}, dict[Value, list[Op]]()
         found: dict[int, Comm] = {}
         back = {value for unit in self.units for value in unit.program.live_out}
@@ -178,12 +185,12 @@ class _Regions:
         return found
 
     def keys(self, values: Iterable[Value]) -> list[Key]:
-        """The units of parameters, in their order."""
+        """The units of these parameters, in order."""
         found = {self.parameters[value].key for value in values}
         return [key for key in self.members if key in found]
 
     def is_gather(self, step: Op) -> bool:
-        """Whether an op is one that gathers a parameter, or casts what it gathers."""
+        """Whether an op gathers a parameter or casts a gathered one."""
         return not self.replaced.isdisjoint(step.makes)
 
     def choose(self) -> None:
@@ -208,7 +215,7 @@ class _Regions:
         self._find(set())
 
     def _find(self, freed: Iterable[Key]) -> dict[tuple[int, ...], int]:
-        """Finds the regions with these units freed; by ranks the most bytes that they have gathered at once."""
+        """Finds the regions with these units freed; maps each set of ranks to the peak of its gathered bytes."""
         self.freed = {*freed}
         for readers, labels in zip(self.readers, self.labels.steps, strict=True):
             readers.tracks = self._tracks(readers, labels)
@@ -216,9 +223,9 @@ class _Regions:
         return {tuple(sorted(unit.ranks)): self._peak(one) for unit, one in zip(self.units, self.readers, strict=True)}
 
     def _align(self) -> None:
-        """Has ranks that gather together have the same regions: one without readers, of what nothing needs there, follows the same events.
+        """Gives ranks that gather together the same regions; a rank without readers in a region still takes part in its event.
 
-        CompileError where they read units in different orders.
+        Raises CompileError if the ranks read units in different orders.
         """
         for track in dict.fromkeys(track for readers in self.readers for track in readers.tracks):
             most = max(range(len(self.units)), key=lambda k: len(self.readers[k].tracks.get(track, ())))
@@ -243,17 +250,17 @@ class _Regions:
                 readers.tracks[track] = runs
 
     def _same_place(self, first: int, other: int, at: int) -> int:
-        """The place in a program that is before the same events as a place in another program."""
+        """The place in program `other` before the same events as place `at` in program `first`."""
         there, here = self.units[first].steps[at + 1 :], self.units[other].steps
         later = {step.tag for step in there if isinstance(step, Comm) and not self.is_gather(step)}
         return next((k for k, step in enumerate(here) if isinstance(step, Comm) and step.tag in later), len(here)) - 1
 
     def track(self, key: Key, label: Label) -> Track:
-        """The track with the regions of a unit that a reader of this label has."""
+        """The track of a unit's region whose reader has this label."""
         return key.ranks, label if self.divided and key in self.freed else None
 
     def _tracks(self, readers: _Readers, labels: Sequence[Label]) -> dict[Track, list[Region]]:
-        """The regions of a program's units in the order of their begins."""
+        """The regions of a program's units, in the order in which they begin."""
         found: dict[Track, list[Region]] = {}
         recent: dict[Track, set[Key]] = {}
         for at, read in readers.uses.items():
@@ -275,7 +282,7 @@ class _Regions:
         return found
 
     def _peak(self, readers: _Readers) -> int:
-        """The most bytes that a program has gathered at once: of a batch that is divided what is kept, and what a task has."""
+        """The peak of a program's gathered bytes; with microbatches, those of units that are not freed plus the largest of a task."""
         sizes = {key: sum(one.bytes for one in some) for key, some in self.members.items()}
         spans: dict[Label | None, list[tuple[int, int, int]]] = {}
         for (_, label), runs in readers.tracks.items():
@@ -297,7 +304,7 @@ class _Regions:
         return next(((track, k) for k, one in regions if one.first <= at <= one.last), None)
 
     def is_lazy(self, step: Compute, readers: _Readers) -> bool:
-        """Whether an op turns parameters, and is repeated in each region; of a batch that is divided what is kept is turned once."""
+        """Whether an op only transposes or casts parameters and is repeated in each region; with microbatches, only for freed units."""
         read = readers.bases.get(step.makes[0], set()) if step.makes and step.makes[0] in readers.derived else set()
         return bool(read) and (not self.divided or not self.freed.isdisjoint(self.keys(read)))
 
@@ -327,10 +334,10 @@ class _Gathers:
         self.casts: dict[Value, Op] = {}
         self.values: dict[tuple[Value, tuple[Place, ...], TaskKind], Value] = {}
         self.times: Counter[Value] = Counter()
-        """The number of values that are called after each."""
+        """Counts, for each value, the values that are named after it."""
 
     def write(self) -> tuple[Lowered, list[Unit], Labels]:
-        """The units with all gathers, their labels, and the program with its events in the order of all ranks."""
+        """Returns the units with all gathers, their labels, and the program with its events in an order that holds on all ranks."""
         written = [self._written(k) for k in range(len(self.units))]
         record = self._record(written)
         programs = [steps for steps, _ in written]
@@ -357,7 +364,7 @@ class _Gathers:
         return replace(self.regions.program, events=tuple(events), stored=record), units, labels
 
     def _written(self, number: int) -> tuple[list[Op], list[Label]]:
-        """The ops of a program with its gathers, and their labels."""
+        """Returns a program's ops with its gathers, and their labels."""
         unit, readers, old = self.units[number], self.regions.readers[number], self.regions.labels.steps[number]
         steps: list[Op] = []
         labels: list[Label] = []
@@ -404,7 +411,9 @@ class _Gathers:
         clones: list[Op],
         done: set[Value],
     ) -> Value:
-        """What a reader in these regions reads in place of a value; `clones` gets the ops that make it, where they are not `done`."""
+        """The value that a reader in these regions reads in place of `value`; appends to `clones` the ops that make it, unless they are
+        `done`.
+        """
         keys = self.regions.keys(readers.bases.get(value, ()))
         regions = tuple(places[key] for key in keys if key in places)
         if not regions:
@@ -431,7 +440,7 @@ class _Gathers:
         return made[value]
 
     def _own(self, value: Value, regions: tuple[Place, ...], task: TaskKind = TaskKind.FORWARD) -> Value:
-        """The value of some regions, and of what is made of parameters of a task there: of the first of them the value itself."""
+        """The value of a gathered or derived parameter in these regions, for ops of this task; `value` itself in the first regions."""
         key = value, regions, task
         if key not in self.values:
             is_first = self.first.issuperset(regions) and task is TaskKind.FORWARD
@@ -441,7 +450,7 @@ class _Gathers:
         return self.values[key]
 
     def _cast(self, parameter: Parameter) -> Op:
-        """The Cast of a shard that travels in 16 bits; the same op in all programs."""
+        """The Cast to 16 bits of a shard, the same op in all programs."""
         assert parameter.low is not None
         if parameter.shard not in self.casts:
             self.casts[parameter.shard] = replace(
@@ -450,7 +459,9 @@ class _Gathers:
         return self.casts[parameter.shard]
 
     def _gather(self, place: Place, key: Key, steps: Sequence[Op]) -> list[Comm]:
-        """The messages that gather a unit for a region: one of what is cut along dim 0, of each type, and one for each other parameter."""
+        """The messages that gather a unit for a region: one for each type among parameters sharded along dim 0, and one for each other
+        parameter.
+        """
         if place not in self.messages:
             task = steps[-1].task if steps else TaskKind.FORWARD
             joined: dict[object, list[Parameter]] = {}
@@ -464,7 +475,7 @@ class _Gathers:
         return self.messages[place]
 
     def _message(self, members: Sequence[Parameter], place: Place, task: TaskKind) -> Comm:
-        """One event that gathers parameters of a unit; it is listed."""
+        """Adds one event that gathers `members`, parameters of one unit, and returns its op."""
         first, tag, name = members[0], next(self.tags), members[0].key.unit.name
         made = tuple(self._own(one.whole, (place,)) for one in members)
         self.sizes |= {value: one.bytes for value, one in zip(made, members, strict=True)}
@@ -483,7 +494,9 @@ class _Gathers:
         )
 
     def _counted(self, steps: Sequence[Op], labels: Sequence[Label]) -> int:
-        """The most bytes that a program has gathered at once: of a batch that is divided those of units that are kept, and of a task."""
+        """The peak of a program's gathered bytes, counted in its ops; with microbatches, those of units that are not freed plus the peak of
+        a task.
+        """
         if not self.regions.divided:
             return self._most(steps)
         apart = {label: [step for step, own in zip(steps, labels, strict=True) if own == label] for label in {*labels}}
@@ -491,7 +504,9 @@ class _Gathers:
         return kept + max((self._most(some) for some in apart.values()), default=0)
 
     def _most(self, steps: Sequence[Op]) -> int:
-        """The most bytes that ops have gathered at once: each to its last reader; what nothing reads until the next gather begins."""
+        """The peak of the bytes that ops have gathered: each value counts until its last reader, and unread ones until the next gather
+        begins.
+        """
         last = {value: at for at, step in enumerate(steps) for value in step.reads if value in self.sizes}
         before, events = -1, list[tuple[int, int]]()
         for at, step in enumerate(steps):
@@ -507,7 +522,7 @@ class _Gathers:
         return most
 
     def _record(self, written: Sequence[tuple[Sequence[Op], Sequence[Label]]]) -> StoredRecord:
-        """What the manifest says of stored parameters: by unit its bytes as it is gathered, and by ranks the most at once."""
+        """The manifest's record of stored parameters: the gathered bytes of each unit, and the peak of each rank."""
         ranks_by_peak: dict[int, list[int]] = {}
         for unit, (steps, labels) in zip(self.units, written, strict=True):
             ranks_by_peak.setdefault(self._counted(steps, labels), []).extend(unit.ranks)
@@ -539,13 +554,13 @@ def _is_low(value: Value) -> bool:
 
 
 def _part(parameter: Parameter, amount: int) -> int:
-    """The bytes that a gather moves, which is so many of the parameter's own type."""
+    """The bytes that a gather moves in the type that is sent; `amount`: the bytes in the parameter's own type."""
     own, made = parameter.step.value.dtype, None if parameter.whole.of is None else parameter.whole.of.dtype
     return int(amount * made.itemsize / own.itemsize) if own is not None and made is not None else amount
 
 
 def _over(step: Op, values: Mapping[Value, Value]) -> Op:
-    """An op that reads other values."""
+    """Returns an op that reads `values` in place of its inputs."""
     if isinstance(step, Compute):
         return with_values(step, values)
     return replace(step, inputs=exchanged(step.inputs, values)) if values and isinstance(step, Comm) else step

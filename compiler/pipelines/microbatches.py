@@ -3,15 +3,15 @@
     of one microbatch     x -> Relu -> Send(h)                      Recv(h.grad) -> ... -> Add(w.grad, sum) -> update
     of a step of two      Split(x) 0F0 Send(h.0) 0F1 Send(h.1)      Recv(h.grad.0) 0B0 Recv(h.grad.1) 0B1 -> update
 
-A task is a call of its body (`bodies.py`), which is there once however many microbatches there are; all that depends on one has a name
-for each. Tasks of all ranks are written in one global order, as ops are everywhere, so that a message stands right behind the task that
-makes it, on both ranks, and no program can deadlock. The dims are those of the whole batch: `batch` of a microbatch is `batch/2` here.
+A task is a call of its body (`bodies.py`), which occurs once for any number of microbatches; values that depend on a microbatch have a name
+for each. Tasks of all ranks are written in one global order, as ops are everywhere, so that a message comes right after the task that makes
+it, on both ranks, and no program can deadlock. Dims are those of the whole batch: `batch` of a microbatch is `batch/2` here.
 
-The gradient of a weight is added up in the bodies: a call takes the sum of those before it, the first one zeros.
+The gradient of a weight is added up in the bodies: a call takes the sum of the calls before it, the first one zeros.
 
-A loss is a sum or a mean of those of the microbatches, exactly, for the whole batch's denominators are made first
-(`training/microbatch_model.py`). Statistics that a node replaces are replaced once, by the mean over the microbatches of what each makes of
-the old ones.
+A loss is the exact sum or mean of those of the microbatches, since the whole batch's denominators are computed first
+(`training/microbatch_model.py`). Statistics that a node updates are replaced once, by the mean of the microbatches' updates of the old
+ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rows_of(
     count: int,
     totals: Lowered | None,
 ) -> Lowered:
-    """The program of a whole step; `order` are the tasks of all ranks as they follow each other, `totals` makes the batch's numbers."""
+    """Returns the program of a whole step; `order`: the tasks of all ranks in sequence, `totals`: the program of the batch's totals."""
     return _Rows(program, units, labels, stages, count, totals).write(order)
 
 
@@ -92,7 +92,7 @@ class _Rows:
         self.tags: dict[int, int] = {}
         self.total_tags: dict[tuple[int, int | None], int] = {}
         self.unused = 0
-        """The first tag that no event has."""
+        """The lowest tag that no event has."""
         self.listed = {event.tag: event for event in program.events}
         self.clones = Clones(self.dims)
         self.records = Records(program, units, self.clones)
@@ -101,14 +101,14 @@ class _Rows:
         self.plain: dict[Body, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
         """Maps each body to its input and output values in the program of one microbatch."""
         self.inlined: list[set[Op]] = []
-        """Maps each unit to the ops that are only in bodies."""
+        """The ops of each unit that occur only in bodies."""
         self.reductions: dict[int, Reduction] = {}
-        """Maps the tag of each reduction of sums over parts to what replaces it."""
+        """Maps the tag of each reduction of sums over parts to the collectives that replace it."""
         if program.plan.pipeline is not None and program.plan.pipeline.parts:
             self._begin_tree_sums(program.plan.pipeline)
 
     def _begin_tree_sums(self, rules: PipelineRules) -> None:
-        """Has all rows add up by the tree of parts; CompileError where a rank has not a run of the batch's parts."""
+        """Makes all rows add up by the tree of parts; raises CompileError if a rank does not have a run of the batch's parts."""
         ranks = self.program.plan.ranks
         for row in self.rows:
             row.tree_sums = TreeSums(
@@ -121,7 +121,7 @@ class _Rows:
                     raise CompileError(Problem(rules.where, fact, law, help))
 
     def write(self, order: Iterable[Task]) -> Lowered:
-        """The program of the step."""
+        """Returns the program of the step."""
         once: list[Place] = []
         last: list[Place] = []
         for places in self.labels.order:
@@ -148,7 +148,7 @@ class _Rows:
         return self._finished()
 
     def _make_bodies(self) -> None:
-        """The bodies of all tasks, whose events get a tag for each microbatch."""
+        """Makes the bodies of all tasks, whose events get a tag for each microbatch."""
         beside = readers_beside(self.units, self.labels, self.slots)
         inlined = [Inlined(unit, labels) for unit, labels in zip(self.units, self.labels.steps, strict=True)]
         given: list[set[Value]] = [set() for _ in self.units]
@@ -171,7 +171,7 @@ class _Rows:
             self.inlined.append(inlined[k].unread(given[k], inside))
 
     def _refuse_exchange(self, event: Comm) -> None:
-        """Raises CompileError for what ranks exchange within a task, where a part is computed by itself."""
+        """Raises CompileError for communication within a task if the plan has `parts`, which are computed separately."""
         rules = self.program.plan.pipeline
         if rules is None or not rules.parts:
             return
@@ -180,7 +180,7 @@ class _Rows:
         raise CompileError(Problem(rules.where, fact, law, "leave out 'parts', or what places or cuts it"))
 
     def _of_batch(self, body: Body, own: Mapping[Value, Value]) -> Body:
-        """A body in the dims of the whole batch, and with its events' tags; `own`: what several bodies have each for itself."""
+        """Returns a body in the dims of the whole batch, with its events' tags; `own`: the values that each body has for itself."""
         every = dict.fromkeys(value for step in body.steps for value in (*step.reads, *step.makes))
         values = {value: self.clones.of_batch(value) for value in every if value.constant is None}
         values |= own
@@ -229,7 +229,7 @@ class _Rows:
         return Call(body, k, inputs, tuple(values[value] for value in made), kind)
 
     def _write(self, places: Iterable[Place], k: int | None) -> None:
-        """Writes ops of all ranks once, in the order that all have in common."""
+        """Writes ops of all ranks once, in the order common to all ranks."""
         for at, place in places:
             row, step = self.rows[at], self.units[at].steps[place]
             if row.tree_sums is not None and row.tree_sums.reads(step):
@@ -254,7 +254,9 @@ class _Rows:
                 row.steps.append(self._copied(row, step, k))
 
     def _reduction(self, step: Comm) -> Reduction:
-        """What replaces a reduction of sums over parts; its events are listed where the first rank comes to it."""
+        """Returns the collectives that replace a reduction of sums over parts; their events are listed when the first rank reaches the
+        reduction.
+        """
         if step.tag not in self.reductions:
             event, rules = self.listed[step.tag], self.program.plan.pipeline
             assert rules is not None
@@ -264,13 +266,13 @@ class _Rows:
         return self.reductions[step.tag]
 
     def _list_new(self, event: Event) -> int:
-        """Lists an event of no microbatch under a tag of its own; the tag."""
+        """Lists an event outside of microbatches under a new tag, and returns the tag."""
         tag, self.unused = self.unused, self.unused + 1
         self.events.append(replace(event, tag=tag))
         return tag
 
     def _copied(self, row: Row, step: Op, k: int | None) -> Op:
-        """An op with the values of a microbatch, or of none."""
+        """Returns an op with the values of microbatch `k`, or of the batch if `k` is None."""
         own = row.micro[k] if k is not None else {}
         if k is not None:
             own |= {value: self.clones.in_microbatch(value, k) for value in step.makes}
@@ -281,14 +283,14 @@ class _Rows:
         return with_values(step, values)
 
     def _moved(self, step: Comm, values: Mapping[Value, Value], k: int) -> Comm:
-        """A message or collective with its own tag."""
+        """Returns a message or collective with its own tag."""
         inputs, outputs = exchanged(step.inputs, values), exchanged(step.outputs, values)
         return replace(
             step, inputs=inputs, outputs=outputs, tag=self.tags[step.tag] + k, bytes=self.dims.text(step.bytes)
         )
 
     def _list(self, event: Event, k: int | None) -> None:
-        """Lists an event of a microbatch, or of none, in the order in which all ranks come to it."""
+        """Lists an event of microbatch `k`, or of the batch if it is None, in the order in which all ranks reach it."""
         shape, amount = self.dims.shape(event.shape), self.dims.text(event.bytes)
         made = self.clones.of_batch(event.output) if k is None else self.clones.in_microbatch(event.output, k)
         tag = self.tags[event.tag] + (k or 0)
@@ -297,7 +299,7 @@ class _Rows:
     def _of_totals(
         self, step: Comm, values: Mapping[Value, Value], listed: Mapping[Value, Value], part: int | None
     ) -> Comm:
-        """A message or collective of what makes the batch's numbers, which is listed at its first end."""
+        """Returns a message or collective of the batch's totals; its event is listed at its first end."""
         key = step.tag, part
         if key not in self.total_tags:
             assert self.totals is not None
@@ -369,7 +371,7 @@ class _Rows:
 def _with_weights(
     part: RankProgram, totals: RankProgram, known: dict[tuple[int, int], tuple[RankTensor, ...]]
 ) -> RankProgram:
-    """A rank's program with the weights that only the numbers of the whole batch are made of; ranks that are alike share them."""
+    """Returns a rank's program with the weights that only the batch's totals read; ranks with equal weights share them."""
     key = id(part.weights), id(totals.weights)
     if key not in known:
         there = {str(value) for value in part.live_in}
@@ -379,7 +381,7 @@ def _with_weights(
 
 
 def _of_step(training: Training | None) -> Training | None:
-    """A training whose step is that of the whole batch."""
+    """Returns the training of a step over the whole batch."""
     if training is None:
         return None
     scalars = tuple(name for name in training.scalars if name != PART)

@@ -1,11 +1,11 @@
-"""Pass: a plan with `pipeline` runs a batch as microbatches, whose tasks follow the schedule that the plan asks for.
+"""Pass: a plan with `pipeline` runs a batch as microbatches, whose tasks follow the plan's schedule.
 
 stages       of nodes, by their placement                                   stages.py
 tasks        of the ops that ranks' programs have for one microbatch        phases.py
 again        the forward ops that backward tasks repeat                     recompute.py
 gathers      of parameters that ranks store in shards                       gathers.py
 costs        of tasks: work, bytes that are saved                           task_costs.py
-schedule     per rank the order of tasks, by name, as rows or found         schedule/
+schedule     the order of tasks on each rank: by name, given as rows, or found   schedule/
 rows         the programs of a step                                         microbatches.py
 """
 
@@ -34,7 +34,7 @@ from partc.runtime.artifact.tasks.sum_tree import roots, run_of
 
 
 def pipeline(program: Lowered) -> Scheduled:
-    """Makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
+    """Turns the programs of one microbatch into those of a step; raises CompileError if the plan's schedule does not fit."""
     rules, training = program.plan.pipeline, program.training
     stored = bool(program.pinned.units)
     if rules is None or (training is not None and not program.kind.divides) or rules.microbatches == 1:
@@ -75,14 +75,14 @@ def pipeline(program: Lowered) -> Scheduled:
 
 
 def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
-    """Whether a plan's schedule is that of a V, or rows with tasks of one more stage than there are."""
+    """Whether a plan's schedule is that of a V, or has rows with tasks of one stage more than there are."""
     if isinstance(rules.schedule, tuple):
         return any(word.startswith(f"{stages}F") for row in rules.schedule for word in row.split())
     return rules.schedule == "zbv"
 
 
 def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
-    """The ranks by what they do, in a microbatch and for the numbers of the whole batch."""
+    """Groups the ranks by their ops, both in a microbatch and for the batch's totals."""
     before = {part.rank: part.steps for part in totals.parts} if totals else {}
     found: dict[Hashable, list[RankProgram]] = {}
     rules = program.plan.pipeline
@@ -100,7 +100,9 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
 
 
 def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int], counts: bool) -> Unit:
-    """`counts`: whether each microbatch counts for the numbers of the whole batch; else inputs for these alone are not dealt out."""
+    """Returns a unit of ranks; `counts`: whether each microbatch counts for the batch's totals; if not, inputs of these alone are not dealt
+    out.
+    """
     read = {value for step in part.steps for value in step.reads} | {held.value for held in part.outputs}
     own = {
         held.value
@@ -113,7 +115,7 @@ def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int], counts: boo
 
 
 def _stages(found: NodeStages, labels: Labels) -> Stages:
-    """The graph of stages: what they read of each other, and which of them have a backward pass."""
+    """Returns the graph of stages: their dependencies, and which of them have a backward pass."""
     edges = [Edge(a, b, (a, b) in labels.gradients) for a, b in labels.edges | labels.gradients]
     backward = {label.stage for steps in labels.steps for label in steps if label.phase is Phase.BACKWARD}
     return grouped(found.groups, edges, [stage in backward for stage in range(len(found.groups))])

@@ -7,18 +7,19 @@
     forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h
     backward    h -> up -> a.recomputed -> Gelu -> b.recomputed; reads h, a.recomputed, b.recomputed
 
-A region, such as one layer, is repeated at once before its backward pass, and of it only what that reads, directly or not: not `down`.
-What it reads from outside is kept, as is what anything outside reads of it: other regions, other stages, nodes that the plan does not
-name. So layers are repeated one by one, each from its own inputs.
+A region, such as one layer, is repeated as a whole right before its backward pass, but only the ops whose results that reads, directly or
+not: not `down`. The values that the region reads from outside are saved, as are its values that are read outside: by other regions, other
+stages, nodes that the plan does not name. So layers are repeated one by one, each from its own inputs.
 
-Collectives are repeated, too, on all their ranks, for their results are as large as what is not to be kept; messages are not, nor rows
-that go to their experts and back, nor ops that draw random numbers: their results are kept. Masks of a dropout follow from places and the
-step, so they are the same. What replaces statistics, outputs, and what other stages read are those that the forward task makes.
+Collectives are repeated too, on all their ranks, since their results are as large as the values that are not saved. Messages, rows sent to
+their experts and back, and ops that draw random numbers are not repeated: their results are saved. Masks of a dropout depend only on places
+and the step, so they are repeated with the same result. Updated statistics, outputs, and values that other stages read are those of the
+forward task.
 
-With microbatches what follows from none of them (a weight's Transpose) is made once for all; in a batch that is not divided it is repeated
-with its region, as each session does it within a product.
+With microbatches an op that depends on none of them (a weight's Transpose) runs once for all; in an undivided batch it is repeated with its
+region, as each session would do within a product.
 
-What is repeated is part of B, and of W where only that reads it (`phases.split_backward`, which comes later).
+Repeated ops belong to B, and to W if only W reads them (`phases.split_backward`, which runs later).
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from partc.runtime.artifact.format import RECV, RETURN, ROUTE, SEND
 _BACKWARD = (Phase.BACKWARD, Phase.WEIGHT)
 _AGAIN = "recomputed"
 Own: TypeAlias = tuple[Region, int]
-"""A region within a stage."""
+"""A region, and the stage."""
 Item: TypeAlias = tuple[Place, ...]
 """An op, or an event with its place in each of its programs."""
 There: TypeAlias = tuple[int, Value]
-"""A unit, and a value there."""
+"""A unit, and a value in it."""
 
 
 def recompute(program: Lowered, units: Sequence[Unit], labels: Labels) -> tuple[Lowered, list[Unit], Labels]:
-    """The units and their labels with the plan's nodes computed again; the program has the events, and warns of patterns without effect."""
+    """Returns the units and labels with the plan's nodes recomputed; the program gets events, and warnings of patterns without effect."""
     nodes, _ = recomputed(program)
     if not nodes:
         return program, list(units), labels
@@ -64,7 +65,7 @@ def recompute(program: Lowered, units: Sequence[Unit], labels: Labels) -> tuple[
 
 
 def undivided(program: Lowered, units: Sequence[Unit]) -> Lowered:
-    """The program of a batch that is not divided, whose ranks do what their units do."""
+    """Returns the program of an undivided batch, whose ranks have their units' ops."""
     of_rank = {rank: unit.program for unit in units for rank in unit.ranks}
     parts = [replace(part, steps=of_rank[part.rank].steps) for part in program.parts]
     return replace(program, parts=tuple(parts))
@@ -91,7 +92,9 @@ class _Recompute:
         self.listed = {event.tag: event for event in self.program.events}
 
     def in_step(self) -> list[Item]:
-        """The ops of all units, forward ones first, those of each as far on as those of the others, so that all repeat a region at once."""
+        """The ops of all units, forward ones first, sorted by the longest chain of ops before them, so that all units repeat a region
+        together.
+        """
         times = [0] * len(self.units)
         found: dict[Item, tuple[bool, int]] = {}
         for item in self.labels.order:
@@ -119,23 +122,25 @@ class _Recompute:
         return [(unit, value) for unit, step in self.steps(item) for value in step.makes]
 
     def new(self, there: There, own: Own | None) -> Value | None:
-        """The value that a reader of a region reads in place of another; None where it reads that one."""
+        """Returns the value that a reader in a region reads instead of the forward task's; None if it reads the latter."""
         return self.again_of(there[1]) if own is not None and self.instead.get(there) == own else None
 
     def again_of(self, value: Value) -> Value:
-        """`h.recomputed` of `h`, the same one on all ranks."""
+        """Returns `h.recomputed` for `h`, the same value on all ranks."""
         if value not in self.repeated:
             self.repeated[value] = value.derived(f".{_AGAIN}")
         return self.repeated[value]
 
     def of_node(self, item: Item) -> Own | None:
-        """The region of an op by the model's node, within the op's stage."""
+        """Returns the region of an op by its model node, within the op's stage."""
         step = self.first(item)
         found = self.nodes.get(step.source) if isinstance(step, Compute) else None
         return None if found is None else (found[0], self.label(item).stage)
 
     def owners(self) -> dict[Item, Own]:
-        """The region of every forward op that may be repeated; what stands for no node of the model is of what it reads."""
+        """Maps every forward op that may be repeated to its region; an op without a node of the model belongs to the region of its
+        operands.
+        """
         found: dict[Item, Own] = {}
         made: dict[There, Own | None] = {}
         for item in self.order:
@@ -178,7 +183,9 @@ class _Recompute:
         return {value for some in made for value in some}
 
     def once(self, item: Item, readers: Mapping[There, set[Own | None]]) -> Own | None:
-        """The single region that reads an op outside all microbatches, or None if several do or the backward pass reads it elsewhere."""
+        """Returns the only region that reads an op outside of microbatches; None if there are several, or the backward pass reads it
+        elsewhere.
+        """
         assert self.program.plan.pipeline is not None
         own = self.of_node(item)
         if (
@@ -193,7 +200,7 @@ class _Recompute:
         return reader if reader is not None and reader[0] == own[0] and _may_repeat(self.first(item)) else None
 
     def write(self) -> tuple[list[Unit], Labels]:
-        """The units with what is repeated before the first backward ops of its region, and their labels."""
+        """Returns the units with the repeated ops before the first backward ops of their region, and their labels."""
         unread = self.unread()
         waiting = dict(self.again)
         for item in self.order:
@@ -213,7 +220,7 @@ class _Recompute:
         return made, found
 
     def unread(self) -> set[Item]:
-        """Forward ops that nothing reads any more, now that they are repeated."""
+        """Returns the forward ops that nothing reads once they are repeated."""
         repeated = {item: own for own, items in self.again.items() for item in items}
         needed = {(k, value) for k, unit in enumerate(self.units) for value in unit.program.live_out}
 
@@ -231,7 +238,7 @@ class _Recompute:
         return found
 
     def put(self, item: Item, label: Label, own: Own | None, again: bool = False) -> None:
-        """Writes an op on all its units as an op of `own`, which reads what that has made again."""
+        """Writes an op on all its units as an op of the region `own`, so that it reads that region's recomputed values."""
         steps, found = self.written
         places = []
         for unit, step in self.steps(item):
@@ -245,12 +252,12 @@ class _Recompute:
         found.order.append(tuple(places))
 
     def rule(self, step: Op, own: Own) -> str:
-        """The plan's line for which an op is repeated."""
+        """Returns the plan's line that causes the repetition of an op."""
         found = self.nodes.get(step.source) if isinstance(step, Compute) else None
         return str(self.rules[own[0]] if found is None else found[1])
 
     def over(self, step: Op, values: Mapping[Value, Value], again: str) -> Op:
-        """An op over other values; `again`: the line for which it is repeated, else ""."""
+        """Returns an op over other values; `again`: the line that causes its repetition, else ""."""
         task = TaskKind.BACKWARD if again else step.task
         if isinstance(step, Comm):
             tag = self.tag(step, again)
@@ -266,7 +273,7 @@ class _Recompute:
         )
 
     def tag(self, step: Comm, again: str) -> int:
-        """The number of an event in the order of all; at its first end it is listed."""
+        """Returns an event's number in the order of all events; its first end lists it."""
         key = step.tag, bool(again)
         if key not in self.tags:
             event, self.tags[key] = self.listed[step.tag], len(self.events)
@@ -276,7 +283,7 @@ class _Recompute:
         return self.tags[key]
 
     def told(self) -> list[str]:
-        """A warning for each pattern that has no effect."""
+        """Returns a warning for each pattern that has no effect."""
         repeated = {self.first(item) for items in self.again.values() for item in items}
         sources = {step.source for step in repeated if isinstance(step, Compute)}
         assert self.program.plan.pipeline is not None
@@ -297,7 +304,7 @@ class _Recompute:
 
 
 def _may_repeat(step: Op) -> bool:
-    """Whether an op gives the same when it is done again, and needs no other stage for it."""
+    """Whether an op gives the same result when it is repeated, without involving another stage."""
     if isinstance(step, Comm):
         return step.op_type not in (SEND, RECV, ROUTE, RETURN)
     return isinstance(step, Compute) and not any(draws(node) for node in _with_bodies(step.node))

@@ -1,15 +1,12 @@
-"""Finds the values of a program that have the records of the batch: inputs are dealt out to the microbatches, and their outputs are
-joined.
+"""Deals the records of a batch to its microbatches, and joins the microbatches' outputs.
 
-A batch's records as those of its microbatches, and back: what a step takes is cut, what it gives is joined.
-
-Where records are dealt out over ranks, a batch is so many pieces, and each microbatch has a share of every piece: so all ranks have
-the same records at the same time, and what they have together lies as the batch does. Of 8 records in 2 pieces, 2 microbatches have
+If records are dealt out over ranks, a batch consists of pieces, and each microbatch has a share of every piece: so all ranks have the same
+records at the same time, and the values of a microbatch are sharded as those of the batch. Of 8 records in 2 pieces, 2 microbatches have
 
     piece 0    0 1 | 2 3         microbatch 0    0 1 4 5
     piece 1    4 5 | 6 7         microbatch 1    2 3 6 7
 
-so what the microbatches give is joined piece by piece.
+so the microbatches' outputs are joined piece by piece.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class _Dims:
     tail: tuple[Value, ...]
 
     def around(self, *middle: Value) -> list[Value]:
-        """The sizes with others in place of the records' dim."""
+        """Returns the sizes with `middle` in place of the records' dim."""
         return [*self.head, *middle, *self.tail]
 
 
@@ -47,14 +44,14 @@ def _number(number: int) -> npt.NDArray[np.int64]:
 
 
 class Cutting:
-    """Ops that cut values into microbatches along their records, and join them; `opset`: of the model."""
+    """Writes ops that cut values into microbatches along their records, and join them; `opset`: that of the model."""
 
     def __init__(self, opset: int) -> None:
         self.opset = opset
         self.steps: list[Compute] = []
 
     def cut(self, value: Value, made: Sequence[Value], dim: int, pieces: int) -> None:
-        """The microbatches of a value that has so many pieces along `dim`."""
+        """Cuts a value that has `pieces` pieces along `dim` into its microbatches `made`."""
         if pieces == 1:
             self._split(value, made, dim)
             return
@@ -70,7 +67,7 @@ class Cutting:
         self._reshaped(shares, made, dims.around(own))
 
     def join(self, parts: Sequence[Value], value: Value, dim: int, pieces: int) -> None:
-        """The value of which `parts` are the microbatches, with so many pieces along `dim`."""
+        """Joins the microbatches `parts` to a value that has `pieces` pieces along `dim`."""
         if pieces == 1:
             self._emit("Concat", parts, [value], axis=dim)
             return
@@ -85,7 +82,7 @@ class Cutting:
         self._reshaped([together], [value], dims.around(whole))
 
     def _dims(self, value: Value, dim: int) -> _Dims:
-        """The sizes of a value."""
+        """Writes the sizes of a value."""
         head, extent, tail = (value.derived_untyped(hint) for hint in (".head", ".extent", ".tail"))
         if dim:
             self._emit("Shape", [value], [head], start=0, end=dim)
@@ -94,7 +91,7 @@ class Cutting:
         return _Dims((head,) if dim else (), extent, (tail,))
 
     def _reshaped(self, values: Sequence[Value], made: Sequence[Value], dims: Sequence[Value]) -> None:
-        """Values of one shape in another one: no dim of it is inferred, since the others may have no elements."""
+        """Reshapes values of one shape to another; no dim is inferred, since a value may have no elements."""
         shape = made[0].derived_untyped(".shape")
         self._emit("Concat", dims, [shape], axis=0)
         for value, one in zip(values, made, strict=True):
@@ -111,7 +108,7 @@ class Cutting:
 
 
 class Records:
-    """Inputs and outputs of the units of a program with records of the batch; `pieces`: of each a microbatch has its share."""
+    """The inputs and outputs of a program's units that have records of the batch; each microbatch has a share of each of `pieces`."""
 
     def __init__(self, program: Lowered, units: Sequence[Unit], clones: Clones) -> None:
         self.training, self.along, self.clones = program.training, program.batch_dims, clones
@@ -123,31 +120,31 @@ class Records:
         self._whole: dict[Value, Value] = {}
 
     def inputs(self, unit: Unit) -> list[RankTensor]:
-        """The inputs that have records of the batch."""
+        """Returns the inputs that have records of the batch."""
         return [held for held in unit.program.inputs if held.value in unit.batch and held.version.value.name != PART]
 
     def outputs(self, unit: Unit) -> list[RankTensor]:
-        """The outputs that have records of the batch, where nothing is trained."""
+        """Returns the outputs that have records of the batch, in a program that does not train."""
         own = {held.value for held in unit.program.inputs}
         return [held for held in unit.program.outputs if held.version.value in self.along and held.value not in own]
 
     def of_step(self, held: RankTensor) -> Value:
-        """An input or output of the step, of which `held` is that of a microbatch."""
+        """Returns the step's input or output for that of a microbatch."""
         return self.whole(held) if held.version.value in self.along else self.clones.of_batch(held.value)
 
     def whole(self, port: RankTensor) -> Value:
-        """The input or output with the records of all microbatches, of which `port` is that of one."""
+        """Returns the input or output with the records of all microbatches for that of one."""
         if port.value not in self._whole:
             shape = self.clones.dims.shape(port.value.shape, self.along[port.version.value])
             self._whole[port.value] = replace(port.value, shape=shape)
         return self._whole[port.value]
 
     def shards(self, held: RankTensor) -> int:
-        """The number of shards of the records of an input or output."""
+        """Returns the number of shards of the records of an input or output."""
         return held.version.layout.num_shards(self.along[held.version.value])
 
     def deal(self, row: Row) -> None:
-        """Gives each microbatch its records: of every piece of the batch a share, so that all ranks have the same ones."""
+        """Gives each microbatch its records: a share of every piece of the batch, so that all ranks have the same ones."""
         number = next((one.value for one in row.unit.program.inputs if one.version.value.name == PART), None)
         if number is not None:
             for k, values in enumerate(row.micro):
@@ -161,7 +158,7 @@ class Records:
         row.steps += cutting.steps
 
     def _join_records(self, row: Row) -> None:
-        """The outputs of a step that does not train: what has records of microbatches is joined, the rest is the same in all of them."""
+        """Writes the outputs of a step that does not train: outputs with records are joined, others are the same in all microbatches."""
         cutting, known = Cutting(self.opset), {held.value for held in self.outputs(row.unit)}
         for held in row.unit.program.outputs:
             parts = [values[held.value] for values in row.micro if held.value in values]
@@ -172,7 +169,7 @@ class Records:
         row.steps += cutting.steps
 
     def join(self, row: Row, labels: Sequence[Label]) -> None:
-        """The outputs of the step, and what replaces statistics, out of those of the microbatches."""
+        """Writes the outputs of the step, and the new statistics, from those of the microbatches."""
         if self.training is None:
             self._join_records(row)
             return

@@ -1,4 +1,4 @@
-"""The program of a step while its row of tasks is written, and the values of what depends on a microbatch."""
+"""The program of a step while its row of tasks is written, and the values that depend on a microbatch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partc.compiler.pipelines.tree_sums import TreeSums
 
 @dataclass
 class Row:
-    """The program of a step of a unit's ranks while it is written.
+    """The program of a step on a unit's ranks while it is written.
 
-    `micro`: per microbatch, by value of the program of one, what it is there.
+    `micro`: for each microbatch, maps values of one microbatch's program to their values in the step.
     """
 
     unit: Unit
@@ -26,11 +26,11 @@ class Row:
     micro: list[dict[Value, Value]] = field(default_factory=list)
     bodies: dict[Label, Body] = field(default_factory=dict)
     sums: dict[Value, tuple[Value, Value]] = field(default_factory=dict)
-    """Maps the sum of a gradient in a body to the sum up to now and to the value to which the body adds."""
+    """Maps the sum of a gradient in a body to the sum so far and to the value to which the body adds."""
     calls: dict[Label, int] = field(default_factory=dict)
-    """The number of calls of the body of each label."""
+    """The number of calls of each label's body so far."""
     tree_sums: TreeSums | None = None
-    """The sums over parts, where these have one order for all numbers of ranks."""
+    """The sums over parts, if they have one order for all numbers of ranks."""
 
     def emit(
         self, op_type: str, inputs: Sequence[Value], outputs: Sequence[Value], **attributes: int | ir.Attr
@@ -39,7 +39,7 @@ class Row:
         self.steps.append(added(op_type, inputs, outputs, attributes))
 
     def put_together(self, parts: Sequence[Value], made: Value, summed: bool) -> None:
-        """Writes the sum of what microbatches have, or their mean: Sum and Div, as Mean has a kernel of float32 alone."""
+        """Writes the sum of the microbatches' values, or their mean: as Sum and Div, since Mean has a kernel for float32 only."""
         if summed:
             self.emit("Sum", parts, [made])
             return
@@ -55,7 +55,7 @@ class Row:
                 self.sums[made] = self._zeros(kept := self._sum_of(step)), kept
 
     def add_alike(self, step: Compute) -> None:
-        """Writes the sum of a gradient that is the same in every microbatch, such as that of a decay of weights in the loss."""
+        """Writes the sum of a gradient that is the same in every microbatch, such as that of a weight decay in the loss."""
         (made,), kept = step.makes, self._sum_of(step)
         total = self.clones.of_batch(made)
         one = total.derived(".of_one")
@@ -64,14 +64,14 @@ class Row:
         self.emit("Mul", [one, total.derived_untyped(".times", np.array(self.clones.count, _numpy(made)))], [total])
 
     def append_all(self, step: Compute) -> None:
-        """Writes an op that takes what every microbatch gives, one after the other."""
+        """Writes an op with the operands of all microbatches, one after the other."""
         ((given,), (made,)) = step.reads, step.makes
         parts = tuple(values.get(given) or self.clones.of_batch(given) for values in self.micro)
         whole = self.clones.of_batch(made)
         self.steps.append(replace(step, inputs=parts, outputs=(whole,), label=whole))
 
     def _sum_of(self, step: Compute) -> Value:
-        """The state to which an op adds."""
+        """Returns the state to which an op adds."""
         (kept,) = [one for one in step.reads if one in self.unit.sums]
         return kept
 
@@ -86,7 +86,7 @@ class Row:
 
 
 def _numpy(value: Value) -> np.dtype[np.generic]:
-    """The type of a value's items."""
+    """Returns the numpy type of a value's items."""
     assert value.of is not None
     assert value.of.dtype is not None
     return value.of.dtype.numpy()

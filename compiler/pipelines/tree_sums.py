@@ -1,12 +1,12 @@
-"""Sums over the parts of a batch in one order, whatever the number of ranks: by the tree of `artifact/tasks/sum_tree.py`.
+"""Sums over the parts of a batch in one order for any number of ranks: by the tree of `artifact/tasks/sum_tree.py`.
 
-Each microbatch of a rank is a part, and its terms are added up as soon as both halves of a node of the tree are there. What the rank
-then has of a sum, its roots, replaces the reduction of ranks:
+Each microbatch of a rank is a part. Its terms are added as soon as both halves of a tree node are computed. The rank then has some nodes of
+each sum, its roots, and these collectives replace the reduction over ranks:
 
-    ReduceScatter   the roots of each rank's share go to it (AllToAll), and it adds up those of all ranks
-    AllReduce       likewise, and the shares are joined (AllGather); few elements: all roots go to all ranks, which add up alike
+    ReduceScatter   the roots of each rank's shard are sent to it (AllToAll), and it adds the roots of all ranks
+    AllReduce       the same, and the shards are gathered (AllGather); of few elements, all ranks get all roots and add them in one order
 
-Ranks that have fewer roots than others give zeros, which no op reads.
+A rank with fewer roots than others sends zeros in their place, which no op reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.tasks.sum_tree import Node, halves, nodes, roots, run_of
 
 _FEW = 4096
-"""So many elements are sent to all ranks."""
+"""A sum of fewer elements than this is computed on all ranks."""
 _REDUCES = (fmt.ALL_REDUCE, fmt.REDUCE_SCATTER, fmt.REDUCE_TO)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The collectives that replace one: what ranks exchange, what they gather, and their numbers of elements and roots.
+    """The collectives that replace a reduction: the exchange, the gather, and the numbers of elements and roots.
 
-    A rank's share of a root has `block` elements; of few elements all are exchanged, in rows by root.
+    A rank's shard of a root has `block` elements; small sums are exchanged whole, one row per root.
     """
 
     ranks: int
@@ -43,14 +43,16 @@ class Reduction:
 
     @property
     def is_small(self) -> bool:
-        """Whether all roots go to all ranks."""
+        """Whether all ranks get all roots."""
         return self.exchange is None
 
 
 def reduction(
     event: Event, step: Comm, parts: int, item_bytes: int, base: Value, list_event: Callable[[Event], int]
 ) -> Reduction:
-    """The collectives in place of `event`, which `list_event` lists under tags of their own; `base`: what they are named after."""
+    """Returns the collectives that replace `event`; `list_event` lists an event and returns its tag, and `base` is the value to name them
+    after.
+    """
     (group,) = event.ranks
     ranks = len(group)
     most = max(len(roots((0, parts), run_of(place, ranks, parts))) for place in range(ranks))
@@ -75,24 +77,24 @@ def reduction(
 
 
 def elements_of(value: Value) -> int:
-    """The number of elements of a value of known shape."""
+    """The number of elements of a value whose shape is known."""
     assert value.shape is not None
     return math.prod(size for size in value.shape if isinstance(size, int))
 
 
 @dataclass
 class TreeSums:
-    """The sums over parts of one rank's program while it is written: `write` appends an op; `run` are the rank's parts of `parts`."""
+    """The sums over parts while one rank's program is written: `write` appends an op; `run` is the rank's run of all `parts`."""
 
     parts: int
     run: Node
     where: str
     write: Callable[[Op], None]
     known: dict[Value, list[tuple[Node, Value]]] = field(default_factory=dict)
-    """Maps each value of a microbatch's program to the nodes of its sum, in order, with their values."""
+    """Maps each value of a microbatch's program to the tree nodes of its sum, in order, each with its value."""
 
     def add(self, of: Value, whole: Value, k: int, term: Value) -> None:
-        """Adds the term of a rank's part `k`; `whole` is the value of the sum over all parts."""
+        """Adds the term of the rank's part `k` to the sum of `of`; `whole` is the value of the sum over all parts."""
         begin, stack = self.run[0], self.known.setdefault(of, [])
         stack.append(((begin + k, begin + k + 1), term))
         while len(stack) > 1 and (node := (stack[-2][0][0], stack[-1][0][1])) in self._nodes and self._is_sum(stack):
@@ -112,7 +114,7 @@ class TreeSums:
         return halves((left[0], right[1])) == (left, right)
 
     def reads(self, step: Op) -> bool:
-        """Whether an op reads sums of the rank's own parts; CompileError where it does otherwise than a reduction."""
+        """Whether an op reads sums over the rank's own parts; raises CompileError if such an op is not a reduction or an Identity."""
         if self.run == (0, self.parts) or not any(value in self.known for value in step.reads):
             return False
         if isinstance(step, Compute) and step.is_op("Identity"):
@@ -128,7 +130,11 @@ class TreeSums:
         return True
 
     def reduce(self, step: Comm, how: Reduction, whole: Callable[[Value], Value]) -> None:
-        """Writes the reduction of sums over the rank's parts: what it gives, the collectives, and the rest of the tree."""
+        """Writes the reduction of sums over the rank's parts: the packing of roots, the collectives, and the remaining additions of the
+        tree.
+
+        `whole`: maps a result of the old reduction to the value to write.
+        """
         values, made = step.reads, [whole(value) for value in step.makes]
         base = (how.exchange or how.gather or (None, None))[1]
         assert base is not None
@@ -160,7 +166,7 @@ class TreeSums:
             ops.reshaped(share, value.shape or (), value)
 
     def _row(self, values: Sequence[Value], ops: _Ops, how: Reduction, axis: int) -> Value:
-        """One root of all values, in a row for each rank, or of few elements in one."""
+        """Packs one root of all values: a row for each rank's shard, or one row if the sum is small."""
         if how.is_small:
             return ops.joined([ops.reshaped(value, [1, elements_of(value)]) for value in values], 1)
         if how.gather is not None:
@@ -197,7 +203,7 @@ class TreeSums:
         return output
 
     def _total(self, gathered: Value, how: Reduction, ops: _Ops) -> Value:
-        """The sum of the roots of all ranks, which are rows."""
+        """Adds the roots of all ranks, which are the rows of `gathered`, by the tree."""
         rows = ops.split_rows(gathered, how.ranks * how.most_roots)
         there: dict[Node, Value] = {}
         for place in range(how.ranks):
@@ -214,7 +220,7 @@ class TreeSums:
 
 @dataclass
 class _Ops:
-    """Writes ops whose results are named after one value."""
+    """Writes ops, and names their results after one value."""
 
     write: Callable[[Op], None]
     base: Value
@@ -257,7 +263,7 @@ class _Ops:
         return self._emit("Split", [value], [self._next() for _ in range(count)], attributes)
 
     def split(self, value: Value, sizes: Sequence[int], width: int) -> list[Value]:
-        """The values of these sizes, side by side in one row; what fills it up has none."""
+        """Splits a row of `width` elements into values of these sizes; elements after them are padding."""
         if [*sizes] == [width]:
             return [value]
         rest = [width - sum(sizes)] if width > sum(sizes) else []

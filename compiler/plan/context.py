@@ -1,4 +1,4 @@
-"""`context` of a plan: the tokens of a sequence are cut over a mesh axis, and attention is computed in one of three ways.
+"""The plan's `context`: shards the tokens of a sequence over a mesh axis, and says in which of three ways attention is computed.
 
 context: {axis: cp, attention: auto, memory: 256MB}
 """

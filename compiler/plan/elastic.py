@@ -1,7 +1,7 @@
-"""`elastic` of a plan: the numbers of ranks that a training may continue on.
+"""The plan's `elastic`: the numbers of ranks on which a training may continue.
 
-Each number of ranks is the same plan with another `ranks`. The mesh's axis `dp` takes what the other axes leave of it; all else of the plan
-stays as it is written, so a placement, a stage or a cut by a number must fit each of the numbers.
+Each number of ranks compiles the same plan with another `ranks`. The mesh axis `dp` gets the ranks that the other axes leave; the rest of
+the plan stays as written, so a placement, a stage or a fixed number of shards must fit each number of ranks.
 
     ranks: 8
     mesh: {dp: 4, tp: 2}
@@ -90,7 +90,7 @@ class ElasticEntry(Options):
         return self
 
     def pipeline(self, ranks: int, where: Callable[..., str]) -> PipelineRules | None:
-        """The microbatches of a batch whose parts are dealt out to so many ranks; None without `parts`."""
+        """The microbatches of a batch whose `parts` are dealt to this number of ranks; None without `parts`."""
         if self.parts is None:
             return None
         place, count = where("elastic", "parts"), self.parts // ranks
@@ -99,7 +99,7 @@ class ElasticEntry(Options):
     def refuse_uneven(
         self, batch: int | None, microbatches: int, mesh: Mapping[str, int], where: Callable[..., str]
     ) -> None:
-        """Raises CompileError for the numbers of ranks that the plan's batch does not divide by; `where` gives the place of a key."""
+        """Raises CompileError for each number of ranks that does not divide the plan's batch; `where` returns the place of a key."""
         if batch is not None and self.parts is not None and batch % self.parts:
             fact = f"'elastic': a batch of {batch} records cannot be divided into {self.parts} parts"
             help = f"choose a batch that is a multiple of {self.parts}, or another number of parts"
@@ -121,12 +121,12 @@ class ElasticEntry(Options):
 
 
 def others_of(mesh: Mapping[str, int]) -> int:
-    """The number of ranks of one place of the axis over which records are dealt."""
+    """The number of ranks at one place of the axis over which records are dealt: the product of the other axes."""
     return math.prod(size for axis, size in mesh.items() if axis != DATA_AXIS) if mesh else 1
 
 
 def on_ranks(data: Any, ranks: int) -> dict[str, Any]:
-    """The data of a valid plan for another number of ranks."""
+    """Returns the data of a valid plan, changed to another number of ranks and without `elastic`."""
     mesh = data.get("mesh") or {}
     sizes = {axis: ranks // others_of(mesh) if axis == DATA_AXIS else size for axis, size in mesh.items()}
     data = {key: value for key, value in data.items() if key != "elastic"}

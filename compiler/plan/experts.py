@@ -1,4 +1,4 @@
-"""`experts` of a plan: along which mesh axis the experts of a layer are sharded, whole experts on each rank.
+"""The plan's `experts`: the mesh axis along which a layer's experts are sharded; each rank has whole experts.
 
 experts: {axis: dp}
 experts: {"layers.*.mlp": {axis: ep}}
@@ -37,7 +37,7 @@ class ExpertsEntry(Options):
 
 @dataclass(frozen=True)
 class ExpertsRule:
-    """The experts of the layers that the pattern matches are sharded along this axis."""
+    """A rule that shards the experts of the layers that its pattern matches along an axis."""
 
     pattern: str
     axis: str
@@ -45,5 +45,5 @@ class ExpertsRule:
 
 
 def everywhere(value: object) -> object:
-    """An entry by itself holds for all layers."""
+    """Returns an entry without patterns as one for all layers."""
     return {"**": value} if isinstance(value, dict) and "axis" in value else or_empty(value)

@@ -1,4 +1,4 @@
-"""`generate` of a plan: a decoder with past and present keeps its caches, and makes tokens.
+"""The plan's `generate`: a decoder with past and present keeps its caches, and generates tokens.
 
 generate: {slots: 8, length: 4096, chunk: 64, memory: 4GB, stop: [2]}
 """
@@ -17,7 +17,7 @@ MOST_SLOTS, MOST_TOKENS, DEFAULT_CHUNK = 1 << 12, 1 << 24, 64
 
 
 def multiples_beside(size: int, count: int) -> str:
-    """The multiples of `count` next to another size, as text: `4 or 8`."""
+    """Returns the multiples of `count` next to a size, as text: `4 or 8`."""
     below = size // count * count
     return " or ".join(str(one) for one in (below, below + count) if one)
 

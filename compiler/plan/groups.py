@@ -1,12 +1,11 @@
-"""Ranks and groups of ranks in a plan: the mesh, and what `placement` may say.
+"""Ranks and groups of ranks in a plan: the mesh, and the values that `placement` may have.
 
-A mesh is the grid of all ranks by named axes, `{dp: 2, tp: 4}`: its sizes multiply to `ranks`, row-major, last axis fastest.
-A slice of it, `{dp: 1}`, is the group of the ranks with these coordinates, in order, and keeps the other axes. A mesh whose sizes
-do not multiply to `ranks` is the grid of every group: each list of several ranks in `placement` then has as many ranks as
-the mesh, and there are no slices.
+A mesh is the grid of all ranks by named axes, `{dp: 2, tp: 4}`: its sizes multiply to `ranks`, row-major, last axis fastest. A slice of it,
+`{dp: 1}`, is the group of the ranks with these coordinates, in order, and keeps the other axes. A mesh whose sizes do not multiply to
+`ranks` is the grid of every group: each list of several ranks in `placement` then has as many ranks as the mesh, and there are no slices.
 
-The mesh's axes within a group: all of them in one of as many ranks, in the mesh's order, as the mesh; those that vary in a list
-that equals a slice, order included; none in any other list.
+The mesh's axes within a group: all of them, if the group has the mesh's ranks in the mesh's order; those that vary, in a list that equals a
+slice, order included; none in any other list.
 
 Ranks with a role, `roles: {ps: [4, 5]}`, have parameters and only serve: "all ranks" are then the others, the workers, and a mesh of the
 workers' number is their grid.
@@ -34,7 +33,7 @@ Axes: TypeAlias = tuple[tuple[str, int], ...]
 
 MOST_AXES = 64
 DATA_AXIS = "dp"
-"""The mesh axis over which records are dealt out, where there is one of this name."""
+"""The mesh axis over which records are dealt out, if the mesh has an axis of this name."""
 _LAW = "a mesh is the grid of all ranks, or, where it has another size, of every group in 'placement'"
 
 
@@ -45,16 +44,15 @@ class Group:
     ranks: tuple[int, ...]
     axes: Axes = ()
     role: str = ""
-    """The role whose ranks these are, where it names them."""
+    """The role of these ranks, if the plan names it."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What the values of a plan are checked against; None where the plan does not say it rightly, which is said elsewhere.
+    """The values of a plan against which others are checked; None for those that are faulty, which are reported elsewhere.
 
-    `roles` whose ranks the plan does not say rightly have none.
-    `groups` are the sizes of the lists of several ranks in `placement`, and of the stages' groups; `folder` is where the files are that
-    the plan names.
+    `roles`: a role with faulty ranks has none here. `groups`: the sizes of the lists of several ranks in `placement`, and of the stages'
+    groups. `folder`: the folder of the files that the plan names.
     """
 
     ranks: int | None = None
@@ -70,18 +68,18 @@ class Frame:
 
     @property
     def workers(self) -> int | None:
-        """How many ranks have no role."""
+        """The number of ranks without a role."""
         return None if self.ranks is None else len(workers_of(self.ranks, (self.roles or {}).values()))
 
 
 def workers_of(ranks: int, serving: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that run what nothing places: those that do not serve, or all where each of them serves."""
+    """Returns the ranks that run nodes without a placement: those that do not serve, or all ranks if each of them serves."""
     servers = {rank for some in serving for rank in some}
     return tuple(rank for rank in range(ranks) if rank not in servers) or tuple(range(ranks))
 
 
 def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[int, ...] = ()) -> Frame:
-    """The frame of a plan's bare data; `stages` are the sizes of the groups of several ranks on which its stages run."""
+    """Returns the frame of a plan's raw data; `stages`: the sizes of the groups of several ranks on which its stages run."""
     ranks, mesh, placement, roles = (data.get(key) for key in ("ranks", "mesh", "placement", "roles"))
     axes: Axes | None = None
     if mesh is None:
@@ -100,7 +98,7 @@ def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[in
 
 
 def _roles(data: object) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The roles of a plan's bare data, without ranks where they are no list of ranks."""
+    """Yields the roles of a plan's raw data; a role whose value is not a rank or a list of ranks has no ranks."""
     for name, value in data.items() if isinstance(data, dict) else ():
         ranks = value if isinstance(value, list) else [value]
         yield str(name), tuple(ranks) if all(is_integer(rank) and rank >= 0 for rank in ranks) else ()
@@ -108,7 +106,7 @@ def _roles(data: object) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of(mesh: Axes, ranks: int, group: tuple[int, ...]) -> Axes:
-    """The axes of `mesh` within a group, where there are `ranks` in all; the module's text has the law."""
+    """Returns the axes of `mesh` within a group, among `ranks` ranks in all, by the law in the module's docstring."""
     if len(group) < 2 or not mesh:
         return ()
     if _size(mesh) != ranks:
@@ -123,7 +121,7 @@ def axes_of(mesh: Axes, ranks: int, group: tuple[int, ...]) -> Axes:
 
 
 def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
-    """The mesh, if its size is that of all ranks or of a group in `placement`."""
+    """Returns the mesh; raises Refused unless its size is that of all ranks, of the workers or of a group in `placement`."""
     if len(mesh) > MOST_AXES:
         fact = f"the mesh has {len(mesh):,} axes"
         raise Refused(fact, f"a mesh has at most {MOST_AXES}", "leave out axes of size 1")
@@ -141,12 +139,12 @@ def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
 
 
 def placed(value: object, info: ValidationInfo) -> Group:
-    """The group that a placement of a plan names."""
+    """Returns the group that a placement of a plan names."""
     return group_of(value, frame_in(info))
 
 
 def group_of(value: object, frame: Frame) -> Group:
-    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh. Raises Refused."""
+    """Returns the group that a placement names: a rank, a list of ranks, a role, or a slice of the mesh; raises Refused."""
     if role := _meant_role(value, frame):
         raise Refused(f"expected a rank, ranks or a role, but got {shown(value)}", help=f"write {{role: {role}}}")
     match value:
@@ -161,14 +159,14 @@ def group_of(value: object, frame: Frame) -> Group:
 
 
 def _meant_role(value: object, frame: Frame) -> str:
-    """The role that is named where a rank is expected, or under another key than `role`; "" where none is."""
+    """Returns the role that is named in place of a rank, or under another key than `role`; "" if there is none."""
     if isinstance(value, dict) and len(value) == 1 and "role" not in value:
         value = next(iter(value.values()))
     return value if isinstance(value, str) and value in (frame.roles or ()) else ""
 
 
 def rank_of(value: object, info: ValidationInfo) -> int:
-    """A rank that there is."""
+    """Returns a rank; raises Refused if it does not exist."""
     return _rank(value, frame_in(info))
 
 
@@ -185,7 +183,7 @@ def _rank(value: object, frame: Frame) -> int:
 
 
 def ranks_of(value: list[object], info: ValidationInfo, empty: str) -> tuple[int, ...]:
-    """A list of distinct ranks, in its order; `empty` is the remedy for one without any."""
+    """Returns a list of distinct ranks in its order; `empty`: the remedy for an empty list."""
     return _ranks(value, frame_in(info), empty)
 
 
@@ -200,7 +198,7 @@ def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]
 
 
 def ranks_text(group: Sequence[int]) -> str:
-    """A group for messages: `rank 3`, `ranks 0-3`, `ranks 0, 2`."""
+    """Returns a group as text for messages: `rank 3`, `ranks 0-3`, `ranks 0, 2`."""
     if len(group) == 1:
         return f"rank {group[0]}"
     if tuple(group) == tuple(range(group[0], group[-1] + 1)):
@@ -209,7 +207,7 @@ def ranks_text(group: Sequence[int]) -> str:
 
 
 def shown_mesh(mesh: Axes) -> str:
-    """A mesh for messages: `dp=2 x tp=4`."""
+    """Returns a mesh as text for messages: `dp=2 x tp=4`."""
     return " x ".join(f"{name}={size}" for name, size in mesh)
 
 
@@ -243,19 +241,19 @@ def _of_role(name: object, rest: Mapping[object, object], frame: Frame) -> Group
 
 
 def spanned(mesh: Axes, ranks: int, workers: int | None) -> int:
-    """How many ranks a mesh is the grid of, where it is one of ranks and not of each group: all, or the workers."""
+    """Returns the number of ranks of which a mesh is the grid, unless it is the grid of each group: all ranks, or the workers."""
     return workers if workers is not None and _size(mesh) == workers else ranks
 
 
 def checked_role(value: object, info: ValidationInfo) -> Group:
-    """The ranks of a role: one, or a list."""
+    """Returns the ranks of a role, given as a rank or a list."""
     frame = frame_in(info)
     listed = value if isinstance(value, list) else [value]
     return Group(_ranks(listed, frame, "name at least one rank"))
 
 
 def checked_roles(roles: dict[str, Group], info: ValidationInfo) -> dict[str, Group]:
-    """The roles, if no rank has two, and the workers are the first ranks where the mesh is theirs."""
+    """Returns the roles; raises Refused if a rank has two, or if the mesh is the workers' and they are not the first ranks."""
     frame, taken = frame_in(info), dict[int, str]()
     for name, group in roles.items():
         for rank in group.ranks:
@@ -301,7 +299,7 @@ def _sliced(value: dict[str, object], frame: Frame) -> Group:
 
 @functools.lru_cache(maxsize=16)
 def _grid(mesh: Axes) -> list[tuple[int, ...]]:
-    """The coordinates of every rank."""
+    """Returns the coordinates of every rank."""
     return list(itertools.product(*(range(size) for _, size in mesh)))
 
 
@@ -314,5 +312,5 @@ def _size(mesh: Axes) -> int:
 
 
 def frame_in(info: ValidationInfo) -> Frame:
-    """The frame in which a value is validated."""
+    """Returns the frame in which a value is validated."""
     return info.context if isinstance(info.context, Frame) else Frame()

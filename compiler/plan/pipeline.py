@@ -1,4 +1,4 @@
-"""`pipeline` of a plan: into how many microbatches a batch is cut, and in which order the stages run them."""
+"""The plan's `pipeline`: the number of microbatches of a batch, and the order in which the stages run them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from pydantic import (
 
 MICROBATCH: Literal["microbatch"] = "microbatch"
 MOST_MICROBATCHES = 4096
-"""Every microbatch is written into the programs of the ranks."""
+"""The most microbatches: every microbatch is written into the programs of the ranks."""
 
 
 @dataclass(frozen=True)
 class RecomputeRule:
-    """What patterns match is computed again in the backward pass: of one pattern each module by itself, of several all together.
+    """A rule that recomputes matched nodes in the backward pass: each module of a single pattern separately, those of several patterns
+    together.
 
     Prints as `plan.yaml:8 'layers.*'`, without the folder.
     """
@@ -46,7 +47,7 @@ class RecomputeRule:
 
 @dataclass(frozen=True)
 class PipelineRules:
-    """A valid `pipeline:`. `schedule` is a name, rows as text, or None for the one that fits; `rows` are the places of rows."""
+    """A valid `pipeline:`. `schedule` is a name, rows as text, or None to choose one; `rows` are the places of rows in the plan."""
 
     where: str
     microbatches: int
@@ -57,19 +58,23 @@ class PipelineRules:
     stages: tuple[StageRule, ...] = ()
     recompute: tuple[RecomputeRule, ...] = ()
     accumulates: bool = False
-    """Whether it is a plan's `accumulate`, which says nothing of a pipeline."""
+    """Whether it comes from a plan's `accumulate`, and not from `pipeline`."""
     parts: int = 0
-    """The number of parts of a batch that all sums are added up of in one order, whatever the ranks; 0: in the order of ranks."""
+    """The number of parts of a batch over which all sums are added in one order for any number of ranks; 0: in the order of ranks."""
     shares: int = 1
-    """The number that a dim of a parameter must divide by to be shared out over ranks, beside that of the ranks."""
+    """A number by which a dim of a parameter must be divisible to be sharded over ranks, besides the number of the ranks."""
     pieces: int = 1
-    """Into how many pieces a batch is dealt out at least, of each of which a microbatch has a share: those of ranks that one stands for."""
+    """The least number of pieces into which a batch is dealt, a share of each for a microbatch: those of the ranks for which one rank
+    stands.
+    """
 
     def of_forward_passes(self, groups: int) -> PipelineRules:
-        """The rules for a program of forward passes alone over so many groups of ranks: nothing is left of the schedule, which orders both.
+        """Returns the rules for a program of forward passes alone over `groups` groups of ranks; the schedule, which orders both passes, is
+        dropped.
 
-        Microbatches are as large as lets the groups work at the same time: the fewest, several of the plan's together, that are twice as
-        many as groups. Of g groups 2g of them take 3g - 1 turns, and small products, which take longer for each record, are few.
+        The microbatches are as large as possible with all groups working at the same time: their number is the least that is at least twice
+        the number of groups and divides the plan's. With g groups, 2g microbatches take 3g - 1 turns; larger products take less time for
+        each record.
         """
         fits = (
             one for one in range(min(2 * groups, self.microbatches), self.microbatches) if not self.microbatches % one
@@ -147,7 +152,7 @@ class PipelineEntry(Options):
         return self
 
     def rules(self, where: Callable[..., str]) -> PipelineRules:
-        """The entry as the compiler sees it; `where` gives the place of a key."""
+        """Returns the entry as rules for the compiler; `where` returns the place of a key."""
         rows = self.schedule if isinstance(self.schedule, list) else []
         return PipelineRules(
             where("pipeline"),

@@ -1,4 +1,4 @@
-"""`precision` of a plan: which floating-point types the model computes in, and how its loss is scaled.
+"""The plan's `precision`: the floating-point types of computation, and the scale of the loss.
 
 precision: {compute: float16, keep: ["head"], loss_scale: dynamic, messages: bfloat16}
 """
@@ -26,7 +26,7 @@ _USUAL = {
 
 
 def low_type(value: object) -> str:
-    """The type that a usual name of a precision means; empty where it means none: bf16 is bfloat16."""
+    """Returns the type for a common name of a precision (bf16 is bfloat16); "" for an unknown name."""
     return _USUAL.get(str(value).lower().rpartition(".")[2], "")
 
 
@@ -91,7 +91,7 @@ class PrecisionRules(PlacedOptions):
 
     @property
     def scale(self) -> LossScale | None:
-        """The loss scale: dynamic for float16 where nothing is said."""
+        """The loss scale: dynamic for float16 if the plan does not set it."""
         if "loss_scale" not in self.model_fields_set and self.compute == "float16":
             return LossScale()
         return self.loss_scale

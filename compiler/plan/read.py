@@ -1,4 +1,4 @@
-"""A plan file to a `Plan`: everything that is wrong with it is said at once, each with its line.
+"""Reads a plan file to a `Plan`: all faults are reported at once, each with its line.
 
 plan.yaml:7: placement of 'conv9': rank 5, but there are 5 ranks
   help: choose a rank from 0 to 4, or set 'ranks' to at least 6
@@ -53,12 +53,12 @@ __all__ = [
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a file; CompileError with all problems, their lines under the path as it is given."""
+    """Reads the plan of a file; raises CompileError with all problems, their lines under the given path."""
     return parse_plan(read_text(path), str(path))
 
 
 def parse_plan(text: str, name: str) -> Plan:
-    """The plan of a YAML text that messages call `name`; CompileError with all problems in the order of their lines."""
+    """Parses the plan of a YAML text that messages call `name`; raises CompileError with all problems in the order of their lines."""
     document = parse_document(text, name)
     entries = _entries(document, document.data)
     plan = _plan(entries, document, entries.elastic)
@@ -73,7 +73,7 @@ def parse_plan(text: str, name: str) -> Plan:
 
 
 def _entries(document: Document, data: Data) -> PlanEntries:
-    """The entries of a document's data, or of the same for another number of ranks."""
+    """Returns the entries of a document, or of its `data` for another number of ranks."""
     problems = list(document.problems)
     entries: PlanEntries | None = None
     if not isinstance(data, dict):
@@ -95,7 +95,7 @@ def _entries(document: Document, data: Data) -> PlanEntries:
 
 
 def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None) -> Plan:
-    """The plan of entries, whose numbers of ranks are those of `elastic`."""
+    """Returns the plan of entries; `elastic` has its numbers of ranks."""
     where = document.where
     train = entries.train.placed(where) if entries.train else None
     pipeline = entries.pipeline.rules(where) if entries.pipeline else None
@@ -161,12 +161,12 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
 
 
 def _beside(file: str, path: str | None) -> Path | None:
-    """A path of a plan, which begins in the folder of the plan's file."""
+    """Returns a path of a plan, relative to the folder of the plan's file."""
     return None if path is None else Path(file).parent / path
 
 
 def _uneven_batch(train: TrainRules, pipeline: PipelineRules, where: Callable[..., str]) -> Problem | None:
-    """A batch that cannot be divided into the plan's microbatches; None where it can, or the plan names no batch."""
+    """Returns the problem of a batch that cannot be divided into the plan's microbatches; None if it can, or the plan names no batch."""
     batch, parts = train.batch, pipeline.microbatches
     if batch is None or batch % parts == 0:
         return None
@@ -189,7 +189,7 @@ def _dataset(entries: PlanEntries, document: Document) -> Dataset:
 
 
 def _problem(steps: Steps, refused: Refused, value: object, document: Document) -> Problem:
-    """A refusal as a problem at its line."""
+    """Returns a refusal as a problem at its line."""
     at = (*steps, refused.key) if refused.key else steps
     device = meant_target(value) if steps[:1] == ("placement",) else ""
     if device:
@@ -198,7 +198,7 @@ def _problem(steps: Steps, refused: Refused, value: object, document: Document) 
 
 
 def _subject(steps: Steps) -> str:
-    """What a path of the plan speaks of: `placement of 'conv1'`, `input 'x', dim 2`; empty of the plan itself."""
+    """Returns a description of a path of the plan: `placement of 'conv1'`, `input 'x', dim 2`; empty for the plan itself."""
     match steps:
         case ():
             return ""
@@ -245,7 +245,7 @@ def _subject(steps: Steps) -> str:
 
 
 def _operand(steps: list[str | int]) -> str:
-    """What a path within a strategy speaks of: `, input 1, dim 0`."""
+    """Returns a description of a path within a strategy: `, input 1, dim 0`."""
     match steps:
         case ("in" | "out" as side, index, *inside):
             named = f", {side}put {index}"

@@ -1,7 +1,6 @@
-"""The plan as the compiler sees it: the contents of a plan file, with the line of every rule.
+"""The plan as rules for the compiler: the contents of a plan file, with the line of every rule.
 
-`where` is `file:line` for messages. Placement, sharding and output rules are in the order of the file: where two match,
-the later wins.
+`where` is `file:line` for messages. Placement, sharding and output rules are in the order of the file: if two match, the later one wins.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SymbolRule:
 
 @dataclass(frozen=True)
 class InputRule:
-    """The dims of an input: a size, a symbol or the name of a free dim, or None for a dim of which nothing is said."""
+    """The dims of an input: a size, a symbol or the name of a free dim, or None for a dim that the plan leaves open."""
 
     dims: tuple[int | str | None, ...]
     where: str
@@ -49,7 +48,7 @@ class InputRule:
 
 @dataclass(frozen=True)
 class BatchDim:
-    """The dim along which an input holds the records of a batch; None: it holds none."""
+    """The dim of an input that is the records of a batch; None if it has no records."""
 
     dim: int | None
     where: str
@@ -57,19 +56,19 @@ class BatchDim:
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """What matches the pattern runs on these ranks, a group in this order; `axes` are the mesh's axes within the group."""
+    """A rule that runs matched nodes on these ranks, a group in this order; `axes` are the mesh's axes within the group."""
 
     pattern: str
     ranks: tuple[int, ...]
     where: str
     axes: Axes = ()
     serves: bool = False
-    """Whether the ranks have the parameters of what matches, and do not run it."""
+    """Whether the ranks only store and serve the parameters of matched nodes, and do not run these."""
 
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One call of a function or module: the names of the tensors that it was given and gave back, in the call's order."""
+    """One call of a function or module: the names of its argument and result tensors, in the call's order."""
 
     arguments: tuple[str, ...]
     results: tuple[str, ...]
@@ -77,12 +76,12 @@ class RegionCall:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How what matches the pattern is sharded: a style, or specs in one spelling.
+    """A rule that shards matched nodes: by a style, or by specs in one spelling.
 
-    `inputs`, `outputs`: one entry for each tensor, None for one that is derived; None: nothing is said. They speak of a
-    node's operands; of a module they speak of what it is given, per call as `calls` has it, or without calls the values that
-    enter it in the order in which its nodes first read them. `parameters`: specs by the path below the module. `packed`: of a
-    colwise weight how many equal parts it has, or their sizes. `gathers`: what leaves the module is whole on every rank.
+    `inputs`, `outputs`: an entry for each tensor, None for one that is derived; None for all if the plan does not say. For a node they are
+    its operands; for a module they are the arguments of each call in `calls`, or without calls the values that enter it in the order in
+    which its nodes first read them. `parameters`: specs by the path below the module. `packed`: the number of equal parts of a colwise
+    weight, or their sizes. `gathers`: whether the module's outputs are replicated on every rank.
     """
 
     pattern: str
@@ -99,7 +98,7 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """How an input arrives: every rank is fed this shard of it."""
+    """The sharding in which an input arrives: every rank is fed its shard."""
 
     spec: ShardSpec
     where: str
@@ -107,9 +106,10 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class Dataset:
-    """How inputs arrive: whole on every rank (full_batch), dim 0 sharded over all ranks (data_parallel), or as `specs` says.
+    """The way in which inputs arrive: replicated on every rank (full_batch), dim 0 sharded over all ranks (data_parallel), or as in
+    `specs`.
 
-    An input that `specs` does not name arrives whole. `where` is empty where the plan says nothing. `order`: specs in the order of the
+    An input that `specs` does not name arrives replicated. `where` is empty if the plan does not say. `order`: specs in the order of the
     inputs, until their names are known.
     """
 
@@ -121,9 +121,9 @@ class Dataset:
 
 @dataclass(frozen=True)
 class OutputRule:
-    """Outputs whose names match are delivered to these ranks, in rising order; None: they stay where they are made.
+    """A rule that delivers outputs with matching names to these ranks, in ascending order; None: they stay on the ranks that make them.
 
-    `sharded`: they stay as they are made, a shard on each rank; otherwise they are replicated.
+    `sharded`: whether they keep their layout, a shard on each rank; otherwise they are replicated.
     """
 
     pattern: str
@@ -134,7 +134,7 @@ class OutputRule:
 
 @dataclass(frozen=True)
 class DimRules:
-    """What a plan says of the dims of inputs: symbols, sizes, and along which dims they hold the records of a batch."""
+    """The plan's rules for the dims of inputs: symbols, sizes, and the dims of a batch's records."""
 
     symbols: Mapping[str, SymbolRule] = field(default_factory=dict)
     inputs: Mapping[str, InputRule] = field(default_factory=dict)
@@ -143,19 +143,19 @@ class DimRules:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRules:
-    """The ranks of a job, 0 .. ranks - 1: the mesh that names their axes, and the roles of those that only serve."""
+    """The ranks of a job, 0 .. ranks - 1: the mesh that names their axes, and the roles of ranks that only serve."""
 
     ranks: int
     mesh: Axes = ()
     roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def axes_of(self, group: tuple[int, ...]) -> Axes:
-        """The mesh axes within a group of ranks, in order; none where the mesh says nothing of the group."""
+        """Returns the mesh axes within a group of ranks, in order; none if the mesh does not apply to the group."""
         return axes_of(self.mesh, spanned(self.mesh, self.ranks, len(self.workers)), group)
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that run what nothing places: all but those that serve."""
+        """The ranks that run nodes without a placement: all but those that serve."""
         return workers_of(self.ranks, self.roles.values())
 
 
@@ -163,7 +163,7 @@ class RankRules:
 class Plan(RankRules):
     """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size.
 
-    Cuts name axes of the mesh only; whether they fit an op, a value or a group is not known yet.
+    Shardings name only axes of the mesh; whether they fit an op, a value or a group is not yet checked.
     """
 
     file: str = ""
@@ -189,12 +189,12 @@ class Plan(RankRules):
 
     @staticmethod
     def whole() -> Plan:
-        """The plan of a model that nothing shards: one rank, nothing placed."""
+        """Returns the plan of an unsharded model: one rank, without placements."""
         return Plan(ranks=1)
 
 
 def batch_shards(plan: Plan, name: str) -> int:
-    """Into how many shards the records of an input are dealt out."""
+    """Returns the number of shards over which the records of an input are dealt."""
     sizes = dict(plan.mesh)
     given = plan.dataset.specs.get(name)
     if given is not None:

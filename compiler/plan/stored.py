@@ -1,12 +1,12 @@
-"""`parameters` and `stored` of a plan: which modules' parameters ranks keep in shards, and when they are gathered.
+"""The plan's `parameters` and `stored`: the modules whose parameters ranks store in shards, and the times at which they are gathered.
 
     parameters:
       "layers.*": {stored: dp, after_forward: free}
       "{tokens,head}": {stored: dp}
     stored: {ahead: 1, reduce: step}
 
-A module that a pattern matches is a unit: one message gathers its parameters. `**` takes all parameters: a unit is the outermost numbered
-module, such as `layers.3`, and of what is in none each module with parameters.
+A module that a pattern matches is a unit: one message gathers its parameters. `**` matches all parameters: then a unit is the outermost
+numbered module, such as `layers.3`, and outside of these each module with parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LAW = "the ranks along an axis of the mesh share what they store; true means al
 
 @dataclass(frozen=True)
 class StoredRule:
-    """What the pattern matches is stored in shards along a mesh axis, or with True over all ranks that hold the same.
+    """A rule that stores matched parameters in shards along a mesh axis; with True, over all ranks that have the same parameters.
 
-    `after_forward`: whether it is freed after the forward pass and gathered again, None where the compiler decides.
+    `after_forward`: whether they are freed after the forward pass and gathered again; None lets the compiler decide.
     """
 
     pattern: str
@@ -43,7 +43,7 @@ class StoredRule:
         return f"{PurePath(self.where).name} '{self.pattern}'"
 
     def unit_of(self, parameter: str) -> str:
-        """The module that the rule makes a unit of, for a parameter of this name; "" where the rule does not match."""
+        """Returns the module that is the unit of the parameter of this name; "" if the rule does not match."""
         parts = parameter.split(".")
         modules = [".".join(parts[: end + 1]) for end in range(len(parts))]
         if self.pattern == "**":
@@ -54,10 +54,10 @@ class StoredRule:
 
 @dataclass(frozen=True)
 class StoredRules:
-    """All rules in the order of the file, of which the last that matches decides.
+    """All rules in the order of the file; the last one that matches decides.
 
-    `ahead`: how many units before its first reader a unit is gathered. `gather`, `reduce`: how often in a batch of microbatches, None
-    where the plan does not say.
+    `ahead`: the number of units between a unit's gather and its first reader. `gather`, `reduce`: once for each microbatch or once for each
+    step; None if the plan does not say.
     """
 
     rules: tuple[StoredRule, ...] = ()
@@ -92,7 +92,7 @@ class StoredEntry(Options):
     )
 
     def rule(self, pattern: str, where: str) -> StoredRule:
-        """The rule that the entry gives to a pattern."""
+        """Returns the rule of this entry for a pattern."""
         return StoredRule(pattern, self.stored, self.after_forward, where)
 
 
@@ -118,7 +118,7 @@ class StoredSettings(Options):
 
 
 def refused_storage(entries: Mapping[str, StoredEntry], settings: StoredSettings, *, generates: bool) -> Refused | None:
-    """The refusal of `parameters` and `stored` together; None where they fit."""
+    """Returns the refusal of `parameters` and `stored` that contradict each other or other keys; None if they fit."""
     if not entries:
         help_ = 'write parameters: {"layers.*": {stored: dp}}, or leave it out'
         law = "it says when what 'parameters' stores in shards is gathered"

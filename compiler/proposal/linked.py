@@ -1,10 +1,9 @@
-"""Finds the dims of a model that are sharded together: those with the same letter in rules of the op table, from node to node.
+"""Finds the dims of a model that are sharded together: dims with the same letter in the op table's rules, from node to node.
 
-The columns of an up projection, the hidden units that an activation has of them, and the rows of the down projection are one set of
-linked dims: a cut of one is a cut of all. A set can be cut if no node needs one of its dims whole, and if nothing but products
-with weights sums over it.
+The columns of an up projection, the hidden units of an activation of them, and the rows of the down projection are one set of linked dims:
+sharding one shards all. A set can be sharded if no node needs one of its dims unsharded, and only products with weights sum over it.
 
-Weights that ids pick, as a router picks experts, are weights still: of a product with them all of this holds.
+Weights that ids select, as a router selects experts, count as weights: all this holds for a product with them.
 
     up [192, 768]   h [batch, seq, 768]   gelu(h) [batch, seq, 768]   down [768, 192]      768 is made by up, summed over by down
 """
@@ -30,8 +29,8 @@ _MOVING = frozenset(("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transp
 class Linked:
     """Dims that are sharded together, and the nodes that read or make them.
 
-    `producers`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
-    cut into any number of shards. `units`: numbers besides the dims themselves that the shards must divide.
+    `producers`: products whose weight has the dim, in order; `summed`: products that sum over it. `obstacles`: texts of the reasons for
+    which it cannot be sharded at all. `units`: numbers besides the dims themselves that the shards must divide.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -43,7 +42,7 @@ class Linked:
 
     @property
     def weights(self) -> list[ir.Value]:
-        """The weights that have such a dim, each once."""
+        """The distinct weights that have such a dim."""
         return list(dict.fromkeys(value for value, _ in self.places if value.is_initializer()))
 
     @property
@@ -52,20 +51,22 @@ class Linked:
         return sum(value.const_value.nbytes for value in self.weights if value.const_value is not None)
 
     def size(self, program: Typed) -> int | str:
-        """The size of the dim that the first product has, else of any."""
+        """Returns the size of the dim in the first weight that has it, else in any value."""
         value, dim = next((place for place in self.places if place[0].is_initializer()), self.places[0])
         shape = program.values[value].shape
         return shape[dim] if shape is not None else "?"
 
     def heads_to_repeat(self, program: Typed, shards: int) -> int:
-        """How many heads a cache has that is given to the model, where these are fewer than the shards and divide them; else 0."""
+        """Returns the number of heads of the model's input caches, if it is less than the shards and divides them; else 0."""
         pasts = [(program.values[value].shape, dim) for value, dim in self.places if value.is_graph_input()]
         heads = {shape[dim] for shape, dim in pasts if shape is not None and len(shape) == _CACHE_DIMS}
         found = next(iter(heads)) if len(heads) == 1 else 0
         return found if isinstance(found, int) and 0 < found < shards and shards % found == 0 else 0
 
     def indivisible(self, program: Typed, shards: int, repeats: bool = False) -> str:
-        """What cannot be divided into equal shards, in words; "" if everything can. `repeats`: fewer heads of a cache may be repeated."""
+        """Returns a text about a dim that cannot be divided into equal shards, or ""; `repeats`: whether fewer heads of a cache may be
+        repeated.
+        """
         known = {name: info.facts for name, info in program.symbols.items()}
         repeated = self.heads_to_repeat(program, shards) if repeats else 0
         for value, dim in self.places:
@@ -80,7 +81,7 @@ class Linked:
 
 
 def linked_dims(program: Typed) -> list[Linked]:
-    """All sets of linked dims that a weight is part of, in the order of the graph."""
+    """Returns all sets of linked dims that have a weight, in the order of the graph."""
     work = _Links(program)
     for node in program.model.graph:
         work.add(node)
@@ -97,7 +98,7 @@ class _Links:
         self.obstacles: list[tuple[Place, str]] = []
 
     def root(self, place: Place) -> Place:
-        """The place that stands for a set."""
+        """Returns the place that represents a set."""
         path = []
         while (up := self.parent.setdefault(place, place)) != place:
             path.append(place)
@@ -133,7 +134,7 @@ class _Links:
                     self.obstacles.append(((value, dim), f"a body of {node.op_type} ({path}) reads it whole"))
 
     def _lettered(self, node: ir.Node, rule: Rule) -> Iterator[tuple[Place, str]]:
-        """The dims of a node's operands that are larger than 1, with their letters."""
+        """Yields the dims of a node's operands that are larger than 1, with their letters."""
         for letters, value in (
             *zip(rule.inputs, node.inputs, strict=False),
             *zip(rule.outputs, node.outputs, strict=False),
@@ -146,7 +147,7 @@ class _Links:
                     yield (value, dim), letter
 
     def _picks(self, node: ir.Node) -> bool:
-        """Whether a node gives matrices of a weight that has more dims, or moves their elements."""
+        """Whether a node selects matrices of a weight that has more dims, or moves elements of such matrices."""
         source = node.inputs[0] if node.inputs else None
         if source is None or node.domain not in ("", "ai.onnx"):
             return False
@@ -158,7 +159,7 @@ class _Links:
         )
 
     def found(self) -> list[Linked]:
-        """The sets that have a weight."""
+        """Returns the sets that have a weight."""
         sets: dict[Place, Linked] = {}
         for place in list(self.parent):
             sets.setdefault(self.root(place), Linked()).places.append(place)

@@ -1,7 +1,8 @@
-"""A whole plan for a model: tensor parallel, data parallel and stages, alone or composed, with the reasons as comments.
+"""Proposes a whole plan for a model: tensor parallel, data parallel and stages, alone or composed, with the reasons as comments.
 
-The mesh is `{pp: stages, dp: dp, tp: tp}`: neighbouring ranks share a layer, which they talk about most. The plan is compiled before it
-is given: what it says of communication is what the compiler made of it, and a sharding that it refuses is left out with a comment.
+The mesh is `{pp: stages, dp: dp, tp: tp}`: neighbouring ranks share a layer, which takes the most communication. The plan is compiled
+before it is returned: its comments about communication are the compiler's results, and a sharding that the compiler refuses is left out
+with a comment.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def propose(
     generation: Generation | None = None,
     imported: Imported | None = None,
 ) -> tuple[str, list[str]]:
-    """The text of a plan, and what could not be proposed.
+    """Returns the text of a plan, and texts about what could not be proposed.
 
-    With `device` it has targets, with `generation` it makes tokens; stages are weighed on a `machine`, if given.
+    With `device` the plan has targets, with `generation` it generates tokens; stages are balanced for a `machine`, if given.
 
-    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it; one
-    that is `imported` is followed wherever it holds.
-    Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
+    The `tp_plan` of a model of `transformers` is followed where it applies, unless it sends more bytes than a proposal without it; an
+    `imported` one is followed wherever it applies. Raises CompileError if a batch cannot be divided as requested, or a rank's part does not
+    fit on its device.
     """
     imported = imported or Imported()
     generation = None if generation is None else generation.of_model(source.model.graph, source.declared.decoding)
@@ -79,7 +80,7 @@ def propose(
     apart, paths = taken_apart(source, frame, name), program.paths.values()
 
     def sharded_by(tp_plan: TpPlan | None) -> TensorParallel:
-        """Shardings for which fewer heads of keys than ranks are repeated, where the compiler can follow them."""
+        """Returns shardings in which keys with fewer heads than ranks are repeated, if the compiler can apply them."""
         found = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=generation is not None)
         if not any(one.heads_to_repeat(apart, degrees.tp) for one in found.sets):
             return found
@@ -105,9 +106,10 @@ def propose(
 
 @dataclass(frozen=True)
 class BasePlan:
-    """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
+    """The parts of a proposal from elsewhere: lines at its head, whole sections, and whether one of them is `train`.
 
-    `listed`: whether the plan lists outputs and modules as comments. `source` names the file that it is from, of which `left` is not taken.
+    `listed`: whether the plan lists outputs and modules as comments. `source`: the file that it is from; `left`: options of it that were
+    not taken.
     """
 
     head: tuple[str, ...] = ()
@@ -135,17 +137,17 @@ class Proposal:
     sent: int
     done: Complete
     with_head: Callable[[tuple[str, ...]], str] = lambda head: ""
-    """The text with these lines at its head, and with lists of outputs and modules."""
+    """Returns the text with these lines at its head, and with lists of outputs and modules."""
 
     @property
     def texts(self) -> tuple[str, list[str]]:
-        """What `propose` gives."""
+        """The result of `propose`."""
         return self.text, self.missing
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a proposal is made of. `stages`: where `degrees` has several, or more for each of its groups; `base`: all else."""
+    """The inputs of a proposal. `stages`: the stages, if `degrees` has several, or if each group has several; `base`: everything else."""
 
     source: Source
     name: str
@@ -158,7 +160,9 @@ class Work:
     base: BasePlan = BasePlan()
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> Proposal:
-        """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
+        """Returns the plan with these shardings, without those that the compiler refuses; `dearer`: a text about a candidate that sends
+        more.
+        """
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, kept = self.program, caches(self.program) if self.generation is None else []
         stages, more = self.stages, self.base
@@ -230,7 +234,7 @@ class Work:
         )
 
     def _astray(self, text: str) -> dict[str, int]:
-        """What `against_the_way` finds in a plan that the compiler refuses; nothing where it refuses the placement itself."""
+        """Returns the result of `against_the_way` for a plan that the compiler refuses; empty if it refuses the placement itself."""
         try:
             return against_the_way(run_passes(start(*parsed(self.source, text, self.name)), place), self.degrees)
         except CompileError:
@@ -238,12 +242,14 @@ class Work:
 
 
 def parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
-    """What a compile begins with, by the text of a plan; passes may rewrite the model, so it is one of its own."""
+    """Returns the arguments with which a compile begins; the model is a copy, since passes may rewrite it."""
     return dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name
 
 
 def taken_apart(source: Source, frame: str, name: str) -> Typed:
-    """The program in the form that is cut: detours taken out, and packed weights taken apart, so that each part is linked by itself."""
+    """Returns the program in the form that is sharded: detours removed, and packed weights taken apart, so that each part is linked
+    separately.
+    """
     text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
         return run_passes(start(*parsed(source, text, name)), unpack)
@@ -252,7 +258,7 @@ def taken_apart(source: Source, frame: str, name: str) -> Typed:
 
 
 def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
-    """Maps paths to the nodes that the model places itself, with their stage; the plan must place them to override the model."""
+    """Maps the paths of nodes that the model itself places to their stage; the plan must place them to override the model."""
     lines = [placed.pattern for placed in program.declared.placements if not placed.role]
     nodes = {node: None for pattern in lines for node in matched_nodes(program, pattern)}
     named = {node for stage in stages for pattern in stage.lines() for node in matched_nodes(program, pattern)}
@@ -261,7 +267,9 @@ def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
 
 
 def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) -> Iterator[str]:
-    """Lines that place the modules of stages, unless `pipeline` does; `moved`: nodes that would otherwise not follow the data's way."""
+    """Yields lines that place the modules of stages, unless `pipeline` does; `moved`: nodes that would otherwise run against the data's
+    direction.
+    """
     if len(stages) > degrees.stages:
         return
     if not stages:
@@ -315,7 +323,7 @@ def _sections(
 
 
 def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[str]:
-    """Lines for the outputs that stay where they are made; the others follow as comments."""
+    """Yields lines for the outputs that stay where they are made; the others follow as comments."""
     if not kept or degrees.ranks == 1:
         return
     stay = "cut" if degrees.tp * degrees.dp > 1 else "producer"
@@ -334,7 +342,7 @@ def _head(
     more: BasePlan,
     *others: str,
 ) -> Iterator[str]:
-    """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
+    """Yields the comment lines at the head: the proposal, the bytes that it sends, `told` about another proposal, and what is left out."""
     parts = [
         *([f"{max(degrees.stages, len(stages))} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
@@ -369,7 +377,7 @@ def _head(
 
 
 def _most_trained(done: Complete) -> int:
-    """The bytes of the weights that a training changes, of the rank that has most of them."""
+    """Returns the bytes of the trained weights on the rank that has most of them."""
     from partc.compiler.training.trainable import trainable_names
 
     names = set(trainable_names(done.model))
@@ -395,7 +403,7 @@ def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) 
 
 
 def _without(cut: TensorParallel, text: str, problems: list[Problem]) -> TensorParallel | None:
-    """The proposal without the groups that the compiler refuses; None if the problems are of other lines."""
+    """Returns the proposal without the groups that the compiler refuses; None if the problems are of other lines."""
     lines = text.splitlines()
     named = {problem.where.rpartition(":")[2]: problem for problem in problems}
     refused = {

@@ -1,17 +1,17 @@
-"""Adapters as a rewrite of a model's products: two narrow weights are added to a weight that stays as it is.
+"""Adapters as a rewrite of a model's products: two narrow weights are added to an unchanged weight.
 
     y = x W     ->     y = x W + scale * (x A) B          A [inputs, rank], B [rank, outputs]
 
-It follows a product with a constant weight, of floats or of few bits, whichever op that is, so no layer of a framework is known here. The
-weights are A^T and B^T, as peft and torch's Linear have them, under the names that they have there.
+The rewrite applies to any op that is a product with a constant weight, of floats or of few bits, so it knows no framework's layers. The
+weights are A^T and B^T, as in peft and torch's Linear, under the same names.
 
     y [slots, ..] = x W + (x Gather(As, adapter)) Gather(Bs, adapter)          As [places + 1, inputs, rank], Bs [places + 1, rank, outputs]
 
-In a step of a decoder each slot has its own adapter, whose place the input `adapter` [slots] names; place 0 is zeros, of slots without an
-adapter. Ranks are padded with zeros up to the largest, and scales are within Bs. A Gather by a slot's own number reads no other slot.
-Where the plan has room for adapters that are loaded while it serves, stacks are state.
+In a step of a decoder each slot has its own adapter, whose place is in the input `adapter` [slots]; place 0 has zeros, for slots without an
+adapter. Ranks are padded with zeros up to the largest, and Bs includes the scales. A Gather by a slot's own place reads no other slot. If
+the plan has room for adapters that are loaded while it serves, the stacks are state.
 
-A cut of W cuts A and B: columns of W those of B, rows of W those of A. Both partial sums are added before they are reduced.
+Sharding W shards A and B: columns of W those of B, rows of W those of A. Both partial sums are added before they are reduced.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.products import products
 
 SLOT_ADAPTER = "adapter"
-"""The input [slots] of a step: the place of each slot's adapter, 0 of none."""
+"""The input [slots] of a step: the place of each slot's adapter, 0 for a slot without one."""
 
 
 @dataclass(frozen=True)
 class AdaptedProduct:
-    """A product with a constant weight: its node and path, the number of its inputs and of its outputs, and their type."""
+    """A product with a constant weight: its node and path, its number of inputs and of outputs, and their type."""
 
     node: ir.Node
     path: str
@@ -44,7 +44,7 @@ class AdaptedProduct:
 
     @property
     def module(self) -> str:
-        """The module of its weight, as peft names it; of a weight with another name that of its node."""
+        """The module of its weight, as peft names it; if the weight has another name, the module of its node."""
         own = self.weight.removesuffix(".weight")
         return own if own != self.weight else self.path.rpartition(".")[0] or self.path
 
@@ -54,7 +54,7 @@ class AdaptedProduct:
 
 
 def adapted_products(paths: Mapping[ir.Node, str]) -> list[AdaptedProduct]:
-    """The products to which an adapter can add."""
+    """Returns the products to which an adapter can add."""
     found = []
     for node, product in products(paths).items():
         if not product.table and product.picked is None and product.weight.dtype is not None:
@@ -70,7 +70,7 @@ def adapted_products(paths: Mapping[ir.Node, str]) -> list[AdaptedProduct]:
 
 
 def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: LowRank) -> tuple[ir.Value, ir.Value]:
-    """Adds an adapter of its own to a product; its weights, which all products of the module share."""
+    """Adds an adapter to a product, and returns its two weights, which all products of the module share."""
     build = NodeBuilder(graph, module)
     a, b = (
         _weight(graph, f"{module}.lora_{key}.weight", _as(tensor, product.dtype))
@@ -91,8 +91,9 @@ def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: Lo
 def add_slot_adapters(
     graph: ir.Graph, paths: Mapping[ir.Node, str], stacks: Mapping[str, Mapping[str, ir.TensorProtocol]], rows: int
 ) -> tuple[str, frozenset[str]]:
-    """Adds the adapters of all slots to a decoder's products; the name of the input that says each slot's, empty without adapters, and
-    those of the stacks.
+    """Adds the adapters of all slots to a decoder's products.
+
+    Returns the name of the input with each slot's adapter, empty without adapters, and the names of the stacks.
     """
     if not stacks:
         return "", frozenset()
@@ -126,8 +127,9 @@ def _add_of_slots(
 def stacked(
     adapters: Sequence[LowRank | None], sizes: tuple[int, int], dtype: ir.DataType, module: str, least: int
 ) -> dict[str, ir.TensorProtocol]:
-    """The stacks A [places + 1, inputs, rank] and B [places + 1, rank, outputs] of a module, computed when they are read; `least`: of the
-    rank.
+    """Returns the stacks A [places + 1, inputs, rank] and B [places + 1, rank, outputs] of a module, computed when they are read.
+
+    `least`: the least rank of the stacks.
     """
     rank = max([least, *(one.rank for one in adapters if one is not None)])
     shapes = {"A": (len(adapters) + 1, sizes[0], rank), "B": (len(adapters) + 1, rank, sizes[1])}
@@ -148,14 +150,14 @@ def stacked(
 
 
 def factor(added: LowRank, key: str) -> Array:
-    """The factor A [inputs, rank], or B [rank, outputs] with the scale within."""
+    """Returns the factor A [inputs, rank], or B [rank, outputs] multiplied by the scale."""
     tensor = added.a if key == "A" else added.b
     turned = shard_of(tensor, full_box(tensor.shape.numpy())).astype(np.float32).T
     return turned if key == "A" else np.asarray(turned * np.float32(added.scale))
 
 
 def _merging(value: ir.Value) -> ir.Node | None:
-    """The Reshape that merges all dims of a value but its last; None where none does."""
+    """Returns the Reshape that merges all dims of a value except the last; None if there is none."""
     node = value.producer()
     target = node.inputs[1] if node is not None and node.op_type == "Reshape" else None
     if target is None or target.const_value is None:
@@ -165,7 +167,7 @@ def _merging(value: ir.Value) -> ir.Node | None:
 
 
 def _add(build: NodeBuilder, node: ir.Node, more: ir.Value, module: str) -> None:
-    """Puts the nodes that wait behind a product, whose readers then read the sum."""
+    """Adds `more` to the result of a product, whose readers then read the sum."""
     out = node.outputs[0]
     total = build.op("lora_B.Add", "Add", [out, more])
     total.type, total.shape, more.type = out.type, out.shape, out.type
@@ -182,7 +184,7 @@ def _add(build: NodeBuilder, node: ir.Node, more: ir.Value, module: str) -> None
 
 
 def _weight(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """The initializer of a name, made of the tensor where there is none yet."""
+    """Returns the initializer of a name, which is made of the tensor if it does not exist."""
     if name not in graph.initializers:
         kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         graph.register_initializer(ir.Value(name=name, type=kind, shape=shape, const_value=tensor))
@@ -190,7 +192,7 @@ def _weight(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def _as(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    """The tensor in another type."""
+    """Returns the tensor in another type."""
     if tensor.dtype == dtype:
         return tensor
     return ComputedTensor(

@@ -1,12 +1,13 @@
-"""Pass: the tokens of a sequence are cut over a mesh axis, and each attention gets the keys and values of other ranks in one of three ways.
+"""Pass: the tokens of a sequence are sharded over a mesh axis, and each attention gets the keys and values of other ranks in one of three
+ways.
 
-    gather   the op table cuts the tokens of queries; keys and values are whole, gathered before heads are repeated
+    gather   the op table shards the tokens of queries; keys and values are gathered before heads are repeated
     heads    all tokens of a rank's heads: an AllToAll of queries, keys and values before attention, and one after it (Ulysses)
     ring     blocks of keys and values pass from rank to rank (`lower/ring.py`)
 
 Attention of single ops is recognized by its dataflow: a product of queries and keys, elementwise ops, a Softmax over keys, and a product
-with values. `marks` of its nodes say which factors of their rules stay whole and which one the axis cuts; the rest is derived as ever. The
-repetition of keys' heads commutes with a change of layout along the tokens, so it is among the marked nodes:
+with values. Marks on its nodes say which factors of their rules stay unsharded and which factor the axis shards; propagation derives the
+rest. The repetition of keys' heads commutes with a change of layout along the tokens, so its nodes are marked too:
 
     k [b, 2, s, d]  --AllGather-->  Unsqueeze  Expand  Reshape [b, 8, s, d]  Transpose  MatMul
 
@@ -15,7 +16,7 @@ Bytes that a rank receives, in units of batch * tokens * depth * (bytes of a num
               forward                            backward
     gather    2 G (p-1)/p                        2 G (p-1)/p
     heads     (2 H + 2 max(G, p)) (p-1)/p^2      the same
-    ring      2 G (p-1)/p                        4 G (p-1)/p + 2 G/p, without the last term where each token sees earlier ones alone
+    ring      2 G (p-1)/p                        4 G (p-1)/p + 2 G/p, without the last term if attention is causal
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _VIEWS = ("Cast", "Div", "Expand", "Identity", "Mul", "Reshape", "Transpose", "U
 class Side:
     """The nodes from the repetition of keys' or values' heads to the product, each with its factors of tokens and of heads.
 
-    `source`: what the first of them reads. `heads`: how many it has; None where they have no dim of their own, or of unknown size.
+    `source`: the value that the first node reads. `heads`: its number of heads; None if they have no dim of their own, or of unknown size.
     """
 
     source: ir.Value
@@ -72,7 +73,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of single ops: the product with keys, what is between it and the product with values, and that."""
+    """An attention of single ops: the product with keys, the nodes between, and the product with values."""
 
     scores: ir.Node
     between: tuple[ir.Node, ...]
@@ -81,7 +82,7 @@ class Attention:
     values: Side
 
     def marked(self, way: Way) -> Iterator[tuple[ir.Node, str, str]]:
-        """Each node with the factors that stay whole, and the one of heads."""
+        """Yields each node of the attention with the factors that stay unsharded, and the factor of heads."""
         for node in (self.scores, *self.between):
             letters = rule_of(node).outputs[0] or ""
             yield node, letters[-2:] if way == "heads" else letters[-1:], letters[1:2]
@@ -92,9 +93,9 @@ class Attention:
 
 
 def shard_context(program: Typed) -> Typed:
-    """The program whose inputs arrive with their tokens cut, and whose attentions are marked; as it is where the plan has no `context`.
+    """Returns the program with sharded tokens in its inputs and marks on its attentions; the same program if the plan has no `context`.
 
-    CompileError with every attention that is not recognized or does not fit the way, and where no input has the tokens.
+    Raises CompileError with each attention that is not recognized or does not fit its way, or if no input has the tokens.
     """
     rules = program.plan.context
     ranks = 0 if rules is None else dict(program.plan.mesh).get(rules.axis, 0)  # the unsharded model has no mesh
@@ -164,7 +165,7 @@ class _Context(Rewriting[Typed]):
         return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
 
     def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
-        """Maps each input with the tokens to how it arrives: cut along them, else as the plan says. CompileError without one."""
+        """Maps each input with tokens to its dataset spec, sharded along the tokens; raises CompileError if no input has tokens."""
         plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
         for value in self.graph.inputs:
             info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
@@ -199,7 +200,7 @@ class _Context(Rewriting[Typed]):
         return found
 
     def uneven(self, name: str, dim: int, size: int | str) -> Problem | None:
-        """The problem of tokens that the ranks do not divide; None where they do."""
+        """Returns the problem of a number of tokens that the ranks do not divide; None if they divide it."""
         where, fact = (
             self.rules.where("axis"),
             f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens",
@@ -220,7 +221,7 @@ class _Context(Rewriting[Typed]):
         return Problem(where, fact, law, help_)
 
     def costs(self, attention: Attention) -> dict[Way, _Cost]:
-        """The cost of each way for an attention."""
+        """Returns the cost of each way to compute an attention."""
         query = attention.scores.inputs[0]
         assert query is not None
         info, p, trains = self.values[query], self.ranks, self.before.training is not None and self.before.kind.backward
@@ -258,12 +259,14 @@ class _Context(Rewriting[Typed]):
 
     @cached_property
     def largest(self) -> TypicalSizes:
-        """The sizes of values at the largest sizes that symbols may have, as far as they are known."""
+        """The sizes of values at the upper bounds of the symbols, where these are known."""
         bounds = {name: info.facts.max for name, info in self.before.symbols.items()}
         return TypicalSizes(self.before, {name: size for name, size in bounds.items() if size is not None})
 
     def moved(self, side: Side, heads: int) -> int:
-        """The number of heads of a side are sent where each rank gets its own: all, else one a rank, else those of the queries."""
+        """The number of heads of keys or values that are sent: all if the ranks divide them, else one for each rank, else as many as
+        queries have.
+        """
         own = side.heads or heads
         spread = self.ranks * self.tensor_parallel
         if own % spread == 0:
@@ -273,7 +276,9 @@ class _Context(Rewriting[Typed]):
         return spread if repeated and spread % own == 0 else heads
 
     def mark(self, attention: Attention, way: Way) -> None:
-        """Notes in the nodes of an attention which factors stay whole, and which one the axis cuts."""
+        """Marks the nodes of an attention with the factors that stay unsharded and the factor that the axis shards; or replaces it by a
+        ring.
+        """
         if way == "ring":
             self.ring(attention)
             return
@@ -290,7 +295,7 @@ class _Context(Rewriting[Typed]):
                 node.meta[CONTEXT] = ContextMark(axis, whole.replace(WHOLE, ""), cut, f"{where} context")
 
     def repeat(self, side: Side, heads: int) -> None:
-        """Repeats heads until each rank has one, in front of the repetition, which then repeats them less often."""
+        """Repeats keys' heads until each rank has one, before the existing repetition, which then repeats them less often."""
         expand, unsqueeze = side.nodes[-2][0], side.nodes[-1][0]
         source, spread, wide = side.source, unsqueeze.outputs[0], expand.outputs[0]
         assert side.heads is not None
@@ -315,7 +320,7 @@ class _Context(Rewriting[Typed]):
             self.values[value] = replace(info, shape=tuple(sizes.get(k, dim) for k, dim in enumerate(info.shape or ())))
 
     def ring_form(self, attention: Attention) -> _RingForm | None:
-        """The attention as a ring computes it; None where it is of another form."""
+        """Returns the operands of the attention as a ring; None if its form is not supported."""
         if attention in self.forms:
             return self.forms[attention]
         self.forms[attention] = form = self._ring_form(attention)
@@ -395,7 +400,7 @@ class _Context(Rewriting[Typed]):
         return _RingForm(query, keys, values, None if causal else mask, scale * times, hidden, causal, tuple(guards))
 
     def learns(self, value: ir.Value) -> bool:
-        """Whether a value depends on a parameter that is trained: the ring gives masks no gradient."""
+        """Whether a value depends on a trained parameter; a ring computes no gradient of its mask."""
         training = self.before.training
         waiting, seen = [value], set[ir.Value]()
         while waiting and training is not None:
@@ -408,9 +413,9 @@ class _Context(Rewriting[Typed]):
         return False
 
     def _source(self, value: ir.Value, *, turned: bool) -> tuple[ir.Value, float]:
-        """Keys or values before their heads are repeated, and the number by which they are multiplied after it.
+        """Returns keys or values before their heads are repeated, and the factor by which they are multiplied afterwards.
 
-        `turned`: they come transposed; where nothing transposes them, a node that turns them back.
+        `turned`: whether the value is transposed; if no node before it transposes it, a Transpose is added that restores the dims.
         """
         times, at, perm = 1.0, value, [0, 1, 3, 2]
         while (node := at.producer()) is not None:
@@ -444,13 +449,13 @@ class _Context(Rewriting[Typed]):
         return (narrow, times) if fits else (at, times)
 
     def _is_view(self, node: ir.Node) -> bool:
-        """Whether a Reshape, or an Identity, leaves all dims as they are."""
+        """Whether a node is an Identity, or a Reshape that leaves the shape as it is."""
         before = node.inputs[0]
         same_dims = before is not None and self.values[before].shape == self.values[node.outputs[0]].shape
         return node.op_type in ("Identity", "Reshape") and same_dims and self.values[node.outputs[0]].shape is not None
 
     def ring(self, attention: Attention) -> None:
-        """Puts a ring in the place of an attention."""
+        """Replaces an attention by a ring."""
         form, old = self.ring_form(attention), attention.product.outputs[0]
         assert form is not None
         made = self.like(old, self.free(f"{name_of(old)}.ring"))
@@ -473,9 +478,9 @@ class _Context(Rewriting[Typed]):
 
 @dataclass(frozen=True)
 class _RingForm:
-    """The operands of a ring: keys and values before their heads are repeated, and no mask where each token sees those up to itself.
+    """The operands of a ring: keys and values before their heads are repeated, and the mask, which is None in causal attention.
 
-    `guards`: conditions, by query, under which a result is 0.
+    `guards`: conditions for each query under which its result is 0.
     """
 
     query: ir.Value
@@ -489,20 +494,20 @@ class _RingForm:
 
 
 def _by(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes a value, if it has this op."""
+    """The node that makes a value, if it has this op; else None."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """The number of a constant that has one; None of others."""
+    """The number in a constant of one element; None for other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """The cost of a way: units that a rank receives, the bytes as text, and the fact, law and remedy where it does not fit."""
+    """The cost of a way: units that a rank receives, the bytes as text, and the fact, law and remedy of a way that does not fit."""
 
     units: Fraction
     text: str
@@ -510,7 +515,7 @@ class _Cost:
 
 
 def _scores_shape(program: Typed, node: ir.Node) -> tuple[int | str, ...] | None:
-    """The shape of scores that a Softmax takes over its last dim; None of other nodes."""
+    """The shape of the scores that a Softmax over the last dim reads; None for other nodes."""
     value = node.inputs[0] if node.op_type == "Softmax" and node.domain in ("", "ai.onnx") else None
     shape = None if value is None else program.values[value].shape
     if shape is None or len(shape) < 3 or node.attributes.get_int("axis", -1) not in (-1, len(shape) - 1):
@@ -519,7 +524,7 @@ def _scores_shape(program: Typed, node: ir.Node) -> tuple[int | str, ...] | None
 
 
 def _attention(softmax: ir.Node) -> Attention | None:
-    """The attention of a Softmax; None where its nodes are not of that form."""
+    """The attention around a Softmax; None if its nodes do not have the form of one."""
     value, after = softmax.outputs[0], list[ir.Node]()
     while True:
         readers = _readers(value)
@@ -547,7 +552,7 @@ def _attention(softmax: ir.Node) -> Attention | None:
 
 
 def _back(value: ir.Value | None, rank: int | None) -> list[ir.Node] | None:
-    """The nodes from a value back to the product that its largest operands come from, the product last."""
+    """The nodes from a value back to the product of queries and keys, which is last; None if there is no such path."""
     node = value.producer() if value is not None else None
     if node is None or rank_of(value) != rank:
         return None
@@ -561,7 +566,7 @@ def _back(value: ir.Value | None, rank: int | None) -> list[ir.Node] | None:
 
 
 def _side(value: ir.Value, tokens: int) -> Side:
-    """The nodes of keys or values from the repetition of their heads on, which follows the tokens' dim and that of heads."""
+    """The nodes from the repetition of heads to a value of keys or values; `tokens`: the dim of the tokens in the value."""
     nodes, end, at = list[tuple[ir.Node, str, str]](), 0, value
     heads: int | None = 1 if (rank_of(value) or 0) > 3 else None
     source, count = value, _size(value, heads)
@@ -583,7 +588,7 @@ def _side(value: ir.Value, tokens: int) -> Side:
 
 
 def _readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read the numbers of a value."""
+    """The nodes that read a value's elements, and not only its shape."""
     return [node for node in dict.fromkeys(value.consumers()) if node.op_type not in SIZES]
 
 
@@ -593,12 +598,12 @@ def _size(value: ir.Value, dim: int | None) -> int | None:
 
 
 _LIMIT, _LENGTH = 256, 64
-"""The largest whole number in a mask that is evaluated: what it does beyond a few times as many tokens, it does before."""
+"""The largest integer in an evaluated mask, and the least length: beyond a few times that integer the form of a mask does not change."""
 _LOWEST = -1e4
 
 
 def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) -> bool:
-    """Whether the numbers of a mask, which was evaluated at enough `tokens`, let each see those up to itself and no other."""
+    """Whether a mask, evaluated for enough `tokens`, lets each token see itself and earlier tokens only."""
     if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     if mask.shape[-1] != tokens and (isinstance(tokens, int) or mask.shape[-1] < _LENGTH):
@@ -612,10 +617,10 @@ def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) 
 def _of_sizes(
     graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo], tokens: int | str
 ) -> npt.NDArray[Any] | None:
-    """The numbers of a value that is made of the sizes of inputs and of constants alone; None of another one.
+    """Evaluates a value that depends only on the inputs' sizes and on constants; None for other values.
 
-    It is evaluated with `tokens`, if they are a symbol, of four times its largest whole number and more, and other symbols small; of larger
-    numbers than `_LIMIT` nothing is said: what a mask does at a length that is not evaluated would not be known.
+    If `tokens` is a symbol, its size is at least four times the largest integer among the constants, and other symbols are small. Returns
+    None if an integer is larger than `_LIMIT`: the mask could differ at a length that is not evaluated.
     """
     nodes, sizes, numbers = dict[ir.Node, None](), dict[ir.Value, None](), dict[ir.Value, None]()
     waiting = [value]
@@ -663,7 +668,7 @@ def _evaluated(
     facts: Mapping[str, Facts],
     least: Mapping[str, int],
 ) -> npt.NDArray[Any] | None:
-    """The numbers of a value that is made of sizes alone, each symbol at its first legal size from `least` on; None where a run fails."""
+    """Evaluates a value that depends on sizes alone, with each symbol at its first legal size from `least` on; None if the run fails."""
     import onnx
     import onnxruntime
     from onnx import helper

@@ -1,8 +1,8 @@
 """Pass: a program that does not train, of a plan with microbatches, becomes the program of one microbatch.
 
-Which values hold records, and that the rest is the same in every microbatch, follows from the ops' rules (`sharding/flow.py`). Nodes
-that have records get the local form that they would have on a rank: extents that they are given are divided, and the shape of a value
-is that of the whole batch. Then the shapes are inferred anew, of a microbatch, and held against those of the batch.
+The ops' rules (`sharding/flow.py`) tell which values have records; all others are the same in every microbatch. Nodes with records get the
+local form that they would have on a rank: extents in their operands are divided, and the shape of a value is that of the whole batch. Then
+the shapes of a microbatch are inferred anew, and compared with those of the batch.
 
     x: (batch, 6), 4 microbatches     h: (batch, 8), records along dim 0     y: (8,), the same in all of them
 """
@@ -31,7 +31,9 @@ _SHOWN = 3
 
 
 def in_microbatches(program: Annotated) -> Annotated:
-    """Adds the outputs to `batch_dims`, and makes symbols and shapes those of a microbatch. CompileError where that cannot be."""
+    """Adds the outputs to `batch_dims`, and changes symbols and shapes to those of a microbatch; raises CompileError if that is not
+    possible.
+    """
     rules = program.plan.pipeline
     if rules is None or program.plan.train is not None or rules.microbatches == 1:
         return program
@@ -56,7 +58,7 @@ def in_microbatches(program: Annotated) -> Annotated:
 
 
 def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
-    """The symbols of a microbatch, where they differ from those of the batch."""
+    """Returns the symbols of a microbatch that differ from those of the batch."""
     rules, graph, given = program.plan.pipeline, program.model.graph, program.batch_dims
     assert rules is not None
     tensors = [value for value in graph.inputs if isinstance(value.type, ir.TensorType)]
@@ -105,7 +107,7 @@ def _indivisible(value: ir.Value, dim: int, name: str, facts: Facts, where: str,
 
 
 def _refuse(program: Annotated, found: Flow) -> None:
-    """Raises CompileError for nodes on the way to an output that cannot run by microbatches, and outputs whose records lie apart."""
+    """Raises CompileError for nodes before an output that cannot run by microbatches, and for outputs whose records are not contiguous."""
     rules, graph = program.plan.pipeline, program.model.graph
     assert rules is not None
     wanted = set(graph.outputs)
@@ -134,7 +136,7 @@ def _refuse(program: Annotated, found: Flow) -> None:
 
 
 def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
-    """The program with every node that takes or makes records in its local form, and constants of them cut."""
+    """Returns the program with the local form of every node that reads or makes records, and with constants of records cut."""
     work = Rewriting(program)
     for value, shard in found.same_records.items():
         tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
@@ -153,7 +155,7 @@ def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
 
 
 def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str, count: int) -> None:
-    """Rewrites a node as its local form says: nodes before it, its own operands and attributes, nodes behind it."""
+    """Rewrites a node to its local form: nodes before it, its own operands and attributes, nodes after it."""
     local = local_in_time(work.before, node, rule, letter, count)
     itself = local.itself
     if itself is None:  # of an op that each rank writes as others, as it will those of a microbatch
@@ -183,14 +185,14 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
 
 
 def _free(work: Rewriting[Annotated], name: str) -> str:
-    """A free name for a value of a microbatch: the local forms of ranks take the plain words."""
+    """Returns a free name for a value of a microbatch; the plain words are left for the local forms of ranks."""
     return first_free(f"{name}.of_microbatch", work.before.own_names.__contains__)
 
 
 def _put(
     work: Rewriting[Annotated], at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False
 ) -> ir.Node:
-    """A node of a local form in front of another, or behind it; `there` has its operands by their names, and gets what it makes."""
+    """Inserts a node of a local form before another, or after it; `there` maps names to its operands, and gets its results."""
     outputs = [there.setdefault(name, ir.Value(name=_free(work, name))) for name in map(operand_name, one.outputs)]
     inputs = [None if value is None else there[name_of(value)] for value in one.inputs]
     name = name_of(outputs[0]) + (".of_batch" if behind else "")
@@ -203,7 +205,7 @@ def _put(
 
 
 def _hold(part: Annotated, found: Flow, before: Mapping[ir.Value, Shape | None], count: int) -> None:
-    """Raises CompileError for the first values whose shape in a microbatch is not that of the batch, with fewer records."""
+    """Raises CompileError for the first values whose shape in a microbatch is not that of the batch with fewer records."""
     dims = BatchDims(part.symbols, count)
     for node in part.model.graph:
         for out in node.outputs:

@@ -1,12 +1,13 @@
-"""Writes out onnxruntime's MoE and QMoE, where one is cut, trained or computes slots, as products with matrices that a router picks.
+"""Replaces onnxruntime's MoE and QMoE that are sharded, trained or used for slots by products with the matrices that a router picks.
 
     y = MoE(x, logits, W1, b1, W2, b2) {k, activation_type}
- -> p, ids = TopK(Softmax(logits), k);  y = sum over k of p * (W2[ids] act(W1[ids] x + b1[ids]) + b2[ids])
+-> p, ids = TopK(Softmax(logits), k);  y = sum over k of p * (W2[ids] act(W1[ids] x + b1[ids]) + b2[ids])
 
-The kernel computes a layer whole, has no gradient, and gives a token other bits alone than among others. The pass `routed` then multiplies
-rows by expert. An activation of which this module has no formula leaves the node as it is.
+The kernel computes an unsharded layer, has no gradient, and gives a token other bits alone than among others. The pass `routed` then
+multiplies rows by expert. A node whose activation this module does not know stays as it is.
 
-Experts whose weights are to be blocks are written out as well, for one session of onnxruntime: there each expert multiplies all rows.
+Nodes whose experts' weights are to be quantized in blocks are replaced too, for one session of onnxruntime: there each expert multiplies
+all rows.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from partc.compiler.rewrite.products import products
 _ALONE = ("identity", "relu", "silu")
 _SWIGLU, _INTERLEAVED = "swiglu", 1
 _INT8 = 4
-"""The accuracy level in which the kernel computes weights of 8 bits in blocks; those of 4 bits it multiplies in floats."""
+"""The kernel's accuracy level for weights of 8 bits in blocks; it multiplies weights of 4 bits in floats."""
 _FLOATS = "partc.floats"
-"""Key of the `meta` of a tensor of packed weights: what is made of it, the same for each program of a plan."""
+"""Key in the `meta` of a packed weight: its floats and blocks, which all programs of a plan share."""
 _LAST = np.iinfo(np.int64).max
 
 
 def write_out_mixture(node: ir.Node) -> None:
-    """Replaces an MoE or a QMoE in its graph by plain nodes; what its output is called stays."""
+    """Replaces an MoE or a QMoE in its graph by plain nodes; the output keeps its name."""
     graph, attributes = node.graph, node.attributes
     if node.op_type not in ("MoE", "QMoE") or not isinstance(graph, ir.Graph):
         return
@@ -74,7 +75,7 @@ def write_out_mixture(node: ir.Node) -> None:
 
 
 def _floats(node: ir.Node, k: int) -> ir.Value | None:
-    """Weights [experts, N, K] in floats of which a QMoE has packed numbers and scales, with their blocks; None of other ones."""
+    """Returns a QMoE's weights [experts, N, K] as floats, with their blocks; None if the packed numbers or scales are not supported."""
     packed, scales = operand(node, k), operand(node, k + 1)
     bits, block = node.attributes.get_int("expert_weight_bits", 4), node.attributes.get_int("block_size", 0)
     if (
@@ -106,7 +107,7 @@ def _floats(node: ir.Node, k: int) -> ir.Value | None:
 def _unpacked(
     packed: ir.TensorProtocol, scales: ir.TensorProtocol, bits: int, block: int, name: str, where: str
 ) -> tuple[ComputedTensor, ExpertBlocks]:
-    """The weights in floats, and in the blocks of `MatMulNBits`: a scale of a whole row is that of each of its blocks."""
+    """Unpacks weights to floats and to blocks of `MatMulNBits`; a scale of a whole row becomes the scale of each of its blocks."""
     experts, columns, row = packed.shape.numpy()
     width = row * 8 // bits
     shape = experts, columns, width // block
@@ -130,7 +131,9 @@ def _unpacked(
 
 
 def with_dense_experts(model: ir.Model) -> ir.Model:
-    """The model with each product by expert, whose weights are to be blocks, as quantized products of all rows with each expert's."""
+    """Returns the model with each expert product whose weights are to be blocks as quantized products of all rows with each expert's
+    matrix.
+    """
     graph = model.graph
     for node, product in products(graph).items():
         blocks: ExpertBlocks | None = product.weight.meta.get(EXPERT_BLOCKS)
@@ -165,7 +168,7 @@ def _constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 
 
 class _Writing:
-    """Makes nodes in the place of one; a list of numbers is a constant."""
+    """Makes nodes that replace a node; a list of numbers becomes a constant."""
 
     def __init__(self, node: ir.Node, dtype: ir.DataType) -> None:
         self.node, self.nodes, self.dtype = node, list[ir.Node](), dtype
@@ -174,7 +177,7 @@ class _Writing:
         return self.several(word, op_type, inputs, 1, **attributes)[0]
 
     def several(self, word: str, op_type: str, inputs: Sequence[Any], count: int, **attributes: int) -> list[ir.Value]:
-        """The outputs of a node, named after `word`; without one after the node that is replaced."""
+        """Adds a node and returns its outputs, which are named after `word`, or after the replaced node if it is empty."""
         name, path = str(self.node.outputs[0].name), str(self.node.name)
         operands = [self._operand(one, f"{word}.operand{k}") for k, one in enumerate(inputs)]
         names = [name if not word else f"{name}.{word}{'' if count == 1 else k}" for k in range(count)]
@@ -194,7 +197,7 @@ class _Writing:
         return made
 
     def product(self, word: str, rows: ir.Value, weights: Any, bias: Any, ids: ir.Value) -> ir.Value:
-        """Columns multiplied with the matrices that ids pick, and their biases."""
+        """Multiplies columns with the matrices that `ids` picks, and adds their biases."""
         made = self(word, "MatMul", [self(f"{word}.weights", "Gather", [weights, ids], axis=0), rows])
         made = self(f"{word}.rows", "Squeeze", [made, [2]])
         return (
@@ -207,7 +210,7 @@ class _Writing:
         return self("silu", "Mul", [x, self("sigmoid", "Sigmoid", [scaled])])
 
     def gated(self, x: ir.Value) -> ir.Value:
-        """The gated product of columns that alternate, `silu(gate) * (up + beta)`, both within the limit."""
+        """The gated product of alternating columns, `silu(gate) * (up + beta)`, with gate and up clipped to the limit."""
         gate, up = (self(word, "Slice", [x, [k], [_LAST], [1], [2]]) for k, word in enumerate(("gate", "up")))
         numbers = self.node.attributes
         if limit := numbers.get_float("swiglu_limit", 0.0):

@@ -1,6 +1,6 @@
-"""Pass: the model in the forms that the passes speak of: the opset of the op table, combined ops decomposed, local maps with their sizes.
+"""Pass: brings the model to the forms that later passes expect: the op table's opset, combined ops decomposed, local maps with sizes.
 
-A model whose operators are not cut keeps its opset: every conversion is one more thing that can change numbers.
+A model without sharded operators keeps its opset, since a conversion could change its numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from partc.compiler.rewrite.opset import OLDEST, TARGET, converted, cuts
 
 
 def normalize(program: Loaded) -> Loaded:
-    """The program with its model converted, and with the paths of its nodes. CompileError where the converter cannot."""
+    """Returns the program with its model converted, and with the paths of its nodes; raises CompileError if the converter fails."""
     plan, declared, trains = program.plan, program.declared, program.plan.train is not None
     cut = cuts(plan, declared)
     model = with_sizes(program.model, plan)

@@ -1,15 +1,15 @@
-"""The model as the op table speaks of it, where operators are sharded: a later opset, and a function of a reduction apart from its sum.
+"""Converts a model with sharded operators to the op table's forms: a later opset, and functions of a reduction separate from its sum.
 
-A model that is only placed stays as it is: every conversion is one more thing that can change numbers.
+A model that is only placed keeps its opset, since a conversion could change its numbers.
 
-Ops as two that may be sharded better: reductions that apply a function to a sum, and classifiers whose labels are texts.
+Some ops are split in two so that they can be sharded better: reductions that apply a function to a sum, and classifiers with text labels.
 
-ReduceL2(x)                                Sqrt(ReduceSumSquare(x)); where it trains 0 and Sqrt(1) at a sum of 0, so the gradient is 0 there
+ReduceL2(x)                                Sqrt(ReduceSumSquare(x)); in training 0 and Sqrt(1) at a sum of 0, so the gradient is 0 there
 ReduceLogSum(x)                            Log(ReduceSum(x))
 LinearClassifier(x) {labels 'no', 'yes'}   CategoryMapper(LinearClassifier(x) {labels 0, 1})
 
-A sum may be sharded where what is computed of it may not. Texts are not sent between ranks, so a classifier that made them would run
-whole on the rank that delivers them; numbers are sent there, and named there.
+A sum may be sharded even if the function of it may not. Texts are not sent between ranks, so a classifier that made them would run
+unsharded on the rank that delivers them; instead numbers are sent there, and replaced by their texts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NUMBERED = {
     "SVMClassifier": "classlabels_ints",
     "TreeEnsembleClassifier": "classlabels_int64s",
 }
-"""Maps each classifier to the attribute of its labels that are numbers."""
+"""Maps each classifier to the attribute of its integer labels."""
 BENT = {"ReduceL2": ("ReduceSumSquare", "Sqrt"), "ReduceLogSum": ("ReduceSum", "Log")}
 
 
 def number_labels(node: ir.Node) -> ir.Node | None:
-    """Gives a classifier whose labels are texts numbers for labels, and returns the node after it that makes the texts; else None."""
+    """Replaces a classifier's text labels by numbers, and returns the node after it that makes the texts; None without text labels."""
     labels = node.attributes.get_strings("classlabels_strings") if node.domain == TABULAR else None
     graph, out = node.graph, node.outputs[0]
     if not labels or node.op_type not in NUMBERED or graph is None or not out.name:
@@ -58,7 +58,7 @@ def number_labels(node: ir.Node) -> ir.Node | None:
 
 
 def decompose(node: ir.Node, trains: bool) -> None:
-    """Replaces the node in its graph by those that make it, if its op is in `BENT`.
+    """Replaces a node in its graph by the nodes that compute it, if its op is in `BENT`.
 
     The node's output keeps its value and name; the sum is named `<output>.sum` and has the output's shape and type.
     """
@@ -89,7 +89,7 @@ def decompose(node: ir.Node, trains: bool) -> None:
 
 
 def _number(number: int, like: ir.Value, add: Callable[..., ir.Value]) -> ir.Value:
-    """A number as a scalar in the type of a value, which may not be known."""
+    """Adds a number as a scalar in the type of a value, which may be unknown."""
     tensor = ir.tensor(np.array(number, (like.dtype or ir.DataType.FLOAT).numpy()), dtype=like.dtype)
     scalar = add("Constant", [], f"number{number}", [ir.AttrTensor("value", tensor)])
     cast = scalar if like.dtype else add("CastLike", [scalar, like], f"number{number}.of_type")
@@ -101,7 +101,9 @@ def _number(number: int, like: ir.Value, add: Callable[..., ir.Value]) -> ir.Val
 
 
 OLDEST, TARGET = 18, 21
-"""Rules emit ops in forms of opset 18 and later, gradients in those of TARGET; older models are converted to these, and no further."""
+"""The oldest opset in whose forms rules emit ops, and the opset in whose forms gradients do; older models are converted to these, not
+further.
+"""
 
 
 def cuts(plan: Plan, declared: Declared) -> bool:
@@ -119,9 +121,9 @@ def cuts(plan: Plan, declared: Declared) -> bool:
 
 
 def converted(model: ir.Model, name: str, oldest: int = OLDEST, trains: bool = False) -> ir.Model:
-    """`model` decomposed, for a training if it `trains`, and converted if it is older than `oldest`.
+    """Returns `model` decomposed, for a training if `trains`, and converted if it is older than `oldest`.
 
-    Raises CompileError where the converter cannot.
+    Raises CompileError if the converter fails.
     """
     if model.opset_imports.get("", TARGET) < oldest:
         import onnxscript.version_converter

@@ -1,15 +1,15 @@
-"""Pass: a packed weight, several weights in one, is taken apart, so that each rank gets its part of every one of them.
+"""Pass: takes apart a packed weight, which is several weights in one, so that each rank gets its shard of every one of them.
 
-Exporters keep queries, keys and values in one matrix, or the gate and the up projection, and split the product behind it:
+Exporters keep queries, keys and values in one matrix, or the gate and the up projection, and split the product's result:
 
     y = x W + b;  q, k, v = Split(y)     ->     q = x W.0 + b.0;  k = x W.1 + b.1;  v = x W.2 + b.2
 
-A contiguous shard of W would be most of q, and the Split would gather y. The parts of W run forward through every op that treats
-their elements alike, until a Split, Slice or Gather asks for just these parts; where something else reads them they are joined
-again. What is cut is then said of each part by itself, whatever their sizes are: fewer keys than queries are nothing special.
+A contiguous shard of W would be mostly q, and the Split would gather y. The parts of W are followed forward through every op that treats
+their elements alike, until a Split, Slice or Gather takes exactly these parts; for any other reader they are joined again. Each part is
+then sharded separately, whatever its size: fewer keys than queries need no special case.
 
-A part is a parameter of its own that knows where it lies in the whole (`PackedBox`): what is kept of it from step to step is listed
-under the name of the whole, as a box of it, so that a checkpoint is the same whatever plan wrote it.
+A part is a parameter of its own that knows its place in the whole (`PackedBox`): its state is listed under the name of the whole, as a box
+of it, so that a checkpoint is the same for any plan.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.compiler.sharding.seeding.styles import parameter_factor, source_of, styled
 
 MOST_PARTS = 8
-"""A Split into more, of which nothing is said, takes something else apart: heads, positions."""
+"""The most parts of a Split that are assumed to be packed weights: a Split into more, unless a rule says otherwise, is of heads or
+positions.
+"""
 _PARTS = "partc.parts"
-"""Key of a tensor's meta: its parts that are weights of their own, by dim, begin and end."""
+"""Key of a tensor's meta: maps a dim, begin and end to the part that is a weight of its own."""
 _EAGER = 1 << 16
 
 Parts = tuple[int, list[ir.Value]]
-"""The dim of a value that is taken apart, and the values of its parts."""
+"""The dim along which a value is taken apart, and the values of its parts."""
 
 
 def unpack(program: Typed) -> Typed:
-    """The program with the packed weights taken apart that a colwise rule speaks of, and stacks of weights that turns read one by one.
+    """Returns the program with packed weights of colwise rules, and stacks of weights that turns read one by one, taken apart.
 
-    Raises CompileError where a rule says `packed` and the weight has no such parts.
+    Raises CompileError if a rule says `packed` and the weight has no such parts.
     """
     rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
     stacks = [node for node in program.paths if OF_TURNS in node.metadata_props]
@@ -87,7 +89,7 @@ class _Unpacking(Rewriting[Typed]):
         self.ranks = mesh.get(TENSOR_PARALLEL, 1) if mesh else program.plan.ranks
 
     def finished(self) -> Typed:
-        """The program, with the parts of a parameter in its place among those that training changes."""
+        """Returns the program, with the parts of a parameter in its place among the trained parameters."""
         training = self.before.training
         if training is None:
             return self.done()
@@ -97,7 +99,7 @@ class _Unpacking(Rewriting[Typed]):
         return self.done(training=replace(training, parameters=parameters))
 
     def stack(self, node: ir.Node) -> None:
-        """Takes a weight apart into those of turns; not where something else reads it, or the optimizer takes norms of whole parameters."""
+        """Takes a weight apart into those of turns, unless another node reads it, or the optimizer uses norms of whole parameters."""
         operand = node.inputs[0]
         source = (
             source_of(operand, int(node.metadata_props[OF_TURNS]))
@@ -112,7 +114,7 @@ class _Unpacking(Rewriting[Typed]):
             self._take_apart(weight, dim, [1] * _extent(weight, dim))
 
     def node(self, node: ir.Node, rule: ShardingRule) -> None:
-        """Takes the weight of one node apart, if the rule or the graph says into what."""
+        """Takes the weight of a node apart, if the rule or the graph gives the parts."""
         said, subject, node = rule.packed, f"sharding of '{self.paths[node]}'", styled(node)
         own = rule_of(node)
         factor = parameter_factor(own, node, "colwise", self.known.__contains__)
@@ -135,7 +137,7 @@ class _Unpacking(Rewriting[Typed]):
             self._take_apart(weight, dim, sizes)
 
     def _sizes(self, weight: ir.Value, dim: int, size: int, rule: ShardingRule, subject: str) -> list[int]:
-        """The sizes of the parts; one alone where the weight stays as it is."""
+        """Returns the sizes of the parts; a single one if the weight stays as it is."""
         said, named = rule.packed, f"{subject}: '{weight.name}' dim {dim} ({size})"
         if isinstance(said, tuple):
             if sum(said) == size:
@@ -161,7 +163,7 @@ class _Unpacking(Rewriting[Typed]):
         return self._unless_full_norms(weight, sizes, rule, "") if len(sizes) > 1 else sizes
 
     def _unless_full_norms(self, weight: ir.Value, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
-        """The sizes; none for an optimizer that takes norms of whole parameters, an error where a rule says `packed`."""
+        """Returns the sizes; none for an optimizer that uses norms of whole parameters, and then a problem if a rule says `packed`."""
         optimizer = self._taking_norms(weight)
         if optimizer is None:
             return sizes
@@ -173,7 +175,7 @@ class _Unpacking(Rewriting[Typed]):
         return []
 
     def _taking_norms(self, weight: ir.Value) -> Optimizer | None:
-        """The optimizer of a weight where it needs the weight as one."""
+        """Returns the optimizer of a weight, if it needs the unsplit weight; else None."""
         training = self.before.training
         if training is None or weight not in training.parameters or training.parameters[weight].frozen:
             return None
@@ -207,7 +209,7 @@ class _Unpacking(Rewriting[Typed]):
             del self.values[value]
 
     def _shards(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
-        """A weight's parts as weights of their own."""
+        """Returns a weight's parts as weights of their own."""
         found, begin = [], 0
         tensor, shape = value.const_value, tuple(value.shape.numpy()) if value.shape is not None else ()
         assert tensor is not None
@@ -229,7 +231,7 @@ class _Unpacking(Rewriting[Typed]):
         return found
 
     def _take_out(self, node: ir.Node, k: int) -> bool:
-        """Gives the readers of a Split, Slice or Gather the parts that it takes; False where it takes others."""
+        """Makes the readers of a Split, Slice or Gather read the parts that it takes; returns False if it takes others."""
         value = node.inputs[k]
         assert value is not None
         dim, parts = self.parts[value]
@@ -254,7 +256,7 @@ class _Unpacking(Rewriting[Typed]):
         return made
 
     def _clone(self, node: ir.Node, packed: Sequence[int], after: int) -> bool:
-        """The node once for each part; False where a part of its result is not a whole number of elements."""
+        """Writes the node once for each part; returns False if a part of its result is not a whole number of elements."""
         value, out = node.inputs[packed[0]], node.outputs[0]
         assert value is not None
         dim, parts = self.parts[value]
@@ -293,7 +295,7 @@ class _Unpacking(Rewriting[Typed]):
         return True
 
     def _split_operand(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
-        """The same parts of another operand: a bias's own, else of a value that is split."""
+        """Returns the same parts of another operand: parts of a bias as weights, else parts of a value by a Split."""
         alone = value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None
         if alone and self._taking_norms(value) is None:
             return self._shards(value, dim, sizes)
@@ -303,7 +305,7 @@ class _Unpacking(Rewriting[Typed]):
         return made
 
     def _target(self, node: ir.Node, after: int, size: int, k: int) -> ir.Value:
-        """A Reshape's target with the extent of a part."""
+        """Returns a Reshape's target with the extent of a part."""
         given, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
         assert given is not None
         numbers = constant_ints(node, 1)
@@ -315,7 +317,7 @@ class _Unpacking(Rewriting[Typed]):
         return made
 
     def _joined(self, node: ir.Node, value: ir.Value | None) -> ir.Value:
-        """The value out of its parts, for a reader that takes it as one."""
+        """Returns the value joined from its parts, for a reader of the whole value."""
         assert value is not None
         if value not in self.joined:
             dim, parts = self.parts[value]
@@ -331,13 +333,13 @@ def _extent(value: ir.Value, dim: int) -> int:
 
 
 def _ends(parts: Sequence[ir.Value], dim: int) -> list[Fraction]:
-    """Where parts begin and end, as fractions of them all."""
+    """Returns the bounds of parts, as fractions of their sum."""
     sizes = [_extent(part, dim) for part in parts]
     return [Fraction(sum(sizes[:k]), sum(sizes)) for k in range(len(sizes) + 1)]
 
 
 def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: ir.Value) -> ir.TensorProtocol:
-    """A part of a tensor, the same one for each of a plan's programs; of a large one it is read when it is written."""
+    """Returns a part of a tensor, the same object for all programs of a plan; a part of a large tensor is read only when it is written."""
     known: dict[tuple[int, int, int], ir.TensorProtocol] = getattr(tensor, "meta", {}).setdefault(_PARTS, {})
     if (dim, begin, end) in known:
         return known[dim, begin, end]

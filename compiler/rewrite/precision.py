@@ -1,17 +1,17 @@
-"""Pass: the plan's `precision`: products compute in 16 bits, what would lose by it in float32, and weights that are trained stay float32.
+"""Pass: the plan's `precision`: products compute in 16 bits, ops that would lose accuracy in float32, and trained weights stay float32.
 
-The op table says of each op in which type it computes (`Entry.precision`):
+The op table has the type in which each op computes (`Entry.precision`):
 
     low       MatMul, Conv: in the plan's type
     widest    Add, Concat: in float32 if any operand has it, else in the plan's type
     follow    Relu, Reshape: in the type of their first operand
-    high      the others: in float32, as do loss and metrics, what a BatchNormalization that trains is made of, what `keep` names, and
-              what is in a body or a local map
+    high      the others: in float32, as do loss and metrics, the parts of a BatchNormalization that trains, nodes in `keep`, and nodes in
+              a body or a local map
 
-Where an operand has another type, a Cast stands in front, one for each value and type. Weights, constants and numbers of rank 0 take the
-type of what they meet, so they widen nothing; a constant that would leave the range of float16 does. A parameter is cast as any value
-is, where only products read what a Transpose or the like makes of it in front of that: it depends on no microbatch, so it is cast once a
-step, and its gradient comes back in float32 by the gradient of Cast. Without training the weights themselves get the type.
+An operand of another type is cast before the op, once for each value and type. Weights, constants and numbers of rank 0 take the type of
+the other operands, so they widen nothing; a constant that exceeds the range of float16 does. A parameter is cast like any value, before a
+Transpose or the like if only products read that: the Cast depends on no microbatch, so it runs once a step, and the gradient of Cast gives
+its gradient in float32. Without training the weights themselves get the type.
 
     x -> Gemm(w, b) -> Softmax     ->     x, w, b -> Cast -> Gemm -> Cast -> Softmax
 """
@@ -49,9 +49,9 @@ _STORAGE = (
 
 
 def precision(program: Typed) -> Typed:
-    """The program with Casts where the plan's precision wants them; trained weights of 16 bits are float32 and cast in any case.
+    """Returns the program with the Casts of the plan's precision; trained weights of 16 bits always become float32 and are cast.
 
-    CompileError for a pattern that matches nothing, and where nothing would compute in 16 bits.
+    Raises CompileError for a pattern that matches nothing, and if nothing would compute in 16 bits.
     """
     rules, training = program.plan.precision, program.training
     masters = [value for value in (training.parameters if training else ()) if value.dtype in HALVES]
@@ -78,7 +78,7 @@ def precision(program: Typed) -> Typed:
 
 
 def _nodes_to_keep(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
-    """The nodes that stay in float32."""
+    """Returns the nodes that stay in float32."""
     found: set[ir.Node] = set()
     problems = []
     for k, pattern in enumerate(rules.keep):
@@ -93,7 +93,7 @@ def _nodes_to_keep(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Operands and outputs of a node that have one type by the op's schema, and whether 16 bits of a kind are allowed."""
+    """Operands and outputs of a node that share one type by the op's schema, and whether 16 bits are allowed."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -110,7 +110,7 @@ class _Typing(Rewriting[Typed]):
             for value in program.values
             if value.dtype is not None and isinstance(value.type, ir.TensorType)
         }
-        """The types that values had; what is cast to another one is not among them."""
+        """The types that values had; values that are made by a Cast are not among them."""
         self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self.weak = set(self.graph.initializers.values())
         training = program.training
@@ -138,7 +138,7 @@ class _Typing(Rewriting[Typed]):
             self._typed(node, group)
 
     def outputs(self) -> None:
-        """Outputs of the model have the types that they had, under their names."""
+        """Casts outputs of the model back to the types that they had, under their names."""
         for k, value in enumerate(self.graph.outputs):
             before = self.types.get(value)
             if before is None or value.dtype == before:
@@ -168,7 +168,7 @@ class _Typing(Rewriting[Typed]):
                 self._retype(node.outputs[k], wanted)
 
     def _required_type(self, node: ir.Node, group: _Group) -> ir.DataType | None:
-        """The type of a group of operands; None where nothing is to be changed."""
+        """Returns the type of a group of operands; None if nothing is to change."""
         operands = [value for k in group.inputs if (value := node.inputs[k]) is not None]
         made = [node.outputs[k] for k in group.outputs]
         before = [self.types.get(value, value.dtype) for value in (*operands, *made)]
@@ -196,7 +196,7 @@ class _Typing(Rewriting[Typed]):
         return self.low
 
     def _widening(self, operands: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        """The operands by which the type of an op is chosen."""
+        """Returns the operands that determine the type of an op."""
         largest = max((value.shape.rank() if value.shape is not None else 1) for value in operands)
         return [
             value
@@ -206,7 +206,7 @@ class _Typing(Rewriting[Typed]):
         ]
 
     def _fits(self, value: ir.Value) -> bool:
-        """Whether the numbers of a constant are numbers of the low type, too."""
+        """Whether the numbers of a constant are in the range of the low type."""
         tensor = None if value in self.learned else ir.convenience.get_const_tensor(value)
         if tensor is None or self.low != ir.DataType.FLOAT16:
             return True
@@ -215,7 +215,7 @@ class _Typing(Rewriting[Typed]):
         return bool(finite.size == 0 or (finite.max() <= 65504 and finite.min() >= 2.0**-24))
 
     def _is_for_products(self, node: ir.Node) -> bool:
-        """Whether a node hands on what it reads, in another form, and that to products in 16 bits only: it takes their type then."""
+        """Whether a node only moves its operand's elements, and only products in 16 bits read them: then it takes the products' type."""
         entry = entry_of(node)
         if entry is None or node in self.kept or is_inside(node) or self._is_exact(node):
             return False
@@ -234,7 +234,7 @@ class _Typing(Rewriting[Typed]):
         return EXACT in node.meta or (training is not None and training.adds(self.paths[node]))
 
     def _keep_captured(self, node: ir.Node, body: ir.Graph) -> None:
-        """What a body reads from outside keeps its type there."""
+        """Casts the outer values that a body reads back to the types that they had."""
         for value in dict.fromkeys(captured_by(node)):
             before = self.types.get(value)
             if before is None or value.dtype == before or before not in _KINDS:
@@ -248,7 +248,7 @@ class _Typing(Rewriting[Typed]):
                 inner.outputs[:] = [made if out is value else out for out in inner.outputs]
 
     def _groups(self, node: ir.Node) -> list[_Group]:
-        """The groups of operands and outputs of tensors that have one type each."""
+        """Returns the groups of tensor operands and outputs that share one type each."""
         schema = _schema(node, self.opset)
         if schema is None:
             inputs = tuple(k for k, value in enumerate(node.inputs) if value is not None and self._is_float(value))
@@ -274,7 +274,9 @@ class _Typing(Rewriting[Typed]):
         return isinstance(value.type, ir.TensorType) and value.dtype in _KINDS
 
     def _as(self, value: ir.Value, kind: ir.DataType, reader: ir.Node, k: int) -> ir.Value:
-        """A value in another type: made at its first reader, or of 16 bits where the value is made; of a constant a constant."""
+        """Returns a value in another type: a constant of a constant, else a Cast at its first reader, or for 16 bits where the value is
+        made.
+        """
         known = self.casts.get((value, kind))
         if known is not None:
             return known
@@ -325,7 +327,7 @@ def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema | None:
 
 
 def _word(kind: ir.DataType | None) -> str:
-    """A type's name in ONNX types and in names: `float`, `float16`."""
+    """Returns a type's name in ONNX types and in names: `float`, `float16`."""
     return "float" if kind is None else kind.name.lower()
 
 
@@ -334,7 +336,7 @@ def _text(kind: ir.DataType) -> str:
 
 
 def _cast_tensor(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
-    """The tensor in another type, read when it is needed."""
+    """Returns the tensor in another type, computed when it is read."""
     if isinstance(tensor, DrawnTensor) and tensor.is_law:
         return tensor.cast(kind)
 

@@ -1,6 +1,6 @@
 """The products of a model with constant weights, which may be quantized, and to which adapters add.
 
-A weight has two dims, or it is a stack of experts' matrices, of which each entry's product picks one.
+A weight has two dims, or it is a stack of experts' matrices, of which each entry's product selects one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 @dataclass(frozen=True)
 class Picked:
-    """The matrices of `weights`, a stack of them, that `ids` pick; `swapped`: with rows as columns. `nodes`: what makes them, in order."""
+    """The matrices of a stack `weights` that `ids` selects; `swapped`: with rows and columns exchanged. `nodes`: the nodes that make them,
+    in order.
+    """
 
     weights: ir.Value
     ids: ir.Value
@@ -26,10 +28,10 @@ class Picked:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of activations with a constant weight of two dims; `transposed`: the weight is [N, K].
+    """A product of activations with a constant weight of two dims; `transposed`: whether the weight is [N, K].
 
-    `table`: its rows are looked up, which is the product with a one-hot vector: [V, K] lies as a transposed weight does.
-    `picked`: the weight is [experts, K, N] or [experts, N, K], of which a row's product has one.
+    `table`: whether its rows are looked up, which is the product with a one-hot vector: [V, K] has the form of a transposed weight.
+    `picked`: the selection, if the weight is [experts, K, N] or [experts, N, K], and a row's product has one of its matrices.
     """
 
     weight: ir.Value
@@ -47,19 +49,19 @@ class Product:
 
     @property
     def blocked(self) -> BlockedWeight | None:
-        """The blocks that the weight has in the model's files."""
+        """The blocks of the weight in the model's files; None if it is not in blocks."""
         tensor = self.weight.const_value
         is_product = tensor is not None and self.transposed and not self.table and self.picked is None
         return tensor.meta.get(BLOCKED) if is_product and tensor is not None else None
 
 
 def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:
-    """The nodes that can be quantized."""
+    """Returns the nodes that can be quantized."""
     return {node: found for node in nodes if (found := _product(node)) is not None}
 
 
 def _product(node: ir.Node) -> Product | None:
-    """The product of a node with a weight; None of a node that has no quantized form."""
+    """Returns the product of a node with a weight; None if the node has no quantized form."""
     attributes = node.attributes
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm", "Gather") or len(node.inputs) < 2:
         return None
@@ -87,7 +89,7 @@ def _product(node: ir.Node) -> Product | None:
 
 
 def picked(value: ir.Value | None) -> Picked | None:
-    """The matrices of a stack that a value is, by the indices that pick them; None of another value."""
+    """Returns the selection of a stack's matrices that a value is; None for another value."""
     node = value.producer() if value is not None else None
     if node is None or node.domain not in ("", "ai.onnx"):
         return None
@@ -102,6 +104,6 @@ def picked(value: ir.Value | None) -> Picked | None:
 
 
 def _is_weight(value: ir.Value | None, rank: int = 2) -> bool:
-    """Whether a value is a float initializer of so many dims."""
+    """Whether a value is a float initializer with `rank` dims."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     return tensor is not None and tensor.dtype in _FLOATS and tensor.shape.rank() == rank and tensor.size > 0

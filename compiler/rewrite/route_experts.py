@@ -1,13 +1,13 @@
-"""Pass: the experts that a plan shards get borders, between which rows are with the rank of their expert.
+"""Pass: inserts borders around the experts that a plan shards; between them, rows are on the rank of their expert.
 
     h = Act(ExpertMatMul(rows, up, experts));  y = ExpertMatMul(h, down, experts)
 
     rows', experts', places = ToExperts(rows, experts)
     h = Act(ExpertMatMul(rows', up, experts'));  y' = ExpertMatMul(h, down, experts');  y = FromExperts(y', places, experts)
 
-A region is all that lies between the products of one router's choice, and what follows them row by row and reads nothing else of those
-rows: a bias of each expert, which is looked up by the same choice, and what is added to it. Any other op in between that brings rows
-together, or reads other rows, is refused by name, since it would need all of them.
+A region has all nodes between the products of one router's choice, and the nodes after them that compute row by row from these rows alone:
+the bias of each expert, which is looked up by the same choice, and its Add. Any other op in between that combines rows, or reads other
+rows, is refused by name, since it would need all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partc.compiler.rewrite.rewriting import Rewriting
 
 
 def route_experts(program: Annotated) -> Annotated:
-    """The program with the borders that `experts` of its plan asks for. CompileError where a rule has no experts, or cannot shard them."""
+    """Inserts the borders of the plan's `experts`; raises CompileError if a rule matches no experts, or they cannot be sharded."""
     chosen, problems = _chosen(program)
     work = Rewriting(program)
     for experts, (products, rule) in chosen.items():
@@ -72,7 +72,7 @@ def _is_product(node: ir.Node) -> bool:
 
 @dataclass
 class _Region:
-    """The products of one choice of experts, and the nodes between and after them that go row by row."""
+    """The products of one choice of experts, and the nodes between and after them that compute row by row."""
 
     work: Rewriting[Annotated]
     experts: ir.Value
@@ -93,7 +93,7 @@ class _Region:
         self.nodes |= {node: None for node in looked_up if node is not None and self._is_looked_up(node)}
 
     def problems(self) -> Iterator[Problem]:
-        """What keeps the region from being shared out."""
+        """Yields the reasons for which the region cannot be sharded."""
         size = dict(self.work.before.plan.mesh).get(self.rule.axis, 1)
         for node in self.products:
             weights = node.inputs[1]
@@ -134,13 +134,13 @@ class _Region:
 
     @property
     def entering(self) -> list[ir.Value]:
-        """The values that the region reads by rows, and does not make."""
+        """The values with rows that the region reads and does not compute."""
         inside = {out for node in self.nodes for out in node.outputs}
         read = dict.fromkeys(value for node in self.nodes for value in node.inputs if value is not None)
         return [value for value in read if value not in inside and value is not self.experts and self._has_rows(value)]
 
     def cut(self) -> None:
-        """Puts the borders in."""
+        """Inserts the borders."""
         work, graph = self.work, self.work.graph
         first = next(node for node in graph if node in self.nodes and _is_product(node))
         inside = dict.fromkeys(out for node in self.nodes for out in node.outputs)
@@ -179,7 +179,7 @@ class _Region:
         graph.sort()
 
     def _simplify(self) -> None:
-        """Has each bias of an expert looked up by the choice itself: GatherND(bias, Unsqueeze(experts)) is Gather(bias, experts)."""
+        """Replaces GatherND(bias, Unsqueeze(experts)) by Gather(bias, experts), so that biases are looked up by the choice itself."""
         for column in [use.node for use in self.experts.uses() if use.node.op_type in ("Reshape", "Unsqueeze")]:
             shape = column.outputs[0].shape
             if shape is None or len(shape) != 2 or shape[1] != 1:
@@ -195,7 +195,7 @@ class _Region:
             self.work.drop([column])
 
     def _mark(self, node: ir.Node) -> None:
-        """Says of a node, and of what it makes, that rows are with the ranks of their experts."""
+        """Marks a node and its outputs as computed on the ranks of the experts."""
         node.meta[BY_EXPERT] = self.rule.axis, self.rule.where
         for out in node.outputs:
             out.meta[BY_EXPERT] = True
@@ -207,7 +207,7 @@ class _Region:
                     node.replace_input_with(k, new)
 
     def _reach(self, *, forward: bool) -> set[ir.Node]:
-        """The nodes on a way from a product, or to one, with the product itself."""
+        """The products, and the nodes that depend on one (`forward`) or on which one depends."""
         found, waiting = {*self.products}, list(self.products)
         while waiting:
             node = waiting.pop()
@@ -223,24 +223,24 @@ class _Region:
         return found
 
     def _has_rows(self, value: ir.Value) -> bool:
-        """Whether the first dim of a value is that of the rows."""
+        """Whether the first dim of a value is the rows."""
         if value.shape is None or not len(value.shape) or value.is_initializer() or self.experts.shape is None:
             return False
         return same(value.shape[0], self.experts.shape[0])
 
     def _is_looked_up(self, node: ir.Node) -> bool:
-        """Whether a node looks rows of a table up by the choice: a bias of each expert."""
+        """Whether a node looks up rows of a table by the choice, such as a bias of each expert."""
         return node.op_type == "Gather" and node.inputs[1] is self.experts and node.attributes.get_int("axis", 0) == 0
 
     def _follows(self, node: ir.Node) -> bool:
-        """Whether a node goes row by row and reads rows of the region alone."""
+        """Whether a node computes row by row and reads rows of the region alone."""
         inside = {out for one in self.nodes for out in one.outputs}
         rows = [value for value in node.inputs if value is not None and self._has_rows(value) and value not in inside]
         makers = [value.producer() for value in rows]
         return self._goes_by_rows(node) and all(maker is not None and self._is_looked_up(maker) for maker in makers)
 
     def _goes_by_rows(self, node: ir.Node) -> bool:
-        """Whether each row of a node's outputs follows from the same row of its inputs."""
+        """Whether each row of a node's outputs depends only on the same row of its inputs."""
         rule = rule_of(node)
         made = {one[0] for one in rule.outputs if one}
         is_one = len(made) == 1 and WHOLE not in made and not made & {*rule.replicated, *rule.units}

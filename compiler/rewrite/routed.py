@@ -1,14 +1,14 @@
-"""Pass: products with matrices that a router picks become products of rows with their experts' matrices.
+"""Pass: products with gathered expert matrices become `ExpertMatMul`: products of rows with their experts' matrices.
 
-Exporters pick a matrix for each entry, a token and one of its choices, and multiply it with that entry's row alone. The matrices are copied
-for each entry, which is most of the time of such a layer:
+Exporters gather a matrix for each entry, which is a token with one of its choices, and multiply it with that entry's row. The copies of the
+matrices take most of the time of such a layer:
 
     P = GatherND(W [experts, b, a], ids [m, 1])   y [m, b, 1] = MatMul(P [m, b, a], x [m, a, 1])
 ->  y [m, b] = ExpertMatMul(x [m, a], W, ids [m])
 
-A form is known by its data flow, from indices of a TopK or an ArgMax over as many elements as there are experts to the first dim of a
-constant of three dims; so each index names an expert. The product keeps its path. Rows stay in the order of their entries, so all that is
-computed between two products, and after them, stays as it is.
+The form is recognized by its dataflow: from the indices of a TopK or an ArgMax over as many elements as there are experts, to the first dim
+of a constant of three dims; so each index is the number of an expert. The product keeps its path. Rows keep the order of their entries, so
+the nodes between two products and after them do not change.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from partc.runtime.units import first_of
 _MOVES = frozenset(("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
 """Ops whose results are elements of their first input."""
 _DIMS = 3
-"""The dims of experts' weights: an expert, and those of its matrix."""
+"""The number of dims of experts' weights: the expert, and the two of its matrix."""
 
 
 def routed(program: Typed) -> Typed:
-    """The program with each such product replaced; a warning names matrices that are still copied.
+    """Returns the program with each such product replaced, and a warning that names matrices that are still copied.
 
-    Raises CompileError where these are to be quantized: no other form has a product for that.
+    Raises CompileError if such matrices are to be quantized: only `ExpertMatMul` has a quantized form.
     """
     work = _Routing(program)
     for node in [node for node in work.graph if _is(node, "MatMul")]:
@@ -68,7 +68,7 @@ class _Routing(Rewriting[Typed]):
                 self.constants.update(node.outputs)
 
     def picked(self, value: ir.Value | None) -> Picked | None:
-        """The matrices that a value is; None where no router picks them of a constant."""
+        """The gathered matrices that a value is; None if it is not a router's choice among the matrices of a constant."""
         found = picked(value)
         shape, extents = (dims(found.weights), dims(found.ids)) if found else (None, None)
         if found is None or shape is None or extents is None or found.weights not in self.constants:
@@ -79,7 +79,7 @@ class _Routing(Rewriting[Typed]):
         return found if isinstance(shape[0], int) and _are_choices(found.ids, shape[0]) else None
 
     def unquantized(self) -> Iterator[Problem]:
-        """Weights that a plan quantizes and that are still read as floats."""
+        """Yields a problem for each weight that the plan quantizes and that a node still reads as floats."""
         for value in self.graph.initializers.values():
             blocks: ExpertBlocks | None = value.meta.get(EXPERT_BLOCKS)
             if blocks is not None and (use := next(iter(value.uses()), None)) is not None:
@@ -90,7 +90,7 @@ class _Routing(Rewriting[Typed]):
                 )
 
     def route(self, node: ir.Node) -> None:
-        """Puts the product of rows with their experts' matrices in the place of a node that is one."""
+        """Replaces a MatMul of rows with gathered matrices by a product by expert, if it is one."""
         for side in (0, 1):
             found, rows = self.picked(node.inputs[side]), node.inputs[1 - side]
             shape, axis = dims(rows), _DIMS - 1 - side
@@ -102,7 +102,7 @@ class _Routing(Rewriting[Typed]):
                 return
 
     def _put(self, node: ir.Node, matrices: Picked, rows: ir.Value, axis: int, transposed: bool) -> None:
-        """Puts it in the place of a product; `axis`: the dim of 1 of the rows, and of the product."""
+        """Writes the product that replaces `node`; `axis`: the dim of 1 in the rows and in the product."""
         out, experts = node.outputs[0], matrices.ids
         old = [*matrices.nodes, *filter(None, map(_producer, (rows, experts))), node]
         if len(dims(experts) or ()) > 1:
@@ -134,7 +134,7 @@ class _Routing(Rewriting[Typed]):
             del self.graph.initializers[name_of(weights)], self.values[weights]
 
     def _stack(self, weights: ir.Value, word: str) -> ir.Value:
-        """The blocks or the scales of experts' weights, which all products with these share."""
+        """The blocks or the scales of experts' weights, which all products with these weights share."""
         blocks: ExpertBlocks = weights.meta[EXPERT_BLOCKS]
         name = f"{weights.name}.{blocks.attributes['bits']}bits.{word}"
         if name not in self.graph.initializers:
@@ -146,7 +146,7 @@ class _Routing(Rewriting[Typed]):
         return self.graph.initializers[name]
 
     def _without(self, node: ir.Node, value: ir.Value, axis: int, suffix: str) -> ir.Value:
-        """A value without a dim of 1: what an Unsqueeze has given the dim, or a Squeeze of it in front of `node`."""
+        """A value without its dim of 1: the input of the Unsqueeze that added the dim, else the result of a new Squeeze before `node`."""
         made = _producer(value)
         if made is not None and _is(made, "Unsqueeze") and axes_of(made, len(dims(value) or ())) == (axis,):
             assert made.inputs[0] is not None
@@ -157,7 +157,7 @@ class _Routing(Rewriting[Typed]):
         return narrow
 
     def _but(self, value: ir.Value, axis: int, name: str) -> ir.Value:
-        """A new value as `value` is, without a dim."""
+        """A new value with the type and shape of `value`, without a dim."""
         info = self.values[value]
         kept = [dim for k, dim in enumerate(dims(value) or ()) if k != axis]
         made = ir.Value(name=name, type=value.type, shape=ir.Shape(kept))
@@ -175,7 +175,7 @@ def _is(node: ir.Node, op_type: str) -> bool:
 
 
 def _are_choices(ids: ir.Value, experts: int) -> bool:
-    """Whether ids are places among as many elements as there are experts."""
+    """Whether ids are indices into as many elements as there are experts."""
     node = ids.producer()
     if node is None or node.domain not in ("", "ai.onnx"):
         return False

@@ -1,23 +1,23 @@
-"""What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
+"""Estimates a candidate without compiling it: the work of its nodes, its collectives and messages, and the memory of a rank.
 
-    step        the tasks of all microbatches by their schedule + gradients + update; where ranks share cores, the work of all on these
-                where that is more: a rank that waits leaves its core to others
-    task        F, B and W of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward, each
-                of which ends a session, and of a backward pass a second one that goes on beside it
-    schedule    as `schedule.simulate` plays it; of more microbatches than twice the groups each one more adds as much as the last of these
-    gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: of several microbatches
-                behind all tasks, else what of the former does not go on beside the backward pass
-    update      of all that a rank has; of ZeRO of its shards, and of what is not divided
+    step        the tasks of all microbatches by their schedule + gradients + update; if ranks share cores, at least the work of all ranks
+                on these cores: a rank that waits leaves its core to others
+    task        F, B and W of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward; each
+                ends a session, and one of the backward pass also ends a second one that runs meanwhile
+    schedule    as `schedule.simulate` plays it; beyond twice as many microbatches as groups each further one adds as much as the last
+    gradients   AllReduces over dp of a rank's gradients; with ZeRO ReduceScatters, and AllGathers of parameters: with several microbatches
+                after all tasks, else the part of the former that does not overlap the backward pass
+    update      of all parameters of a rank; with ZeRO of its shards, and of parameters that are not divided
 
-It ranks candidates: the best of them are compiled, and played as they are.
+The estimates rank candidates: the best ones are compiled, and their schedules are simulated.
 
-What ranks that share a batch give collectives for a model's gradients: the buckets that the compiler fills, without compiling it.
+The collectives for a model's gradients follow from the buckets that the compiler would fill:
 
     AllReduce       parameters of which each rank updates all, until they fill a bucket
-    ReduceScatter   of a sharded optimizer those whose dim 0 is divided, together; one that is divided along another dim by itself
+    ReduceScatter   with a sharded optimizer, parameters whose dim 0 is divided, together; one that is divided along another dim, alone
     AllGather       the updated shards of these
 
-Parameters are reduced in the order in which a backward pass comes to them, the last first.
+Parameters are reduced in the order in which a backward pass reaches them, the last first.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SC
 from partc.runtime.updates.updater import SHARD
 
 _Kind: TypeAlias = tuple[int | None, tuple[int, ...], float]
-"""The dim of a parameter that is sharded, its shape and the bytes of an element."""
+"""The sharded dim of a parameter, its shape and the bytes of an element."""
 Calls = Counter[tuple[str, float]]
-"""How many collectives there are of an op and the bytes that a rank gives."""
+"""Counts collectives by op and by the bytes that a rank contributes."""
 
 
 class Reductions:
@@ -76,12 +76,12 @@ class Reductions:
 
     @cached_property
     def mean(self) -> float:
-        """The bytes of a bucket in the mean."""
+        """The mean bytes of a bucket."""
         calls = self.calls((), 1, 1, False)
         return max(1.0, sum(bytes * many for (_, bytes), many in calls.items()) / max(1, calls.total()))
 
     def calls(self, places: Sequence[tuple[ir.Value, int]], tp: int, dp: int, zero: bool) -> Calls:
-        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`."""
+        """Returns the collectives of a step, with the dims at these places sharded over `tp`, and the optimizer over `dp` if `zero`."""
         cut, over = tuple(places) if tp > 1 else (), dp if zero else 1
         if (key := (cut, tp, over)) not in self._calls:
             at = dict(cut)
@@ -113,25 +113,25 @@ class Reductions:
 
 
 def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
-    """The seconds of these collectives, one behind another."""
+    """Returns the seconds of these collectives, one after another."""
     return sum(many * link.collective(op, ranks, bytes) for (op, bytes), many in calls.items())
 
 
 _FORWARD_ACTIVATIONS = 0.1
-"""The share of all activations that a forward pass alone holds at one time."""
+"""The share of all activations that a forward pass alone has in memory at one time."""
 _USUAL, _ITEM = "Adam", 4
-"""The function that stands for an update of several functions, and the bytes of an element."""
+"""The function that stands for an update with several functions, and the bytes of an element."""
 
 
 _BESIDE_SUMS = 0.4
-"""About the share of reductions that goes on beside a backward pass in which ranks wait for sums of layers: these stand behind them."""
+"""The approximate share of reductions that overlaps a backward pass whose ranks wait for sums of layers: reductions queue after these."""
 _SPLIT = ("zb_h1", "zbv")
-"""Schedules whose gradients of weights fill what would be idle."""
+"""Schedules whose gradients of weights fill idle time."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step, bytes of the rank that has most."""
+    """The seconds of a step, and the bytes of the rank that has most."""
 
     seconds: float
     bytes: float
@@ -139,7 +139,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which nodes and weights of a model are sharded over `tp`, and the bytes of an AllReduce for each sum, forward and backward."""
+    """The nodes and weights of a model that are sharded over `tp`, and the bytes of each AllReduce, forward and backward."""
 
     nodes: frozenset[ir.Node] = frozenset()
     weights: float = 0.0
@@ -149,7 +149,7 @@ class Sharding:
 
     @classmethod
     def of(cls, work: ModelWork, places: tuple[Place, ...]) -> Sharding:
-        """What the dims at these places shard: a node that reads one and makes none of them is summed over."""
+        """Returns the sharding of the dims at these places: a node that reads such a dim and makes none sums over it."""
         cut = {value for value, _ in places}
         nodes, forward, backward = set(), [], dict[ir.Value, float]()
         for node, own in work.around(cut):
@@ -167,14 +167,14 @@ class Sharding:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage has of a model: its part of the work, and the bytes that arrive there."""
+    """A stage's share of a model's work, and the bytes that it receives."""
 
     work: float = 1.0
     arriving: float = 0.0
 
 
 class Estimates:
-    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `optimizer`: None without training."""
+    """Estimates of a model's candidates on a machine whose ranks are on `hosts`; `optimizer` is None without training."""
 
     def __init__(
         self, work: ModelWork, machine: Machine, hosts: int = 1, optimizer: Optimizer | None = None, bucket: int = 0
@@ -187,7 +187,7 @@ class Estimates:
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
-        """How many times its estimate a backward pass takes."""
+        """The measured time of a backward pass, relative to its estimate."""
         self._updates: dict[object, float] = {}
         self._tasks: dict[object, tuple[float, float, float]] = {}
         self._all_sums: dict[object, float] = {}
@@ -197,7 +197,7 @@ class Estimates:
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
 
     def of(self, one: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> Estimate:
-        """The estimate of a candidate with this sharding over `tp`; `parts`: what each stage has of the model."""
+        """Returns the estimate of a candidate with this sharding over `tp`; `parts`: the share of each stage."""
         return Estimate(self.seconds(one, sharding, parts), self.bytes(one, sharding))
 
     def seconds(self, candidate: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> float:
@@ -234,7 +234,7 @@ class Estimates:
         return step + update + reduced - hidden + gathered - min(overlap * gathered, update)
 
     def _scheduled(self, candidate: Candidate, costs: Sequence[StageCost], parts: Sequence[StageWork]) -> float:
-        """Seconds of the tasks of all microbatches."""
+        """Returns the seconds of the tasks of all microbatches."""
         degrees, count, most = candidate.degrees, candidate.microbatches, 2 * candidate.degrees.stages
         if candidate.stages == 1:
             return count * (costs[0].forward + (costs[0].full_backward if self.slots is not None else 0.0))
@@ -247,7 +247,7 @@ class Estimates:
         return self._schedules[key]
 
     def _total(self, one: Candidate, count: int, costs: Sequence[StageCost], sends: Sequence[float]) -> float:
-        """Seconds of the tasks of so many microbatches, as they are played."""
+        """Returns the simulated seconds of the tasks of `count` microbatches."""
         if (key := (one.schedule, one.stage_groups, count)) not in self._orders:
             stages = chain(one.stage_groups, self.slots is not None)
             schedule = NAMED[one.schedule or "gpipe"].make(stages, count)
@@ -257,7 +257,7 @@ class Estimates:
         return simulate(schedule, Costs(tuple(costs), messages=messages), known).total
 
     def _updated(self, one: Candidate, sharding: Sharding) -> float:
-        """Seconds of a stage's update; of ZeRO each rank updates its shards, and all of what is not divided by dp."""
+        """Returns the seconds of a stage's update; with ZeRO each rank updates its shards, and all parameters not divided by dp."""
         degrees, own = one.degrees, self._own(sharding, one)
         if one.zero and degrees.dp > 1:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
@@ -266,7 +266,7 @@ class Estimates:
         return self._update(one, own)
 
     def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
-        """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""
+        """Returns the seconds in which a stage's gradients are reduced, and in which the updated shards are gathered."""
         degrees = one.degrees
         if self.slots is None or degrees.dp == 1:
             return 0.0, 0.0
@@ -279,7 +279,7 @@ class Estimates:
             copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
 
             def taken(some: Calls) -> float:
-                """Seconds of collectives, with what is packed for them and taken apart behind them."""
+                """Returns the seconds of collectives, with the packing before and the unpacking after them."""
                 copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in some.items() if copied[op])
                 return copies + seconds_of(some, link, degrees.dp)
 
@@ -290,7 +290,9 @@ class Estimates:
         return reduced / degrees.stages, gathered / degrees.stages
 
     def calibrate(self, seconds: float) -> None:
-        """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
+        """Sets `backward` from the measured seconds of a step of the unsharded model on one rank: the estimate's error is put on the
+        backward pass.
+        """
         forward, backward, _ = self.task(Sharding(), 1, 1, 1)
         if self.slots is not None and backward > 0:
             processor = self.processor(1)
@@ -298,16 +300,17 @@ class Estimates:
             self.backward = max(0.0, (seconds - beside - forward) / backward)
 
     def processor(self, ranks: int) -> Processor:
-        """The speeds of a rank of a plan on so many."""
+        """Returns the speeds of a rank, with `ranks` ranks on the machine."""
         busy = self.machine.busy(ranks, self.hosts)
         if busy not in self._processors:
             self._processors[busy] = self.machine.among(busy).processor(CPU)
         return self._processors[busy]
 
     def task(self, sharding: Sharding, records: int, shards: int, ranks: int) -> tuple[float, float, float]:
-        """The seconds of all nodes forward, backward, and of the gradients of weights in that, which zb_h1 computes where it would wait.
+        """Returns the seconds of all nodes forward, backward, and the part of the latter for gradients of weights, which zb_h1 uses to fill
+        waits.
 
-        It is of one of so many shards of the records, and of layers that are sharded.
+        They are those of one of `shards` shards of the records, and of sharded layers.
         """
         processor = self.processor(ranks)
         key = sharding.nodes, records, shards, id(processor)
@@ -323,7 +326,7 @@ class Estimates:
         return self._tasks[key]
 
     def bytes(self, candidate: Candidate, sharding: Sharding) -> float:
-        """Parameters with gradients and slots, and what microbatches under way keep."""
+        """Returns the bytes of parameters with gradients and slots, and of the values saved for microbatches in progress."""
         degrees = candidate.degrees
         own = self._own(sharding, candidate)
         ahead = degrees.stages - 1  # a loop has a group's later stages to run before its first backward pass
@@ -341,12 +344,12 @@ class Estimates:
         return own * (2 + slots) + kept * under_way / part + sessions
 
     def _own(self, sharding: Sharding, one: Candidate) -> float:
-        """The bytes of a rank's parameters."""
+        """Returns the bytes of a rank's parameters."""
         degrees = one.degrees
         return (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
 
     def counted(self, sharding: Sharding) -> Counter[tuple[Work, bool]]:
-        """How many nodes have which work, and whether they are sharded."""
+        """Counts nodes by their work, and by whether they are sharded."""
         if sharding.nodes not in self._counted:
             self._counted[sharding.nodes] = self.work.counted(sharding.nodes)
         return self._counted[sharding.nodes]
@@ -356,16 +359,16 @@ class Estimates:
         return sum(many * one.output_elements / (shards if cut else 1) for (one, cut), many in some)
 
     def turns(self, ranks: int) -> float:
-        """The factor by which a rank is slower because it shares the cores of its host."""
+        """The factor by which a rank is slower because it shares its host's cores."""
         cores = self.machine.cores * self.hosts
         return max(1.0, ranks / cores) if cores else 1.0
 
     def link(self, stride: int, count: int) -> Link:
-        """What connects ranks that are so far apart."""
+        """Returns the link between `count` ranks that are `stride` apart."""
         return self.machine.link([stride * k for k in range(max(2, count))])
 
     def _sums(self, sharding: Sharding, one: Candidate) -> float:
-        """The AllReduces over `tp` of all layers for one microbatch."""
+        """Returns the seconds of the AllReduces over `tp` of all layers for one microbatch."""
         degrees = one.degrees
         if degrees.tp == 1:
             return 0.0
@@ -384,14 +387,18 @@ class Estimates:
         return self._all_sums[key]
 
     def _apart(self, sharding: Sharding, one: Candidate) -> int:
-        """The sessions that sums over `tp` add: one behind each, and beside one of the backward pass that of gradients of weights."""
+        """Returns the number of sessions that sums over `tp` add: one after each, and for one of the backward pass also that of weights'
+        gradients.
+        """
         if one.degrees.tp == 1:
             return 0
         forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
         return forward + 2 * len(sharding.backward) * (self.slots is not None)
 
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
-        """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
+        """Returns the seconds of reducing the gradients of `own` bytes of parameters, and of their update; `beside`: the ranks of tp with
+        the same.
+        """
         if self.slots is None:
             return 0.0
         update, count = self._update(one, own), one.degrees.dp * beside
@@ -402,7 +409,7 @@ class Estimates:
         return update + many * link.collective(ALL_REDUCE, count, own / many)
 
     def _update(self, one: Candidate, own: float) -> float:
-        """Seconds of the update of so many bytes of parameters, by the optimizer's function."""
+        """Returns the seconds of the update of `own` bytes of parameters, by the optimizer's function."""
         if self.optimizer is None:
             return 0.0
         trained = sum(item * math.prod(shape) for _, shape, item in self.reductions.parameters)

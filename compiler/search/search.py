@@ -1,10 +1,10 @@
-"""A search over plans of a model: what it knows of the model once, the candidates with their estimates, and a plan of each.
+"""A search over plans of a model: facts that are computed once, the candidates with their estimates, and a plan of each.
 
 search = Search.of(source, "model.onnx", 16, Fixed(), Base(), machine, {"batch": 64})
 min(search.candidates, key=lambda one: search.estimate(one).seconds)
 search.proposal(candidate)             # its plan, compiled
 
-The way of each module over `tp`: the shortest path through its blocks, and what one way saves against another.
+The way of each module over `tp` is the shortest path through its blocks; comments give the time that one way saves against another.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from partc.compiler.start import start
 from partc.runtime.units import count, seconds
 
 _GAIN = 0.01
-"""The share of the seconds or bytes of all modules by which the fastest ways must be better than all sharded to be a candidate."""
+"""The least share of the seconds or bytes of all modules that the fastest ways must save, against all sharded, to be a candidate."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """A chain of blocks, the first one before all that can be sharded, and the fastest way of each."""
+    """A chain of blocks, the first one before all blocks that can be sharded, and the fastest way of each."""
 
     chain: Chain
     ways: tuple[Placing, ...]
@@ -57,9 +57,9 @@ class Modules:
         records: int | None,
         memory: int | None = None,
     ) -> Modules:
-        """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage.
+        """Returns the ways on these degrees, for a batch of one microbatch; records are sharded if they divide evenly, and in one stage.
 
-        Where the fastest ways need more than the memory of a rank, they are the fastest of those that do not, if there are any.
+        If the fastest ways need more than the memory of a rank, returns the fastest that fit, if there are any.
         """
         if len(blocks) < 2:
             return cls(Chain((), (), ()), ())
@@ -79,35 +79,37 @@ class Modules:
 
     @property
     def has_records(self) -> bool:
-        """Whether the batch is cut over `tp`, too."""
+        """Whether the batch is also sharded over `tp`."""
         return self.ways[:1] == (Placing.RECORDS,)
 
     @property
     def differ(self) -> bool:
-        """Whether the fastest ways are neither all sharded, nor all of another kind, for which fewer ranks of `tp` do."""
+        """Whether the fastest ways are neither all sharded, nor all of another kind, which fewer ranks of `tp` could compute as well."""
         return Placing.SHARDED in self.ways[1:] and (self.has_records or self.ways[1:] != self.sharded[1:])
 
     @property
     def are_worth_it(self) -> bool:
-        """Whether the fastest ways differ, and save more of the time or of the bytes than an estimate can tell."""
+        """Whether the fastest ways differ, and save more time or bytes than the error of an estimate."""
         if not self.differ:
             return False
         pairs = zip(self.difference(self.ways), self.chain.cost(self.sharded), strict=True)
         return any(more < -_GAIN * whole for more, whole in pairs)
 
     def difference(self, ways: Sequence[Placing]) -> tuple[float, float]:
-        """Seconds of a step and bytes of a rank that these ways take more than all sharded."""
+        """Returns the additional seconds of a step and bytes of a rank of these ways, compared with all sharded."""
         (own, kept), (others, kept_there) = self.chain.cost(ways), self.chain.cost(self.sharded)
         return own - others, kept - kept_there
 
     def saved(self, ways: Sequence[Placing], blocks: Collection[int]) -> float:
-        """Seconds that sharded blocks save against being whole, or having their records, whichever can be."""
+        """Returns the seconds that sharding these blocks saves against replicating them, or sharding their records, whichever is possible
+        and faster.
+        """
         own, others = self.chain.cost(ways)[0], (Placing.WHOLE, Placing.RECORDS)
         costs = [self.chain.cost([other if k in blocks else way for k, way in enumerate(ways)])[0] for other in others]
         return min(costs) - own if min(costs) < float("inf") else 0.0
 
     def reason(self, ways: Sequence[Placing], block: int) -> str:
-        """Why a block is not sharded."""
+        """Returns the reason for which a block is not sharded."""
         what = "each rank has its part of the records" if ways[block] is Placing.RECORDS else "every rank computes it"
         other = [Placing.SHARDED if k == block else way for k, way in enumerate(ways)]
         more = self.chain.cost(other)[0] - self.chain.cost(ways)[0]
@@ -115,12 +117,12 @@ class Modules:
 
 
 _TWO = Degrees(dp=2)
-"""Degrees of a frame in which a model is looked at."""
+"""The degrees of the plan with which a model is inspected."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is searched: on how many ranks of how many hosts, what of it is given, what is taken over, on which machine, at which sizes."""
+    """A request for a search: the numbers of ranks and hosts, fixed degrees, settings taken over, the machine, and sizes."""
 
     ranks: int
     fixed: Fixed
@@ -133,7 +135,7 @@ class Request:
 
 @dataclass
 class Search:
-    """A search; `program` is the model, `unsharded` the form of it that is sharded."""
+    """A search; `program` is the model, `unsharded` the form of it that shardings apply to."""
 
     source: Source
     name: str
@@ -150,7 +152,7 @@ class Search:
 
     @classmethod
     def of(cls, source: Source, name: str, request: Request) -> Search:
-        """A search of the model; CompileError names the symbols whose sizes are not known."""
+        """Returns a search of the model; raises CompileError with the symbols whose sizes are not known."""
         frame, base = _TWO.frame, request.base
         program = run_passes(start(*parsed(source, frame, name)), routed)
         batch = _batch(source)
@@ -162,7 +164,7 @@ class Search:
 
     @cached_property
     def records(self) -> int | None:
-        """The records of a batch; None where inputs have no dim of them."""
+        """The records of a batch; None if inputs have no dim of records."""
         if not self.batch.inputs:
             return None
         value = next(value for value in self.program.model.graph.inputs if value.name == self.batch.inputs[0])
@@ -172,7 +174,7 @@ class Search:
 
     @cached_property
     def repeated(self) -> tuple[str, ...]:
-        """Patterns of modules in lists, the outermost, such as `layers.*`: what is recomputed is recomputed module by module."""
+        """Patterns of the outermost modules in lists, such as `layers.*`: recomputation is module by module."""
         found: dict[str, set[str]] = {}
         for path in self.program.paths.values():
             parts = path.split(".")
@@ -184,12 +186,12 @@ class Search:
 
     @cached_property
     def linked(self) -> list[Linked]:
-        """The sets of dims that are cut together."""
+        """The sets of dims that are sharded together."""
         return linked_dims(self.unsharded)
 
     @cached_property
     def baselines(self) -> dict[str, Candidate]:
-        """Maps names to the usual choices that are allowed and can be proposed."""
+        """Maps names to the usual choices that are allowed and possible."""
         most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
         found = baselines(self.request.ranks, self.records, self.request.base.trains, most)
         fixed = self.request.fixed
@@ -219,7 +221,7 @@ class Search:
         ]
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The estimate of a candidate."""
+        """Returns the estimate of a candidate."""
         found = self.estimates.of(candidate, self._sharded(candidate.degrees.tp)[1], self._parts(candidate.stages))
         if not candidate.by_module:
             return found
@@ -230,7 +232,7 @@ class Search:
         )
 
     def modules(self, degrees: Degrees) -> Modules:
-        """The ways of the modules over `tp`, which is the same for all candidates of these degrees."""
+        """Returns the ways of the modules over `tp`, which are the same for all candidates of these degrees."""
         if degrees not in self._modules:
             if degrees.tp not in self._blocks:
                 self._blocks[degrees.tp] = blocks_of(self.estimates, self._sharded(degrees.tp)[0].sets)
@@ -240,11 +242,11 @@ class Search:
         return self._modules[degrees]
 
     def has_records(self, one: Candidate) -> bool:
-        """Whether the batch of a candidate is cut over `tp`, too."""
+        """Whether the batch of a candidate is also sharded over `tp`."""
         return one.by_module and self.modules(one.degrees).has_records
 
     def proposal(self, candidate: Candidate) -> Proposal:
-        """The plan of a candidate; CompileError where the compiler refuses it."""
+        """Returns the plan of a candidate; raises CompileError if the compiler refuses it."""
         degrees = candidate.degrees
         stages = self._balanced(candidate.stages)
         if len(stages) < candidate.stages > 1:
@@ -260,7 +262,7 @@ class Search:
         return work.proposed(sharding)
 
     def _written(self, candidate: Candidate) -> TensorParallel:
-        """The shardings of a candidate, each with what it saves."""
+        """Returns the shardings of a candidate, each with the time that it saves."""
         modules, sets = self.modules(candidate.degrees), self._sharded(candidate.degrees.tp)[0].sets
         ways = modules.ways if candidate.by_module else modules.sharded
         number = {id(linked): k for k, linked in enumerate(sets, 1)}
@@ -275,7 +277,7 @@ class Search:
         return replace(found, has_records=candidate.by_module and modules.has_records)
 
     def _pipeline(self, candidate: Candidate) -> tuple[str, ...]:
-        """The lines of `pipeline`, with the stages where a group has several; else they are placed, by `placement`."""
+        """Returns the lines of `pipeline`, with the stages if a group has several; otherwise `placement` places the stages."""
         if candidate.microbatches == 1 and not candidate.recompute:
             return ()
         options = [f"microbatches: {candidate.microbatches}"]
@@ -292,7 +294,7 @@ class Search:
         return (*lines, "")
 
     def _parts(self, count: int) -> list[StageWork]:
-        """What each of so many stages has of the model."""
+        """Returns the share of the model of each of `count` stages."""
         if count not in self._stage_parts:
             parts, sizes = list[StageWork](), TypicalSizes(self.program, self.request.sizes)
             for stage in self._balanced(count):
@@ -305,7 +307,7 @@ class Search:
         return self._stage_parts[count]
 
     def _stages_each(self, groups: int) -> list[int]:
-        """How many stages each of so many groups can have: there are units with weights for all of them."""
+        """Returns the possible numbers of stages of each of `groups` groups: there are enough units with weights for all stages."""
         some = dict.fromkeys(many for _, many in SCHEDULES) if groups > 1 else [1]
         return [many for many in some if many == 1 or len(self._balanced(groups * many)) == groups * many]
 
@@ -315,7 +317,7 @@ class Search:
         return self._stages[count]
 
     def _sharded(self, shards: int) -> tuple[TensorParallel, Sharding]:
-        """All that can be sharded over so many ranks."""
+        """Returns everything that can be sharded over `shards` ranks."""
         if shards not in self._shardings:
             paths, found = self.program.paths.values(), TensorParallel((), (), ())
             if shards > 1:
@@ -327,7 +329,7 @@ class Search:
         return self.request.ranks % shards == 0 and (shards == 1 or bool(self._sharded(shards)[0].groups))
 
     def _is_possible(self, degrees: Degrees) -> bool:
-        """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
+        """Whether enough dims can be sharded over the `tp` ranks, and there are units for all stages."""
         return self._can_share(degrees.tp) and degrees.stages in (1, len(self._balanced(degrees.stages)))
 
 
@@ -339,7 +341,7 @@ def _batch(source: Source) -> Batch:
 
 
 def _sizes(program: Typed, batch: Batch, request: Request) -> dict[str, int]:
-    """The sizes of all symbols: those given, a training's batch, or the only legal one."""
+    """Returns the sizes of all symbols: the given ones, a training's batch, or the only legal size."""
     first, known = next(iter(batch.symbols), None), dict[str, int]()
     problems = [
         Problem(

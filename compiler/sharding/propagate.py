@@ -1,20 +1,20 @@
-"""From the cuts that are given to a cut of every node, forward and backward through the graph until nothing changes.
+"""Propagates given shardings to every node, forward and backward through the graph until nothing changes.
 
-A node first hears what is given of its own operands and results. Then it takes the cut of an operand that arrives cut, or that its
-reader wants cut, wherever its rule allows it: the factor of that dim gets those axes. What the plan gave is never changed; what was
-derived first stays. Where two neighbours ask for different cuts, the one whose size grows faster with a symbol is heard first (attention
-scores, `[batch, heads, seq, seq]`, before values), then the one with more bytes at typical sizes, at a tie the earlier operand. Inputs
-are heard before outputs in every round. A cut that the dims are not proven to be divisible by is not derived: the
-value is resharded there instead. An axis cuts one factor of a node; only rows that are looked up may have those of ids that arrive cut: to
-pull n ids' rows moves (P-1)/P n (8 + row) bytes a rank at most, and to gather ids and reduce terms P times as many.
+A node first takes the shardings given for its own operands and results. Then it takes the sharding in which an operand arrives, or that a
+reader wants, wherever its rule allows it: the factor of that dim gets those axes. The plan's shardings never change; a derived sharding,
+once set, stays. If two neighbours want different shardings, the one whose size grows faster with a symbol is heard first (attention scores,
+`[batch, heads, seq, seq]`, before values), then the one with more bytes at typical sizes, at a tie the earlier operand. Inputs are heard
+before outputs in every round. A sharding by which the dims are not proven to be divisible is not derived: the value is resharded there
+instead. An axis shards one factor of a node; only looked-up rows may share axes with ids that arrive sharded: pulling the rows of n ids
+moves (P-1)/P n (8 + row) bytes a rank at most, and gathering ids and reducing partial sums moves P times as many.
 
-A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so. But for a
-parameter that other ranks serve: how it is cut there says nothing of how they compute. The layout in which a plan stores
-a parameter is heard last, when no other wish can be taken: what is stored in shards over data parallel ranks is gathered by its
-readers, whose records these ranks share, and what is stored in shards over ranks that would compute alike is computed in shards.
+A value that goes to another group of as many ranks propagates its sharding as on its own group: so data parallel stages keep it. An
+exception is a parameter that other ranks serve: its sharding there has no influence on how its readers compute. The layout in which a plan
+stores a parameter is heard last, when no other wish can be taken: a parameter stored in shards over data parallel ranks is gathered by its
+readers, whose records these ranks share; one stored in shards over ranks that would otherwise compute the same is computed in shards.
 
-The result depends on the graph and on the given cuts alone, not on the order in which rules are listed. What a node has refused it would
-refuse again, so it is asked anew only where a neighbour has changed; one that looks rows up also where it has changed itself.
+The result depends only on the graph and the given shardings, not on the order of the rules. A node would refuse again what it has refused,
+so it is asked again only if a neighbour has changed; a node that looks up rows also if it has changed itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from partc.compiler.ops.rule import WHOLE
 
 @dataclass(frozen=True)
 class Vote:
-    """A neighbour's wish: a factor cut by axes of a mesh, the weight of its value (see `Propagation.weigh`), and who wishes it."""
+    """A neighbour's wish: a factor sharded by axes of a mesh, the weight of its value (see `Propagation.weigh`), and the neighbour."""
 
     letter: str
     mesh: Mesh
@@ -42,15 +42,15 @@ class Vote:
     weight: tuple[int, float]
     why: str
     arrives: bool = False
-    """Whether the operand arrives in this sharding, or was given it: only then may looked-up rows share the axes and be pulled."""
+    """Whether the operand arrives in this sharding, or it was given: only then may looked-up rows share the axes and be pulled."""
 
 
 @dataclass
 class Propagation:
-    """The graph's instances in order with their choices, and what is needed to hear their neighbours.
+    """The instances of the graph's nodes in order with their choices, and the facts for hearing their neighbours.
 
-    `weigh` gives how fast a value's size grows with a symbol, and its bytes at typical sizes; `divides` says whether a factor of an
-    instance is proven to be divisible by so many shards.
+    `weigh`: returns how fast a value's size grows with a symbol, and its bytes at typical sizes. `divides`: returns whether a factor of an
+    instance is proven to be divisible by a number of shards.
     """
 
     instances: Sequence[NodeOnGroup]
@@ -60,11 +60,11 @@ class Propagation:
     weigh: Callable[[ir.Value], tuple[int, int]]
     divides: Callable[[NodeOnGroup, str, int], bool]
     readers: dict[tuple[ir.Value, int], list[Operand]] = field(default_factory=dict)
-    """Per value and size of group the operands that read it."""
+    """Maps a value and the size of a group to the operands that read it."""
     places: dict[ir.Node, list[int]] = field(default_factory=dict)
-    """Per node the places of its instances among `instances`."""
+    """Maps each node to the indices of its instances in `instances`."""
     hears_stored: bool = False
-    """Whether the layouts in which parameters are stored are heard."""
+    """Whether the layouts in which parameters are stored are taken into account."""
 
     def __post_init__(self) -> None:
         for place, instance in enumerate(self.instances):
@@ -79,7 +79,7 @@ class Propagation:
             self._hear(instance, self._from_plan)
         count = len(self.instances)
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
-        """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
+        """Flags of the instances that are to be asked for the wishes of their inputs, or of their outputs."""
         self._settle(by_inputs, by_outputs)
         if dealt := [place for place, one in enumerate(self.instances) if self.choices[one].rule.dealt]:
             for place in dealt:
@@ -95,14 +95,14 @@ class Propagation:
 
     @staticmethod
     def _deal(choice: NodeSharding) -> None:
-        """Shards rows that are with their experts' ranks along the axes of the experts, and of the rows that come there."""
+        """Shards rows that are with their experts' ranks along the axes of the experts, and of the rows that are sent there."""
         owners = choice.axes.get(choice.rule.looked_up, ())
         rows = [axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())]
         choice.axes[choice.rule.dealt] = tuple(dict.fromkeys((*rows, *owners)))
         choice.why[choice.rule.dealt] = choice.why.get(choice.rule.looked_up, "")
 
     def _settle(self, by_inputs: bytearray, by_outputs: bytearray) -> None:
-        """Sweeps until no instance that is flagged takes a wish."""
+        """Sweeps until no flagged instance takes a wish."""
         count, changed = len(self.instances), True
         while changed:
             changed = self._sweep(range(count), by_inputs, (by_inputs, by_outputs), self._from_inputs)
@@ -128,7 +128,7 @@ class Propagation:
         return found
 
     def _mark(self, place: int, instance: NodeOnGroup, by_inputs: bytearray, by_outputs: bytearray) -> None:
-        """Marks the neighbours of an instance that has changed."""
+        """Flags the neighbours of an instance that has changed."""
         for value in instance.node.outputs:
             for reader, _ in self.readers.get((value, len(instance.group)), ()):
                 for other in self.places[reader.node]:
@@ -141,9 +141,9 @@ class Propagation:
             by_inputs[place] = by_outputs[place] = True
 
     def layout_of(self, value: ir.Value, group: Group) -> tuple[Layout, str] | None:
-        """The current layout of a value on `group`, or on another of its groups with equal size; None if not yet decided.
+        """Returns the current layout of a value on `group`, or on another of its groups with equal size; None if it is not yet decided.
 
-        Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
+        Also returns what decided it: a line without its folder, which differs by machine, or a neighbour's path.
         """
         producer = value.producer()
         there = ValueOnGroup(value, group)

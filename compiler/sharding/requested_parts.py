@@ -1,7 +1,7 @@
-"""The parts of a dim that the graph requests: what Split, Slice and Gather take of it, through ops that treat its elements alike.
+"""The parts of a dim that the graph requests: those that Split, Slice and Gather take, through ops that treat the dim's elements alike.
 
-A dim is followed through an op by its letter in the op's rule, where the plain op on a part gives that part of the result. Parts are told
-as fractions of the dim, which a Reshape to (3, heads, size) keeps.
+A dim is followed through an op by its letter in the op's rule, if the plain op on a part gives that part of the result. Parts are fractions
+of the dim, which a Reshape to (3, heads, size) preserves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
 
 _PLAIN = ("ExpertMatMul", "ExpertMatMulNBits", "Gather", "GatherND", "Gemm", "Reshape")
-"""Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
+"""Ops whose rule rewrites a node, except along a dim that passes through unchanged; a Reshape gets another target."""
 
 _TAKING = frozenset({"Split", "Slice", "Gather", "If", "Loop", "Scan", "SequenceMap"})
 
 
 @dataclass(frozen=True)
 class Outlet:
-    """An output that is just a part of a dim, from `begin` to `end`; `drops`: the dim is left out of it."""
+    """An output that is just a part of a dim, from `begin` to `end`; `drops`: whether the output lacks the dim."""
 
     value: ir.Value
     begin: Fraction
@@ -33,7 +33,7 @@ class Outlet:
 
 
 def through(node: ir.Node, k: int, dim: int) -> int | None:
-    """The dim of the node's one output whose parts are those of dim `dim` of operand `k`; None where there is none."""
+    """Returns the dim of the node's only output whose parts are those of dim `dim` of operand `k`, or None."""
     if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
         return None
     rule = rule_of(node)
@@ -48,7 +48,7 @@ def through(node: ir.Node, k: int, dim: int) -> int | None:
 
 
 def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
-    """The parts that the node takes of dim `dim` of operand `k`; None where it does not take it apart."""
+    """Returns the parts that the node takes of dim `dim` of operand `k`; None if it does not take it apart."""
     shape = dims(node.inputs[k])
     size = shape[dim] if shape is not None else None
     if k or not isinstance(size, int) or shape is None:
@@ -64,7 +64,7 @@ def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
 
 
 def taken_apart(reads: Reads) -> set[ir.Value]:
-    """The values of which a part may be requested: operands of Split, Slice, Gather and bodies, and all values these are computed from."""
+    """Returns the values of which a part may be requested: operands of Split, Slice, Gather and bodies, and all values before these."""
     found: set[ir.Value] = set()
     for node, values in reversed(reads.items()):
         if node.op_type in _TAKING or not found.isdisjoint(node.outputs):
@@ -73,7 +73,7 @@ def taken_apart(reads: Reads) -> set[ir.Value]:
 
 
 def requested_bounds(value: ir.Value, dim: int) -> list[Fraction]:
-    """The bounds of all requested parts as fractions, ascending from 0 to 1; [0, 1] where no reader takes the dim apart."""
+    """Returns the bounds of all requested parts as fractions, ascending from 0 to 1; [0, 1] if no reader takes the dim apart."""
     return sorted({Fraction(0), Fraction(1), *_ends(value, dim)})
 
 

@@ -1,24 +1,23 @@
 """Pass: shards every node on its group, which decides the layout of every value; all shapes are global.
 
-What is given is seeded (`seeding/`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
-into shards that are proven to be equal, for all sizes that its symbols may have.
+Given shardings are seeded (`seeding/`), the others derived (`propagate.py`), and then every sharding is checked by the law: a dim is
+divided only into shards that are proven to be equal, for all sizes that its symbols may have.
 
 An op that reads a weight only for its size reads the shard of the weight's other reader: each rank knows the number of shards.
 
-h = MatMul(x, w), w in two shards        s = Shape(w)     would keep the whole weight beside its shard, and train it twice
+h = MatMul(x, w), w in two shards        s = Shape(w)     would keep the unsharded weight next to its shard, and train it twice
 
 Values that are cheap to compute from inputs and shapes are computed in a layout from which every reader takes a slice.
 
-A mask that one reader takes sharded and another replicated would be gathered, or exchanged, in every step. Its operands are on every rank,
-so every rank computes all of it instead: a sharding that only neighbours asked for is removed where a reader on the same ranks takes the
-value in another layout. It stays where an input that arrives sharded would have to be gathered for that and has more bytes than the value,
-and where it is made of a large weight: a projection is not a table.
+A mask that one reader needs sharded and another replicated would be gathered, or exchanged, in every step. Since its operands are on every
+rank, every rank computes all of it instead: a derived sharding is removed if a reader on the same ranks needs the value in another layout.
+The sharding stays if that would gather an input that arrives sharded and has more bytes than the value, or if the value is computed from a
+large weight: a projection is not a table.
 
-Shardings given to a region's inputs that no op inside takes: the value is resharded, with a warning, or refused with the op's reason.
-
-What enters is cut as the rule says if one op inside takes it so. Where none does, because another value of the region was given a
-cut that the op follows, it is resharded at the op; so it is, with a warning, where the op needs the dim whole. Where an op could take
-the cut but for a law, such as a size that is not proven to be divisible, that is an error.
+The module also handles shardings given for a region's inputs that no op inside takes. If one op inside takes it, the value enters in the
+rule's sharding. If none does, because another value of the region was given a sharding that the op follows, the value is resharded at the
+op; the same, with a warning, if the op needs the dim unsharded. If an op could take the sharding but for a law, such as a size that is not
+proven to be divisible, that is an error.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def ask_shards(done: Propagation) -> None:
 
 
 def shard_heads(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> None:
-    """Cuts the heads of an attention over the axis of the plan's `context`, minor to what else cuts them."""
+    """Shards the heads of an attention over the axis of the plan's `context`, minor to the axes that already shard them."""
     for instance, choice in choices.items():
         mark = instance.node.meta.get(CONTEXT)
         if mark is None or not mark.factor:
@@ -106,8 +105,9 @@ def shard_heads(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) ->
 
 
 def shard(program: Placed) -> Sharded:
-    """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims
-    that are not proven to be divisible.
+    """Fills `choices` and `pinned`.
+
+    Raises CompileError with all violations: strategies that an op cannot have, and dims that are not proven to be divisible.
     """
     rules, _ = sharding_rules(program)
     if alone := [*experts_alone(program)]:
@@ -177,7 +177,7 @@ def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
 
 
 def experts_alone(program: Placed) -> Iterator[Problem]:
-    """The first node of experts that are shared out, and run on a single rank."""
+    """Yields a problem for the first node of sharded experts that runs on a single rank."""
     sizes = dict(program.plan.mesh)
     for node in program.model.graph:
         axis, where = node.meta.get(BY_EXPERT, ("", ""))
@@ -190,7 +190,7 @@ def experts_alone(program: Placed) -> Iterator[Problem]:
 
 
 def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[Problem]:
-    """Experts that are shared out, but whose rows would not all be with them, and once: the first fault of each line of the plan."""
+    """Yields a problem for sharded experts that would not get all of their rows exactly once: the first fault of each line of the plan."""
     told = set[str]()
     for instance, choice in choices.items():
         if BY_EXPERT not in (node := instance.node).meta:
@@ -219,7 +219,7 @@ def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding])
 
 
 class _Laws:
-    """Divisibility and weights, from what is known of the symbols."""
+    """Divisibility of dims and weights of values, from the facts about symbols."""
 
     def __init__(self, program: Placed) -> None:
         self.program = program
@@ -234,13 +234,13 @@ class _Laws:
         return self.memo[dim]
 
     def is_divisible(self, size: int | str | None, shards: int) -> bool:
-        """Whether a dim is proven to be divisible; one of unknown size is not."""
+        """Whether a dim is proven to be divisible; a dim of unknown size is not."""
         if isinstance(size, int):
             return size % shards == 0
         return size is not None and self.facts(size).divisible_by(shards)
 
     def weigh(self, value: ir.Value) -> tuple[int, int]:
-        """In how many dims of a value one symbol occurs, at least 1, and the value's bytes at typical sizes."""
+        """Returns the number of dims of a value in which one symbol occurs, at least 1, and the value's bytes at typical sizes."""
         if value not in self.weights:
             dims = [read(dim) for dim in self.program.values[value].shape or () if isinstance(dim, str)]
             counts = Counter(name for dim in dims if dim is not None for name in names_in(dim))
@@ -250,7 +250,7 @@ class _Laws:
     def dims(
         self, instance: NodeOnGroup, choice: NodeSharding, letter: str
     ) -> Iterator[tuple[ir.Value, int, int | str | None]]:
-        """The dims that a factor names, with their values; None for a dim of unknown size."""
+        """Yields the dims that a factor names, with their values and sizes; None for an unknown size."""
         operands = [
             *zip(choice.rule.inputs, instance.node.inputs, strict=False),
             *zip(choice.rule.outputs, instance.node.outputs, strict=False),
@@ -274,7 +274,7 @@ class _Laws:
     def refusal(
         self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int, where: str
     ) -> Problem | None:
-        """Why a node's factor cannot be cut into so many shards; None where nothing forbids it."""
+        """Returns the reason for which a node's factor cannot be divided into `shards` shards; None if it can."""
         if (unit := choice.rule.units.get(letter, 0)) % shards:
             return Problem(where, f"{self._subject(instance)}: {unit} heads or groups cannot be cut into {shards}")
         for value, dim, size in self.dims(instance, choice, letter):
@@ -286,14 +286,14 @@ class _Laws:
         return f"{instance.node.op_type} ({self.program.paths[instance.node]})"
 
     def uneven(self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int) -> int | None:
-        """The number of a node's factor, or of its units, that so many shards do not divide; None where only a symbol is at fault."""
+        """Returns the size of a node's factor, or of its units, that `shards` does not divide; None if only a symbol is at fault."""
         if (unit := choice.rule.units.get(letter, 0)) % shards:
             return unit
         sizes = [size for _, _, size in self.dims(instance, choice, letter) if isinstance(size, int)]
         return next((size for size in sizes if size % shards), None)
 
     def violations(self, choices: dict[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[Problem]:
-        """Every cut that was given and is not proven to give equal shards."""
+        """Yields a problem for every given sharding that is not proven to give equal shards."""
         for instance, choice in choices.items():
             for letter, shards in choice.cut.items():
                 where = choice.why.get(letter, "").split(" ")[0]
@@ -347,7 +347,7 @@ class _Laws:
 
 
 def _spelled(facts: Facts) -> str:
-    """The sizes that facts allow, for people: `4*N`, `4*N + 1`, `any size`."""
+    """Returns the sizes that facts allow, for messages: `4*N`, `4*N + 1`, `any size`."""
     if facts.value is not None:
         return str(facts.value)
     steps = "any size" if facts.divisor == 1 else f"{facts.divisor}*N"
@@ -355,7 +355,7 @@ def _spelled(facts: Facts) -> str:
 
 
 def replicate_cheap_values(program: Placed, done: Propagation) -> None:
-    """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
+    """Removes derived shardings from nodes that depend on inputs and shapes alone, if a reader needs the value in other shards."""
     shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
     weighty = {node: "" for node, values in program.reads.items() if any(map(is_large_weight, values))}
     among = {*repeatable(program, weighty, shapes, following(program)), *shapes}
@@ -376,7 +376,7 @@ def replicate_cheap_values(program: Placed, done: Propagation) -> None:
 
 
 def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) -> list[str]:
-    """The factors of a node whose shards a reader on the same ranks takes in another layout."""
+    """Returns the factors of a node whose shards a reader on the same ranks needs in another layout."""
     found: dict[str, None] = {}
     for k, value in enumerate(instance.node.outputs):
         letters, made = choice.rule.outputs[k], choice.output(k)
@@ -393,7 +393,7 @@ def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) ->
 
 
 def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
-    """Whether each shard of a dim that a reader takes lies within one that the node computes."""
+    """Whether each shard of a dim that a reader needs is inside one that the node computes."""
     if wanted is None:
         return False
     common = on_common_mesh(made, wanted)
@@ -423,13 +423,13 @@ def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]
 
 
 Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
-"""Why a factor of a node cannot be cut into so many shards, at the line that asks for it; None where nothing forbids it."""
+"""Returns the reason why a factor of a node cannot be divided into a number of shards, at the line that requests it; None if it can."""
 
 
 def not_taken(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, refusal: Refusal
 ) -> tuple[list[Problem], list[str]]:
-    """The problems and warnings of given shards that no op of their region takes."""
+    """Returns the problems and warnings of given shardings that no op of their region takes."""
     entering: dict[tuple[object, Layout, str], list[tuple[NodeOnGroup, int]]] = {}
     for (instance, k), (layout, where) in given.inputs.items():
         entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))
@@ -461,7 +461,7 @@ def _laws(
 def _needs_replicated(
     program: Placed, choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str
 ) -> str:
-    """A warning if a node reads replicated what enters sharded; empty if it follows another sharding that was given."""
+    """Returns a warning if a node reads replicated a value that enters sharded; empty if it follows another given sharding."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
     cut = [dim for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1]
@@ -475,7 +475,7 @@ def _needs_replicated(
 def gathered_inside(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
 ) -> Iterator[str]:
-    """Warnings of ops inside a module with a strategy or style that need replicated what another op inside makes sharded."""
+    """Yields warnings of ops inside a module with a strategy or style that read replicated a value that another op inside shards."""
     is_module = functools.cache(_is_module)
     for instance, choice in choices.items():
         rule = rules.get(instance.node)

@@ -1,4 +1,4 @@
-"""Buckets: one collective for the gradients, or the updates, of many parameters, sent as soon as their bytes fill it."""
+"""Buckets: one collective for the gradients, or the updates, of several parameters, sent as soon as their bytes fill it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def can_join(moves: tuple[mv.Move, ...]) -> bool:
 
 @dataclass
 class Filling(Generic[Key]):
-    """The bytes of open buckets by what joins there; a bucket is full once it has `limit` bytes."""
+    """Maps the keys of open buckets to their bytes; a bucket is full once it has `limit` bytes."""
 
     limit: int
     open: dict[Key, float] = field(default_factory=dict)
 
     def add(self, key: Key, bytes: float) -> float | None:
-        """The bytes of the bucket if these fill it; then the next ones open another."""
+        """Adds bytes to a bucket; returns the bucket's bytes if it is now full, and then closes it, else None."""
         self.open[key] = self.open.get(key, 0) + bytes
         return self.open.pop(key) if self.open[key] >= self.limit else None
 
@@ -62,14 +62,14 @@ class _Bucket:
 class Buckets:
     """Collects values by kind of collective, ranks and type; a bucket of `limit` bytes is moved at once.
 
-    `what` names it in the dumps: `gradients of 8 parameters`. `packed`: how sums travel in fewer bits.
+    `what` names it in the dumps: `gradients of 8 parameters`. `packed`: the settings of sums that are sent in fewer bits.
     """
 
     def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
         self.comm, self.filling, self.what, self.packed = comm, Filling[_Key](limit), what, packed
         self._open: dict[_Key, _Bucket] = {}
         self._waiting: list[Callable[[], None]] = []
-        """What writes the sums of the packed bucket that was sent last, and what is to be called then."""
+        """Functions that write the sums of the packed bucket that was sent last, and those to call afterwards."""
 
     def add(
         self,
@@ -82,10 +82,10 @@ class Buckets:
         kind: Hashable = None,
         unit: str = "",
     ) -> None:
-        """Adds `term`, of this shape, to its bucket, which makes `made` of it; `then` is called when it is written.
+        """Adds `term`, of this shape, to its bucket, whose result for it is `made`; `then` is called when it is written.
 
-        Those of one `kind` are side by side in a bucket: what has the same done to it afterwards. Those of a `unit` have a bucket of their
-        own, which is full once it is closed (`close`).
+        Values of one `kind`, which are processed in the same way afterwards, are adjacent in a bucket. Values of a `unit` have their own
+        bucket, which is full once it is closed (`close`).
         """
         info = self.comm.values[value]
         kind_of_move = type(move).__name__ + (row_kind(move) if self.packed else "")
@@ -141,7 +141,7 @@ class Buckets:
             one()
 
     def _finish(self) -> None:
-        """Writes the sums of a packed bucket whose messages are on their way."""
+        """Writes the sums of a packed bucket whose messages have been sent."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one()

@@ -1,15 +1,15 @@
-"""Pass: the backward pass, written after the forward programs: every node's gradient runs on the node's ranks, on the same shards.
+"""Pass: writes the backward pass after the forward programs: every node's gradient runs on the node's ranks, on the same shards.
 
 A cotangent has the dual of its primal's layout. Along a mesh axis:
 
-    the node                      its output     the cotangent that comes     its input      the cotangent that it gives
-    cut by the axis               cut            cut                          cut            cut
-                                  to be summed   whole                        whole          to be summed
-    not cut by the axis           whole          whole                        whole          whole
+    the node                      its output     its cotangent     its input      the cotangent of the input
+    sharded by the axis           sharded        sharded           sharded        sharded
+                                  partial        replicated        replicated     partial
+    not sharded by the axis       replicated     replicated        replicated     replicated
 
-So the local nodes are differentiated as they are (`autodiff/engine.py`), nothing is propagated, and the change of layout or group that
-brought a value to a reader is undone by one that brings cotangents back. Terms that reach a value in one layout are added before they
-move. What a parameter's readers give is its gradient; `reduce_gradients.py` has it reduced.
+So the local nodes are differentiated as they are (`autodiff/engine.py`) without another propagation, and the change of layout or group that
+brought a value to a reader is undone by one that brings cotangents back. Terms for a value in one layout are added before they are moved.
+The contributions of a parameter's readers are its gradient, which `reduce_gradients.py` reduces.
 
     forward    x --> column-parallel MatMul --> row-parallel MatMul --AllReduce--> y
     backward   x.grad <--AllReduce-- MatMul <-- MatMul <-- y.grad
@@ -99,7 +99,7 @@ def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Val
 
 
 class Backward:
-    """Writes the backward pass of `program` into `local`; `sums` then has every parameter's gradient."""
+    """Writes the backward pass of `program` into `local`; `sums` collects every parameter's gradient."""
 
     def __init__(
         self, program: Localized, cotangents: Mapping[ir.Value, ir.Value], local: LocalView, sums: GradientReduction
@@ -114,9 +114,9 @@ class Backward:
         self.row_terms: dict[ir.Value, list[RowTerm]] = {one.parameter: [] for one in self.tables if one.by_rows}
         """Maps each table whose gradient is a list of rows to the gradients of its lookups."""
         self.contributions: dict[ShardedValue, dict[ShardedValue, list[Value]]] = {}
-        """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
+        """Maps each version that is read to its cotangent contributions by layout, which are not yet added."""
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
-        """For each definition of a value: the resharded versions that readers use."""
+        """Maps each definition of a value to the resharded versions that readers use."""
         for value, uses in self.versions.uses.items():
             defs = self.versions.defs.get(value, [])
             for need in uses:
@@ -127,7 +127,7 @@ class Backward:
         self.cotangent_names = CotangentNames(program, self.at, homes)
 
     def run(self) -> None:
-        """Differentiates every node between the loss and a parameter; CompileError where one has no gradient."""
+        """Differentiates every node between the loss and a parameter; raises CompileError if one has no gradient."""
         self._seed()
         waiting = self._readers()
         for node in reversed(list(self.program.model.graph)):
@@ -140,7 +140,7 @@ class Backward:
                         self._finish(value)
 
     def _readers(self) -> dict[ir.Value, int]:
-        """The number of nodes that read each parameter."""
+        """Returns the number of nodes that read each parameter."""
         assert self.program.training is not None
         found = {value: 0 for value in self.program.training.parameters if value in self.needed}
         for values in self.program.reads.values():
@@ -175,7 +175,7 @@ class Backward:
         self.contributions.setdefault(here, {}).setdefault(seed, []).append(made)
 
     def _write_seed(self, group: Group, seed: Value, number: float, shape: Sequence[int], kind: ir.DataType) -> None:
-        """Makes the first cotangent: a number, times the loss scale where there is one."""
+        """Makes the first cotangent: a number, times the loss scale if there is one."""
         scale = self.program.training.scale if self.program.training is not None else None
         if scale is None or not scale.dynamic:
             factor = scale.first if scale is not None else 1
@@ -197,7 +197,7 @@ class Backward:
         self.comm.append(group, *values.ops(made.nodes))
 
     def _node(self, instance: NodeOnGroup) -> None:
-        """Differentiates a node on a group, where a cotangent of an output comes and a parameter changes an input."""
+        """Differentiates a node on a group, if an output has a cotangent and an input depends on a parameter."""
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
         inner = [one for one in self.program.around[node] if one in self.needed]
@@ -228,7 +228,9 @@ class Backward:
         flows: Sequence[bool],
         inner: Sequence[ir.Value],
     ) -> None:
-        """Writes what the gradient rule of a node's op says; `flows`: the inputs, `inner`: what its bodies read that parameters change."""
+        """Writes the nodes of an op's gradient rule; `flows`: whether each input depends on parameters, `inner`: outer values of its bodies
+        that do.
+        """
         node = instance.node
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
@@ -263,9 +265,9 @@ class Backward:
                 self._give(version, layout, made[name])
 
     def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
-        """Maps each output of a node to its cotangent, in the required layout, and to the partial sums that pass through the node.
+        """Maps each output of a node to its cotangent, in the required layout; also returns the partial sums that pass through the node.
 
-        Through what is communication none pass: of ranks that have asked the same, one gives rows back.
+        Partial sums do not pass through communication: among ranks that have asked for the same rows, one sends gradients back.
         """
         dys: dict[Value, Value] = {}
         passing: Passing | None = None
@@ -283,7 +285,7 @@ class Backward:
         return dys, passing
 
     def _served(self, instance: NodeOnGroup) -> None:
-        """Takes the terms of what readers of a served parameter are given as its own: they add them up over microbatches, and send once."""
+        """Takes the cotangent terms of a served parameter's readers as its own: readers add them up over microbatches, and send once."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         for term, values in self._merged(self.routes.get(made, ())).items():
             own = ShardedValue(self.cotangents[read.value], term.group, term.layout)
@@ -298,7 +300,7 @@ class Backward:
         self.contributions.setdefault(version, {}).setdefault(given, []).append(dx)
 
     def _written(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
-        """Writes the dual of a collective that the model itself writes."""
+        """Writes the backward collective of a collective that is in the model itself."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         cotangent = self.cotangents[read.value]
         spellings = self.cotangent_names.spellings(instance, read, read.layout)
@@ -309,7 +311,9 @@ class Backward:
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _pushed(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
-        """Writes the Push of what a node has pulled: the table's gradient as rows, or added up; of a border of experts its dual."""
+        """Writes the Push for a node's Pull: the table's gradient as rows, or added up; for a border of experts the opposite Route or
+        Return.
+        """
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         layout = dual_of_input(self.program, instance, 0)
         spellings = self.cotangent_names.spellings(instance, read, layout)
@@ -340,7 +344,7 @@ class Backward:
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _ring(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
-        """Writes the backward pass of an attention whose keys and values pass from rank to rank."""
+        """Writes the backward pass of a ring attention."""
         read = [input_layout_of(self.program, instance, k) for k in range(3)]
         layouts = [normal(dual_of_input(self.program, instance, k)) for k in range(3)]
         given = [
@@ -358,7 +362,7 @@ class Backward:
             self.contributions.setdefault(version, {}).setdefault(one, []).append(dx)
 
     def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[Value]]:
-        """Takes the cotangent contributions of some versions, keyed by their layout."""
+        """Removes and returns the cotangent contributions of some versions, keyed by their layout."""
         found: dict[ShardedValue, list[Value]] = {}
         for need in uses:
             for copy, values in self.contributions.pop(need, {}).items():
@@ -376,7 +380,9 @@ class Backward:
             self.sums.parameter(parameter, given, defs)
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:
-        """Raises CompileError with the path from a parameter through the node to the loss, and with the node that lost a rank."""
+        """Raises CompileError with the path from a parameter through the node to the loss, and with the node at which a rank became
+        unknown.
+        """
         lost = next((one for one in node.inputs if one is not None and one.shape is None and one.producer()), None)
         if lost is not None and "is not known" in why:
             why = f"{why}: {how_lost(self.program, lost)[0]}"
@@ -401,7 +407,7 @@ class Backward:
 
 
 def _unmoved(training: Training) -> Problem:
-    """The problem of a training whose parameters do not change the loss: the rules that froze all, else the model."""
+    """Returns the problem of a training whose parameters do not change the loss: the rules that froze all, else the model."""
     where = training.rules.where("loss")
     frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}
     fact = "no trainable parameter changes the loss"

@@ -1,4 +1,4 @@
-"""The layouts of cotangents: the duals of those of their primals; and how programs list values of the backward pass."""
+"""The layouts of cotangents, which are the duals of their primals' layouts; and types of values of the backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Passing:
     terms: tuple[tuple[int, str], ...]
 
     def through(self, layout: Layout) -> Layout:
-        """The layout of an input's cotangent, partial over the same axes."""
+        """Returns the layout of an input's cotangent, partial over the same axes."""
         common = on_common_mesh(layout, self.layout)
         assert common is not None
         own = common[0]
@@ -34,7 +34,7 @@ class Passing:
 
 
 def typed(values: ValueTable, symbols: Collection[str], value: ir.Value) -> tuple[ir.Value, Shape | None]:
-    """A value of the backward pass as programs list it: its shape where the symbols tell it."""
+    """Returns a value of the backward pass in the form in which programs list it, with its shape if the symbols give it."""
     shape = _told(value, symbols)
     copy = ir.Value(name=value.name, type=value.type, shape=None if shape is None else ir.Shape(shape))
     bits = value.dtype.bitwidth if value.dtype is not None else None
@@ -56,11 +56,12 @@ def _told(value: ir.Value, symbols: Collection[str]) -> Shape | None:
 def dual_layout(
     program: Targeted, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[object]]
 ) -> tuple[Layout, Passing | None]:
-    """The layout in which the cotangent of output `k` is wanted, and what of it passes through the node; `given` by its layout.
+    """Returns the layout in which the cotangent of output `k` is required, and the partial sums that pass; `given`: the cotangents by
+    layout.
 
-    What a node makes of parameters alone (a transposed weight) takes partial sums and gives such, since the parameter's
-    gradient is reduced in any case, together with others; so does what repeats the heads of keys that are gathered.
-    Not along an axis over which the node sums up: there each rank needs the whole sum for its own addends.
+    A node that depends on parameters alone (a transposed weight) passes partial sums on, since the parameter's gradient is reduced anyway,
+    together with others; so does the repetition of the heads of gathered keys. Not along an axis over which the node sums: there each rank
+    needs the complete sum for its own addends.
     """
     wanted = _dual_of_output(program, instance, k)
     passes = program.placement[instance.node].follows or CONTEXT in instance.node.meta
@@ -96,7 +97,7 @@ def _dual_of_output(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
 
 
 def dual_of_input(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
-    """The layout in which a node gives the cotangent of input `k`."""
+    """Returns the layout in which a node makes the cotangent of input `k`."""
     if k == 0 and SERVED in instance.node.meta:
         return input_layout_of(program, instance, k).layout
     choice = program.choices.get(instance)
@@ -111,9 +112,10 @@ def dual_of_input(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
 
 
 def dual(choice: NodeSharding, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:
-    """The dual layout: sharded axes stay sharded; a mesh axis that shards the node but not this operand makes its cotangent partial.
+    """Returns the dual layout: sharded axes stay sharded; a mesh axis that shards the node but not this operand makes its cotangent
+    partial.
 
-    Not so an axis over which the output was partial itself (`summed`).
+    An exception are the axes over which the output itself was partial (`summed`).
     """
     used = {axis for axes in (*choice.axes.values(), choice.passing) for axis in axes}
     here = {axis for axes in cuts for axis in axes}

@@ -1,4 +1,4 @@
-"""Writes the ops of updates, and the square of the global norm of all gradients, of which each element counts once."""
+"""Writes the ops of updates, and the square of the global norm of all gradients, in which each element counts once."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class UpdateWriter:
         self.program, self.comm = program, local.comm
         self.job, self.values = local.comm.job, local.comm.values
         self.target = ""
-        """The target of what is written, of one parameter."""
+        """The target of the ops that are written, which is that of one parameter."""
 
     def _emit(self, ranks: Group | Ranks, op_type: str, given: Sequence[Value], made: Value, **attributes: int) -> None:
         self._declare(ranks, made, number_type())
         self._write(ranks, computed(op_type, given, [made], None, None, **attributes))
 
     def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: ValueMap) -> None:
-        """Writes nodes over values; what they make besides is added to these."""
+        """Writes nodes over values, and adds their results to `values`."""
         for value in (value for node in nodes for value in node.outputs if value.name):
             if value not in values:
                 values[value] = self.job.value(ranks, name_of(value))
@@ -52,7 +52,7 @@ class UpdateWriter:
         self.comm.append(ranks, *(replace(step, target=self.target) for step in steps))
 
     def _declare(self, ranks: Group | Ranks, value: Value, kind: ir.Value) -> None:
-        """Lists a value with the type and shape of `kind` on those of the ranks that have it not listed."""
+        """Lists a value with the type and shape of `kind` on those ranks that do not list it yet."""
         if ranks_of(ranks) & ~self.job.listed.ranks(value):
             own = ir.Value(name=str(value), type=kind.type, shape=kind.shape)
             self.job.declare(ranks, value, *typed(self.values, self.program.symbols, own))
@@ -67,9 +67,9 @@ class GradientNorm(UpdateWriter):
         self._sums: dict[ir.Value, ir.Value] = {}
 
     def of(self, gradients: Sequence[Gradient]) -> Value:
-        """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
+        """Writes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
-        """Maps each group, and the group of which each list has one shard, to the squares of gradients."""
+        """Maps each group, and the process group whose ranks have the same shard, to the squares of gradients."""
         seen: set[ir.Value] = set()
         rows: list[tuple[Gradient, Value, Value]] = []
         rules, training = self.program.plan.pipeline, self.program.training
@@ -116,7 +116,7 @@ class GradientNorm(UpdateWriter):
         return total
 
     def report(self, total: Value, divide: Callable[[Value], None] | None) -> None:
-        """Makes the norm of the gradients, without the loss scale, an output of rank 0."""
+        """Makes the norm of the gradients, divided by the loss scale, an output of rank 0."""
         first, (norm, root, inverse) = (
             (0,),
             (self.job.number(GRADIENT_NORM + word) for word in ("", ".root", ".inverse")),
@@ -129,7 +129,7 @@ class GradientNorm(UpdateWriter):
         self.job.outputs.add(first, norm, replicated_on(value, first))
 
     def _row_dim(self, gradient: Gradient) -> int | None:
-        """The dim by whose rows squares are added up: where bits are those of any number of ranks, whose shards of it are other ones."""
+        """Returns the dim by whose rows squares are added, if bits must not depend on the number of ranks; else None."""
         rules, training = self.program.plan.pipeline, self.program.training
         if (
             rules is None
@@ -142,7 +142,9 @@ class GradientNorm(UpdateWriter):
         return shared_dim(self.program, gradient.owner, 1)
 
     def _row_squares(self, gradient: Gradient, dim: int) -> Value:
-        """The squares of a gradient's shard, added up for each place along a dim, element by element and so alike in any shard."""
+        """Writes the squares of a gradient's shard, added for each index of a dim element by element, and so in the same order in any
+        shard.
+        """
         group, shape = gradient.owner.group, self.values.local_shape(gradient.share) or ()
         kind = gradient.parameter.type
 
@@ -169,7 +171,7 @@ class GradientNorm(UpdateWriter):
         return written("ReduceSum", [flat, constant("axis", [0])], "sums", [size], keepdims=0)
 
     def _add_rows(self, rows: Sequence[tuple[Gradient, Value, Value]]) -> None:
-        """Gathers the sums of rows of all shards, and adds them up on every rank."""
+        """Gathers the sums of rows of all shards, and adds them on every rank."""
         buckets, whole = Buckets(self.comm, 1 << 62, "norm"), list[tuple[Gradient, Value, Value]]()
         for one, squares, sums in rows:
             share, owner = (self._of_rows(one, version) for version in (one.share, one.owner))
@@ -188,7 +190,7 @@ class GradientNorm(UpdateWriter):
             self._emit(one.owner.group, "ReduceSum", [sums], squares, keepdims=0)
 
     def _of_rows(self, gradient: Gradient, version: ShardedValue) -> ShardedValue:
-        """The sums of rows of a gradient, as they lie where the gradient is this version."""
+        """Returns the version of a gradient's sums of rows for a version of the gradient."""
         dim = self._row_dim(gradient)
         assert dim is not None
         if gradient.parameter not in self._sums:
@@ -203,7 +205,7 @@ class GradientNorm(UpdateWriter):
         )
 
     def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
-        """Writes the sum of a gradient's squares, a float32 as all norms are."""
+        """Writes the sum of a gradient's squares, a float32 like all norms."""
         dtype = one.parameter.dtype
         if dtype in (None, ir.DataType.FLOAT):
             self._emit(group, "ReduceSumSquare", [one.value], made, keepdims=0)
@@ -214,7 +216,7 @@ class GradientNorm(UpdateWriter):
         self._emit(group, "Cast", [wide], made, to=ir.DataType.FLOAT.value)
 
     def _counted(self, group: Group, holders: str, squares: Sequence[Value]) -> Value:
-        """The sum of squares of shards that several ranks hold, on the first of these; 0 on the others."""
+        """Writes the sum of squares of shards that several ranks have, on the first of these; 0 on the others."""
         wanted = f"{self.squares}.of.{holders}"
         total = squares[0]
         if len(squares) > 1:

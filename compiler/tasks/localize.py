@@ -1,15 +1,16 @@
-"""Pass: every node in its local form on the ranks of its groups, and every reshard where its value is made: the forward task.
+"""Pass: writes the forward task: every node in its local form on the ranks of its groups, and every reshard after the node that makes its
+value.
 
-The global order is the model's own topological order; what makes the other versions of a value stands right behind the node that makes
-it, as one event that all its ranks see: a message's Send in one program and its Recv in the other, a collective in all of its
-ranks'. Since every rank follows this one order, and waits for an event no earlier than it stands, the programs cannot deadlock, even
+The global order is the model's own topological order; the ops that make other versions of a value come right after the node that makes it,
+as one event that all its ranks see: a message's Send in one program and its Recv in the other, a collective in the programs of all its
+ranks. Since every rank follows this one order, and waits for an event no earlier than its place in it, the programs cannot deadlock, even
 if a send waited for its receiver.
 
     order:   conv1.Conv@3   h: 3->4   conv2.Conv@4
     rank 3:  conv1.Conv  Send(h, 4)
     rank 4:  Recv(h, 3)  conv2.Conv
 
-Into how many pieces ranks deal out the records of a batch, of each of which a microbatch has its share (`pipelines/records.py`).
+The module also decides into how many pieces the records of a batch are dealt; each microbatch has a share of each (`pipelines/records.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from partc.compiler.tasks.local_forms import local_forms
 
 
 def pieces_of(program: Targeted, inputs: Iterable[ShardedValue]) -> int:
-    """Into how many pieces the batch of a training is dealt out that runs in parts: all inputs of all ranks lie in so many, or in fewer."""
+    """Returns the number of pieces into which an accumulated batch is dealt: a common multiple of the shards of all inputs on all ranks."""
     training, rules = program.training, program.plan.pipeline
     if training is None or training.rules.accumulate == 1:
         return 1
@@ -103,7 +104,7 @@ def localize(program: Targeted) -> Localized:
 
 
 def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering) -> None:
-    """Lists the caches in the job. CompileError where one would have to travel to be kept."""
+    """Lists the caches in the job; raises CompileError if one would have to be sent to be kept."""
     at, problems = comm.values.at, list[Problem]()
     for cache, following in program.caches.items():
         for home in versions.defs.get(cache, ()):
@@ -122,7 +123,7 @@ def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering)
 
 
 def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
-    """Writes a node on a group; its local forms there, each with the ranks that run it."""
+    """Writes a node on a group; returns its local forms, each with the ranks that run it."""
     if is_pulled(comm.program, instance):
         choice = comm.program.choices.get(instance)
         (write_route if choice is not None and choice.rule.dealt else write_pull)(comm, instance)
@@ -139,7 +140,9 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
 
 
 def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
-    """Writes the local form of a node that makes `made` on its ranks; the form as written, or as they have it of a larger group."""
+    """Writes the local form of a node that makes `made` on its ranks; returns the form as written, or the one that a larger group already
+    has.
+    """
     node, job = form.source, comm.job
     written = job.forms.setdefault(node, [])
     outputs = {form.values[name] for name in form.outputs}
@@ -161,7 +164,7 @@ def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, rank
 
 
 def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value, done: set[ShardedValue]) -> None:
-    """Makes all versions of a value that its definitions do not give, the canonical ones first."""
+    """Makes all versions of a value that are not its definitions, the canonical ones first."""
     at, uses, defs = comm.values.at, versions.uses.get(value, {}), versions.defs.get(value, ())
     known = [*defs, *[versions.canonical[home] for home in defs if home in versions.canonical], *uses]
     for home in defs:

@@ -3,7 +3,7 @@
 forward    %h = MatMul(%x, %w)
 backward   %x.grad = MatMul(%h.grad, Transpose(%w)), %w.grad = MatMul(Transpose(%x), %h.grad)
 
-What is made on the way begins with the name of the node's output (`%h.grad.Transpose`).
+The names of intermediate values begin with the cotangent of the node's output (`%h.grad.Transpose`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from partc.runtime.spellings import first_free
 
 @dataclass(frozen=True)
 class NodeGradient:
-    """The gradient of a node in one of its local forms, on the ranks of it, over `places` for handles.
+    """The gradient of a node in one of its local forms, on the form's ranks, with `places` in place of handles.
 
-    `values`: by place those that are there already.
+    `values`: maps places to values that exist already.
     """
 
     form: LocalForm
@@ -61,7 +61,7 @@ class NodeGradient:
 
     @cached_property
     def backward_places(self) -> set[str]:
-        """The places of what the backward nodes make."""
+        """The places of the backward nodes' results."""
         return {operand_name(out) for node in self.backward.nodes for out in node.outputs}
 
     @cached_property
@@ -86,7 +86,7 @@ class NodeGradients:
         """Maps keys to the gradients of equal forms."""
         self._typed: dict[ir.Value, tuple[ir.Value, Shape | None]] = {}
         self._more: dict[tuple[Compute, int], Value] = {}
-        """Outputs that gradients have asked forward ops for."""
+        """Maps forward ops and output numbers to outputs that gradients have requested."""
 
     def find(
         self,
@@ -97,9 +97,9 @@ class NodeGradients:
         wanted: Collection[Value],
         by_rows: Collection[Value] = (),
     ) -> NodeGradient:
-        """The gradient of a node's local form: of the cotangents `dys` of its outputs those of the `wanted` operands.
+        """Returns the gradient of a node's local form: the cotangents of the `wanted` operands from the cotangents `dys` of its outputs.
 
-        Those of the tables `by_rows` are given as rows.
+        Those of the tables `by_rows` are expressed as rows.
         """
         node, values = instance.node, [*self._operands(instance, form), *self._made(instance, form)]
         there, seeds = dict(form.values), dict[str, str]()
@@ -139,7 +139,7 @@ class NodeGradients:
         return NodeGradient(form, ranks, found, {places[name]: one for name, one in there.items()}, places)
 
     def _differentiated(self, requested: Requested, around: Mapping[str, str] | None = None) -> Found:
-        """The gradient that is asked of some nodes; `around`: the handles of what their bodies read by other names."""
+        """Returns the requested gradient of some nodes; `around`: maps the outer names in their bodies to handles."""
         differentiated = partial(
             differentiate_nodes,
             requested.nodes,
@@ -160,7 +160,9 @@ class NodeGradients:
         )
 
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
-        """The operands of the node and its bodies, as they are on the group; constants are shown where nothing changes them."""
+        """Returns the operands of the node and its bodies with their local types; constants have their numbers unless something changes
+        them.
+        """
         program, node = self.program, instance.node
         read = [(k, input_layout_of(program, instance, k)) for k, value in enumerate(node.inputs) if value is not None]
         operands = [(version, operand_as(self.comm, instance, k, version)) for k, version in read]
@@ -178,7 +180,7 @@ class NodeGradients:
         return ir.Value(name=handle, type=value.type, shape=shape, const_value=constant)
 
     def _made(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
-        """The outputs of a node as it makes them on its group."""
+        """Returns the outputs of a node with their local types on its group."""
         found: list[ir.Value] = []
         for k in (k for k, out in enumerate(instance.node.outputs) if out.name):
             version = output_layout_of(self.program, instance, k)
@@ -194,9 +196,9 @@ class NodeGradients:
     def write(
         self, instance: NodeOnGroup, found: Sequence[NodeGradient], spellings: Mapping[str, Sequence[str]]
     ) -> dict[str, Value]:
-        """Writes the gradients found for a node on all its ranks; by handle of an operand its cotangent.
+        """Writes the gradients found for a node on all its ranks; maps each operand's handle to its cotangent.
 
-        What is new is called as one of the `spellings`. A cotangent is one value in all forms.
+        New values are named by one of the `spellings`. A cotangent is one value in all forms.
         """
         everywhere = 0
         for one in found:
@@ -218,7 +220,7 @@ class NodeGradients:
     def _write(
         self, instance: NodeOnGroup, gradient: NodeGradient, cotangents: Mapping[str, Value]
     ) -> dict[str, Value]:
-        """Writes the backward ops of one form, and extends its forward ops by the values that these read; all values by handle."""
+        """Writes the backward ops of one form, and adds to its forward ops the outputs that these read; maps handles to all values."""
         form, found, ranks = gradient.form, gradient.backward, ranks_of(gradient.ranks)
         path, group = self.program.paths[instance.node], facts_of(instance.group).text
         values = {**gradient.values, **cotangents}
@@ -250,7 +252,7 @@ class NodeGradients:
         return values
 
     def _extended(self, op: Compute, node: ir.Node, ranks: Ranks, values: dict[str, Value], places: Places) -> Compute:
-        """A forward op with the outputs of `node`; what it makes besides gets a place in `values`."""
+        """Returns a forward op with the outputs of `node`; additional outputs get a place in `values`."""
         if [bool(value.name) for value in node.outputs] == [one is not None for one in op.outputs]:
             return op
         for k, out in enumerate(node.outputs):
@@ -263,7 +265,7 @@ class NodeGradients:
         return replace(found, captured=op.captured, label=op.label, task=op.task, target=op.target)
 
     def _early(self, source: ir.Node, one: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
-        """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
+        """Writes the shapes of values of the forward pass on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
         for node in one.backward.early:
             name = name_of(node.outputs[0])
@@ -281,5 +283,5 @@ class NodeGradients:
 
 
 def row_keys(operand: str) -> RowGradient:
-    """The placeholders for the ids and the rows of a table's gradient, among handles of operands."""
+    """Returns the placeholders for the ids and the rows of a table's gradient, among handles of operands."""
     return RowGradient(f"{operand} ids", f"{operand} rows")

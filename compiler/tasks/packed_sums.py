@@ -1,17 +1,17 @@
-"""Sums of gradients that travel in eight bits: an AllToAll and an AllGather of blocks of integers, each block with its scale.
+"""Sums of gradients that are sent in eight bits: an AllToAll and an AllGather of blocks of integers, each block with its scale.
 
-Each of P ranks has its part of a partial sum: the gradients of a bucket one after the other, as P shares of L numbers, whole blocks.
+Each of P ranks has a partial sum: the gradients of a bucket, concatenated and divided into P shares of L numbers; a share is whole blocks.
 
     codes   [P, L] int8       round(number / scale), scale = the largest magnitude of the block / 127
-    AllToAll                  of codes, and of scales: each rank has its share of all parts
+    AllToAll                  of codes, and of scales: each rank gets its share of all partial sums
     share   [L] float32       the sum of codes * scale in the order of the ranks
-    AllGather                 of the share's codes and scales, likewise: all ranks have the same bits
+    AllGather                 of the share's codes and scales: all ranks get the same bits
 
-With ZeRO nothing is gathered: each rank updates its share. With `keep_rest` what rounding leaves of a part, and of a share, is state, and
-is added in the next step. Blocks of b numbers take 1 + 4 / b bytes a number, in place of 4.
+With ZeRO there is no AllGather: each rank updates its share. With `keep_rest` the rounding error of a partial sum, and of a share, is
+state, and is added in the next step. Blocks of b numbers take 1 + 4 / b bytes a number, in place of 4.
 
-A value of a collective is never partial here: the parts of all ranks are the rows of one value [P, P, L], sharded along its first dim
-before the AllToAll, along its second after it. The Reshape to blocks says so (`stacks` of `partc.factors`).
+The inputs and outputs of these collectives do not have a partial layout: the partial sums of all ranks are the rows of one value [P, P, L],
+sharded along its first dim before the AllToAll and along its second after it. The Reshape to blocks says so (`stacks` of `partc.factors`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from partc.runtime.artifact.format import FACTORS, REST
 Sum: TypeAlias = mv.AllReduce | mv.ReduceScatter
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 _LARGEST, _LEAST = 127, float(np.finfo(np.float32).tiny)
-"""The largest code; the scale of a block of zeros, which divides them."""
+"""The largest code, and the least scale, which divides a block of zeros."""
 
 
 def can_be_packed(moves: Sequence[mv.Move]) -> bool:
@@ -45,7 +45,7 @@ def can_be_packed(moves: Sequence[mv.Move]) -> bool:
 
 
 def row_kind(move: mv.Move) -> str:
-    """Equal for the sums whose gradients may be one row: the dim that is scattered, and the axes along which ranks have other shards."""
+    """A key that is equal for sums whose gradients can share a row: the scattered dim, and the axes along which ranks have other shards."""
     return f"{move.dim if isinstance(move, mv.ReduceScatter) else ''} {_other_axes(move)}"
 
 
@@ -63,16 +63,16 @@ def packed_sum(
     elements: int,
     cause: str,
 ) -> Callable[[], None]:
-    """Sends `partial` gradients, of `elements` in all; the result writes their sums over ranks, or shares of them.
+    """Sends `partial` gradients, of `elements` in all; returns a function that writes their sums over ranks, or shares of the sums.
 
-    What it writes waits for the messages, so it is called when more has been written that can be computed meanwhile.
+    The function's nodes wait for the messages, so it is called after other nodes have been written that can run meanwhile.
     """
     assert isinstance(move, Sum)
     return _PackedSum(comm, rules, move, outputs[0], cause).begin(partial, outputs, elements)
 
 
 class _PackedSum:
-    """Writes the sum of one bucket, of which values are named after `base`."""
+    """Writes the sum of one bucket; its values are named after `base`."""
 
     def __init__(self, comm: CommLowering, rules: GradientMessages, move: Sum, base: Value, cause: str) -> None:
         self.comm, self.rules, self.move, self.base, self.cause = comm, rules, move, base, cause
@@ -80,7 +80,7 @@ class _PackedSum:
         self.ranks = math.prod(self.mesh[axis] for axis in self.axes)
 
     def begin(self, partial: Sequence[Value], outputs: Sequence[Value], elements: int) -> Callable[[], None]:
-        """Writes what sends the gradients; the result writes all else."""
+        """Writes the nodes that send the gradients; returns a function that writes the rest."""
         share = -(-elements // (self.ranks * self.rules.block)) * self.rules.block
         scatters, whole, others = isinstance(self.move, mv.ReduceScatter), self.ranks * share, self.others
         row = self._row(partial, elements, share)
@@ -99,7 +99,7 @@ class _PackedSum:
         return finish
 
     def _row(self, partial: Sequence[Value], elements: int, share: int) -> Value:
-        """The gradients one after the other, filled up with zeros; with ZeRO a row of each rank's shares."""
+        """Concatenates the gradients and pads them with zeros; with ZeRO the result has a row for each rank's shares."""
         scatters = isinstance(self.move, mv.ReduceScatter)
         rows = [self._shares(one) if scatters else self._reshaped(one, [-1], "flat") for one in partial]
         row = rows[0] if len(rows) == 1 else self._op("Concat", rows, "joined", axis=int(scatters))
@@ -108,7 +108,7 @@ class _PackedSum:
         return self._op("Pad", [row, self._constant("pads", pads)], "filled") if fill else row
 
     def _shares(self, partial: Value) -> Value:
-        """A gradient as a row of each rank's share."""
+        """Reshapes a gradient to one row for each rank's share."""
         assert isinstance(self.move, mv.ReduceScatter)
         dim, shape = self.move.dim, _sizes(partial)
         if dim:
@@ -118,7 +118,9 @@ class _PackedSum:
         return self._reshaped(partial, [self.ranks, -1], "shares")
 
     def _packed(self, numbers: Value, count: int, word: str, factors: str = "") -> tuple[Value, Value]:
-        """Codes and scales of so many numbers; with `keep_rest` the last step's rest is added before, and the new one kept."""
+        """Writes the codes and scales of `count` numbers; with `keep_rest` adds the last step's rounding error before, and stores the new
+        one.
+        """
         shape = [count // self.rules.block, self.rules.block]
         blocks = self._reshaped(numbers, shape, f"{word}.blocks", factors)
         rest = self.comm.job.derived_on(self.group, self.base, f".{word}.{REST}")
@@ -147,7 +149,9 @@ class _PackedSum:
     def _moved(
         self, packed: tuple[Value, Value], shape: Sequence[int], before: Cuts, after: Cuts
     ) -> tuple[Value, Value]:
-        """Codes and scales in another layout; `shape` is that of the codes but for `others`, along which ranks have other shards."""
+        """Moves codes and scales to another layout; `shape` is the shape of the codes, except along `others`, where ranks have other
+        shards.
+        """
         made = []
         for given, kind, numbers in zip(
             packed, (ir.DataType.INT8, ir.DataType.FLOAT), (1, self.rules.block), strict=True
@@ -172,7 +176,7 @@ class _PackedSum:
         return self._reshaped(self._op("DequantizeLinear", [codes, scales], f"{word}.blocks", axis=0), shape, word)
 
     def _take_apart(self, total: Value, length: int, outputs: Sequence[Value]) -> None:
-        """Writes the sum of each gradient out of those of the bucket."""
+        """Splits the sums of the bucket into the sum of each gradient."""
         counts = [math.prod(_sizes(one)) for one in outputs]
         flat = [self.comm.job.derived_on(self.group, one, ".flat") for one in outputs]
         if fill := length - sum(counts):
@@ -186,7 +190,7 @@ class _PackedSum:
             self._write("Reshape", [row, self._constant("shape", _sizes(one))], [one])
 
     def _keep(self, rest: Value, following: Value, shape: Sequence[int]) -> None:
-        """Lists a rest as state, a tensor of which each rank has its own blocks."""
+        """Lists a rounding error as state: a tensor of which each rank has its own blocks."""
         axes = (*self.others, *self.axes)
         shards = math.prod(self.mesh[axis] for axis in axes)
         value = self._value(str(rest), ir.DataType.FLOAT, [shape[0] * shards, shape[1]])

@@ -1,16 +1,16 @@
 """Sums of cotangents: contributions are added in their own layout, then resharded; gradients of parameters are reduced in buckets.
 
-A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same shard of it, their terms are reduced by one
-AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as the last of them is there and goes on beside the
-backward pass. In a bucket those that are updated alike, by one optimizer with the same numbers, are side by side.
+A parameter's gradient is required in the layout in which the parameter is updated. If ranks have the same shard, their terms are reduced by
+one AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as its last term is ready and overlaps the backward pass.
+In a bucket, gradients that are updated by one optimizer with the same hyperparameters are adjacent.
 
     bucket 0   AllReduce(fc3.weight, fc3.bias, fc2.weight)     while fc1 and conv2 are differentiated
 
-Where a parameter is updated: as it lies, or each rank its share (ZeRO, stage 1).
+A parameter is updated in its own layout, or each rank updates its share (ZeRO, stage 1).
 
-Ranks along a mesh axis that hold the same shard of a parameter would all do the same update, and keep the same state of the optimizer.
-With `optimizer: {shard: dp}` each of them gets the sum of its share of the gradient (a ReduceScatter), updates that with its share of
-the state, and the shares are gathered (an AllGather).
+Ranks along a mesh axis that have the same shard of a parameter would all do the same update, and store the same state of the optimizer.
+With `optimizer: {shard: dp}` each of them gets the sum of its share of the gradient (a ReduceScatter), updates it with its share of the
+state, and the shares are gathered (an AllGather).
 
     weight [512, 256], whole on dp=4     ->     gradient, momentum and update [128, 256] on each
 """
@@ -45,7 +45,7 @@ from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.runtime.units import first_of
 
 _MOST_MOVES = 2
-"""So many collectives follow each other where ranks store shards, and others have the same: a ReduceScatter, and an AllReduce of shards."""
+"""The most collectives in sequence if ranks store shards that others also have: a ReduceScatter, and an AllReduce of shards."""
 
 
 def _moves(source: ShardedValue, target: ShardedValue) -> tuple[mv.Move, ...]:
@@ -53,9 +53,10 @@ def _moves(source: ShardedValue, target: ShardedValue) -> tuple[mv.Move, ...]:
 
 
 class GradientReduction:
-    """Adds cotangents up; `gradients` are those of parameters, in the order in which they are ready.
+    """Adds up cotangents; `gradients` are those of parameters, in the order in which they are ready.
 
-    What adds cotangents of one microbatch belongs to the backward task, and what reduces a parameter's gradient over ranks to the update.
+    Ops that add cotangents of one microbatch belong to the backward task, and ops that reduce a parameter's gradient over ranks to the
+    update.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GradientReduction:
         self.comm, self.update, self.at = comm, comm.of_task(TaskKind.UPDATE), comm.values.at
         self.accumulated: list[AccumulatedGradient] = []
         self.totals: dict[ShardedValue, Value] = {}
-        """Maps each version to its complete cotangents."""
+        """Maps each version to its complete cotangent."""
         self.gradients: list[Gradient] = []
         self.reserved: dict[Value, Ranks] = {}
         """Maps each value to the ranks on which it is a parameter's gradient."""
@@ -74,9 +75,9 @@ class GradientReduction:
         packed = self.messages.gradients if self.messages else None
         self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", packed)
         self.parts = Buckets(self.comm, training.rules.bucket_bytes, "gradient")
-        """What is reduced in each microbatch."""
+        """The buckets of gradients that are reduced in each microbatch."""
         self.refused: list[str] = []
-        """Parameters whose gradients do not travel in eight bits as the plan says, each with the reason."""
+        """Parameters whose gradients cannot be sent in eight bits as the plan says, each with the reason."""
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
         self.waiting = Counter(
             unit.name for value, unit in program.pinned.units.items() if not training.parameters[value].frozen
@@ -91,7 +92,7 @@ class GradientReduction:
                 self._sums[value] = total, job.derived_on(job.everyone, total, ".next")
 
     def total(self, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue) -> Value:
-        """The sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
+        """Returns the sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
         return self._total(self.comm, given, target, "")
 
     def _total(
@@ -124,7 +125,7 @@ class GradientReduction:
         self._close(value)
 
     def _close(self, value: ir.Value) -> None:
-        """Has the gradients of a stored parameter's unit reduced, where this is the last of them."""
+        """Closes the buckets of a stored parameter's unit, if this is the last of its gradients."""
         if unit := self._unit(value):
             self.waiting[unit] -= 1
             if not self.waiting[unit]:
@@ -132,7 +133,7 @@ class GradientReduction:
                 self.buckets.close(unit)
 
     def _unit(self, value: ir.Value) -> str:
-        """The unit of a stored parameter; empty of another one."""
+        """Returns the unit of a stored parameter; empty for another one."""
         return self.program.pinned.units[value].name if value in self.program.pinned.units else ""
 
     def _reduce(
@@ -142,7 +143,9 @@ class GradientReduction:
         defs: Sequence[ShardedValue],
         each: bool,
     ) -> None:
-        """Reduces a gradient, and sends it to all definitions. `each`: that of each microbatch, of which the sum is then updated by."""
+        """Reduces a gradient, and sends it to all definitions. `each`: whether it is reduced in each microbatch, and the sum updates the
+        parameter.
+        """
         main, comm = defs[0], self.comm if each else self.update
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
         if self.messages and not all(
@@ -184,7 +187,7 @@ class GradientReduction:
     def table(
         self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue], *, dense: bool = False
     ) -> None:
-        """Brings the rows of a table's gradient to all of its definitions, and makes them `dense` there."""
+        """Sends the rows of a table's gradient to all of its definitions, and makes them `dense` there."""
 
         def ready(found: list[Gradient]) -> None:
             self.gradients += [self.rows.made_dense(one, self.cotangents[value]) for one in found] if dense else found
@@ -193,14 +196,14 @@ class GradientReduction:
         self._close(value)
 
     def _added_up(self, value: ir.Value, version: ShardedValue, reduced: Value) -> tuple[ShardedValue, Value]:
-        """Adds the reduced gradient of a microbatch to the sum of those before; the sum, and its version."""
+        """Adds the reduced gradient of a microbatch to the sum of the earlier ones; returns the sum's version and the sum."""
         exact = ShardedValue(self.cotangents[value], version.group, version.layout)
         if exact != version:
             reduced = self._cast(self.comm, exact, reduced, self.comm.job.derived_on(exact.group, reduced, ".exact"))
         return exact, self._added(value, exact, [reduced], 0)
 
     def _added(self, value: ir.Value, version: ShardedValue, terms: Sequence[Value], at: int) -> Value:
-        """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum."""
+        """Adds a gradient to the sum of the batch's earlier microbatches, before it is reduced over ranks; returns the sum."""
         total, job = self._sum(self.comm, version, terms), self.comm.job
         kept, following = self._sums[value]
         if at:
@@ -212,7 +215,7 @@ class GradientReduction:
         return made
 
     def _own_homes(self, defs: Sequence[ShardedValue]) -> list[ShardedValue]:
-        """The definitions without those whose ranks hold the same tensor by a larger one: it is updated once."""
+        """Returns the definitions without those whose ranks have the same tensor as part of a larger group's: it is updated once."""
         at, found = self.at, list[ShardedValue]()
         for home in sorted(defs, key=lambda home: -len(home.group)):
             if not any(at[one] is at[home] and {*home.group} <= {*one.group} for one in found):
@@ -220,7 +223,7 @@ class GradientReduction:
         return sorted(found, key=defs.index)
 
     def flush(self) -> None:
-        """Reduces the gradients of buckets that are not full, and gathers rows; CompileError for one that cannot be packed."""
+        """Reduces the gradients of buckets that are not full, and gathers rows; raises CompileError if one cannot be packed."""
         if self.messages and self.refused:
             fact = f"the gradients of {first_of(self.refused)} do not travel in eight bits"
             law = "a gradient of float32 does, whose terms one set of ranks adds up in one AllReduce or ReduceScatter"
@@ -242,7 +245,7 @@ class GradientReduction:
         wanted: str,
         each: bool,
     ) -> None:
-        """Reduces a gradient along with others by the first of `moves`, and what comes of it by the others; `each` as for `_reduce`."""
+        """Reduces a gradient along with others by the first of `moves`, and its result by the others; `each`: as in `_reduce`."""
         move, *others = moves
         to = ShardedValue(target.value, target.group, normal(move.after)) if others else target
         shape, term = self.comm.values.local_shape(to), self.comm.values.local_shape(version)
@@ -291,7 +294,7 @@ class GradientReduction:
         return made
 
     def _own(self, version: ShardedValue, gradients: Value, wanted: str, comm: CommLowering | None = None) -> Value:
-        """A value for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
+        """Returns a value for the gradient that a node makes and no other parameter has, through an Identity if necessary."""
         here = ranks_of(version.group)
         if (self.reserved.get(gradients, 0) | self.comm.job.constants.ranks(gradients)) & here:
             made = self.comm.job.value(version.group, wanted)
@@ -309,7 +312,7 @@ class GradientReduction:
         *,
         only: bool = True,
     ) -> Value:
-        """Reshards a cotangent to another layout or group; the value there. `only`: nothing is added to it there."""
+        """Reshards a cotangent to another layout or group, and returns its value there. `only`: whether it is the only term there."""
         if version == target:
             return gradients
         job, primal = comm.job, name_of(target.value).removesuffix(".grad")

@@ -1,16 +1,13 @@
-"""Makes a model one that is trained: training forms of its nodes, the loss and the metrics in place of its outputs.
+"""Turns a model into one that is trained: training forms of its nodes, and the loss and the metrics in place of its outputs.
 
-This happens to the single-device model, before anything is placed or cut, so that all of it is placed and cut like the rest. The
-evaluation of a model is the same with its nodes as they are, and without a backward pass.
+This happens to the single-device model, before anything is placed or sharded, so that all of it is placed and sharded like the rest. The
+evaluation of a model has its nodes unchanged, and no backward pass. The loss and the metrics of a plan become nodes of the single-device
+model, so a mean is over the whole batch for any sharding.
 
-Refuses a training that torch does otherwise than by the graph: with hooks, changed buffers, a `torch.autograd.Function`.
-
-What is not in the graph at all a loader writes into the model's metadata (`UNTRAINABLE`).
-
-A loader notes on an Identity behind such a function what it is called (`OWN_BACKWARD`). The derivative of the function's own ops would be
-another one: of `Round` it is zero, where a straight-through backward hands the cotangent on.
-
-The loss and the metrics of a plan as nodes of the single-device model, so that a mean is over the whole batch whatever the cut.
+The module refuses a training that torch would do differently from the graph: with hooks, changed buffers, a `torch.autograd.Function`. A
+loader writes such facts that are not in the graph into the model's metadata (`UNTRAINABLE`). On an Identity after such a function a loader
+notes the function's name (`OWN_BACKWARD`): the derivative of the function's ops would be another one; for `Round` it is zero, where a
+straight-through backward passes the cotangent on.
 """
 
 from __future__ import annotations
@@ -72,10 +69,10 @@ def add_loss(
     shards: int = 1,
     inferred: Inferred | None = None,
 ) -> ir.Value:
-    """The scalar that the loss is, in float32: an output `loss` appended to the graph, or the model's own output.
+    """Adds the loss as a scalar in float32 and returns it: an output `loss` added to the graph, or the model's own output.
 
-    `known` is what is promised of the inputs' dims; `shards`: into how many a batch is dealt out whose means are the mean's terms;
-    `inferred` is as `GraphAppender` says. Raises CompileError where the model has not what the loss speaks of.
+    `known`: the promises about the inputs' dims; `shards`: the number of shards of a batch whose means are the mean's terms; `inferred`: as
+    in `GraphAppender`. Raises CompileError if the model lacks values that the loss names.
     """
     return loss.add(GraphAppender(model, "loss", where, known, inferred), shards)
 
@@ -89,10 +86,10 @@ def add_metric(
     known: Known = MappingProxyType({}),
     inferred: Inferred | None = None,
 ) -> ir.Value:
-    """The scalar that the metric is, or its sums, in float32: an output `name` appended to the graph, or the model's own output.
+    """Adds the metric, or its sums, as a scalar in float32 and returns it: an output `name` added to the graph, or the model's own output.
 
-    What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims, `inferred` as `GraphAppender`
-    says. Raises CompileError where the model has not what the metric speaks of.
+    Keys that the metric does not set are those of the loss `of`; `known`: the promises about the inputs' dims, `inferred`: as in
+    `GraphAppender`. Raises CompileError if the model lacks values that the metric names.
     """
     to, metric = GraphAppender(model, name, where, known, inferred), meant(model, metric, where)
     if of is not None:
@@ -104,7 +101,9 @@ def add_metric(
 
 
 def meant(model: ir.Model, metric: Metric, where: str) -> Metric:
-    """The metric; a word that names no output of the model is the usual name of a type. CompileError where it does not mean any."""
+    """Returns the metric; a word that is not an output of the model is taken as the usual name of a type; raises CompileError for other
+    words.
+    """
     outputs = [name_of(value) for value in model.graph.outputs]
     if not isinstance(metric, OutputMetric) or metric.output in outputs:
         return metric
@@ -134,14 +133,14 @@ _HELP = (
 
 
 def refuse_untrainable(model: ir.Model, training: Training, paths: Mapping[ir.Node, str]) -> None:
-    """Raises CompileError, of all at once, where torch would train the model otherwise than by its graph."""
+    """Raises CompileError with all reasons for which torch would train the model differently from its graph."""
     problems = [*_noted(model), *_own_backward(model.graph, training, paths)]
     if problems:
         raise CompileError(problems)
 
 
 def _noted(model: ir.Model) -> list[Problem]:
-    """The problems that the model's loader has written into its metadata."""
+    """Returns the problems that the model's loader has written into its metadata."""
     try:
         noted = json.loads(model.metadata_props.get(UNTRAINABLE, "[]"))
         return [Problem(*map(str, one)) for one in noted]
@@ -151,7 +150,7 @@ def _noted(model: ir.Model) -> list[Problem]:
 
 
 def _own_backward(graph: ir.Graph, training: Training, paths: Mapping[ir.Node, str]) -> list[Problem]:
-    """A problem for each function of Python that a gradient flows through from the loss to a parameter."""
+    """Returns a problem for each Python function through which a gradient flows from the loss to a parameter."""
     if not any(OWN_BACKWARD in node.metadata_props for node in graph):
         return []
     reads = reads_of(graph)
@@ -168,7 +167,7 @@ def _own_backward(graph: ir.Graph, training: Training, paths: Mapping[ir.Node, s
 
 
 def add_training(program: Loaded) -> Prepared:
-    """Pass: the model with the loss and the metrics, and `training` filled; the program itself where the plan trains nothing."""
+    """Pass: returns the model with the loss and the metrics, and `training` filled; `training` is None if the plan does not train."""
     plan, rules, model = program.plan, program.plan.train, program.model
     if rules is None:
         return program.into(Prepared, training=None)
@@ -234,8 +233,8 @@ def add_loss_and_metrics(
 ) -> Training:
     """Changes `model` to compute the loss and the metrics; returns its `Training`.
 
-    `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims;
-    `shards`: into how many a batch is dealt out that have means of their own; `outputs`: those of the same model in another program.
+    `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: the promises about inputs' dims;
+    `shards`: the number of shards of a batch that have means of their own; `outputs`: those of the same model in another program. Raises
     CompileError for patterns that match nothing.
     """
     graph = model.graph
@@ -298,7 +297,7 @@ def add_loss_and_metrics(
 
 
 def _taken(name: str) -> Problem:
-    """The refusal of an input of the user's that is called as one that a training has beside the batch."""
+    """Returns the refusal of a user's input that has the name of one of the training's own inputs."""
     law = f"'{name}' is a number that the training itself gives its programs in each step"
     return Problem(
         f"'{name}'",
@@ -309,7 +308,9 @@ def _taken(name: str) -> Problem:
 
 
 def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
-    """Tells by a weight's name whether the plan keeps it one parameter: the last matching rule wins; a frozen one stays."""
+    """Returns a function of a weight's name: whether the plan keeps the weight one parameter. The last matching rule wins; a frozen weight
+    stays.
+    """
     patterns = [(rule, compile_pattern(pattern)) for pattern, rule in rules.parameters.items()]
 
     def said(name: str) -> bool | None:
@@ -321,9 +322,9 @@ def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
 
 
 def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, ParameterOptions]:
-    """Maps each parameter to its options: of all matching rules the later wins, key by key.
+    """Maps each parameter to its options: among all matching rules the later wins, key by key.
 
-    One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
+    One of the `others` becomes a parameter if a rule of its whole name says `frozen: false`.
     """
     freed = {pattern for pattern, rule in rules.parameters.items() if rule.frozen is False}
     found: dict[str, dict[str, Any]] = {
@@ -349,7 +350,7 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
 
 
 def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
-    """The rules whose optimizer has a rate in no proportion to that of the schedule."""
+    """Yields a problem for each rule whose optimizer's rate has no proportion to that of the schedule, which is 0."""
     for pattern, rule in rules.parameters.items():
         own = rule.optimizer
         if own is not None and own.is_scheduled and own.lr > 0 and rules.optimizer.lr == 0:
@@ -364,7 +365,7 @@ def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
 
 
 def _begin_anew(graph: ir.Graph, rules: TrainRules, names: list[str]) -> None:
-    """Gives parameters the first values that the plan says; the later matching rule wins."""
+    """Gives parameters the plan's initial values; the later matching rule wins."""
     for pattern, rule in rules.parameters.items():
         if rule.initial is None:
             continue
@@ -381,7 +382,7 @@ def _same(law: Law) -> Law:
 
 
 def _still(rules: TrainRules, found: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """The first parameter whose optimizer would divide by a rate of 0."""
+    """Yields a problem for the first parameter whose optimizer would divide by a rate of 0."""
     for name, said in found.items():
         optimizer: Optimizer = said["optimizer"] or rules.optimizer
         if not optimizer.is_scheduled and optimizer.lr * said["lr"] == 0 and not said["frozen"]:
@@ -393,7 +394,7 @@ def _still(rules: TrainRules, found: Mapping[str, Mapping[str, Any]]) -> Iterato
 def _late(
     rules: TrainRules, found: Mapping[str, Mapping[str, Any]], places: Mapping[str, Mapping[str, str]]
 ) -> Iterator[Problem]:
-    """Per line of the plan the first parameter with late updates, where a step may change nothing."""
+    """Yields, for each line of the plan, a problem for the first parameter with late updates, if a step may change nothing."""
     told = set[str]()
     for name, said in found.items():
         if not (rules.guarded and said["staleness"] and not said["frozen"]) or places[name]["staleness"] in told:
@@ -406,18 +407,20 @@ def _late(
 
 
 def _is_open(pattern: str) -> bool:
-    """Whether a pattern speaks of all modules, whatever there are: then it may match nothing, as `**.bias` of a model without biases."""
+    """Whether a pattern is for all modules, so that it may match nothing, such as `**.bias` in a model without biases."""
     return "**" in pattern
 
 
 def misnamed(rules: TrainRules, names: Sequence[str]) -> list[Problem]:
-    """The rules of parameters that match none of all tensors that a module has; for whoever knows them before the model is exported."""
+    """Returns the problems of parameter rules that match none of a module's tensors; used when these are known before the model is
+    exported.
+    """
     wrong = [pattern for pattern in rules.parameters if not _is_open(pattern) and not _matching(pattern, names)]
     return [_unmatched(rules, pattern, list(names), []) for pattern in wrong]
 
 
 def _idle(rules: TrainRules, names: Sequence[str]) -> list[str]:
-    """Warnings of rules that speak of all modules and match no parameter."""
+    """Returns warnings of rules that are for all modules and match no parameter."""
     return [
         f"{rules.where('parameters', pattern)}: '{pattern}' matches no parameter of the model, and changes nothing"
         for pattern in rules.parameters
@@ -426,7 +429,7 @@ def _idle(rules: TrainRules, names: Sequence[str]) -> list[str]:
 
 
 def _drawn(model: ir.Model, paths: Mapping[ir.Node, str]) -> list[str]:
-    """A warning of random numbers beside the masks of a Dropout."""
+    """Returns a warning of random numbers other than the masks of a Dropout."""
     names = [paths[node] for node in model.graph if draws(node) and node.op_type != DROPOUT]
     if not names:
         return []

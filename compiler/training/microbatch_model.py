@@ -1,17 +1,16 @@
-"""Pass: a program that runs a batch in parts gives, over all of them, what it gives of the whole batch.
+"""Pass: a program that runs a batch in microbatches gives, over all of them, the outputs of the whole batch.
 
-Where a part needs a number of the whole batch that follows from the inputs alone, as the weight of all its labels, it is given it: the
-number is an input of the parts' programs and the output of one more program, `totals`, which runs first. Each output is a sum or a
-mean over the parts, masks of a dropout are those that the whole batch has at the part's records, and symbols, which the plan
-promises of the whole batch, are those of a part.
+If a microbatch needs a number of the whole batch that depends only on the inputs, such as the weight of all its labels, the number becomes
+an input of the microbatches' programs and an output of an additional program, `totals`, which runs first. Each output is a sum or a mean
+over the microbatches, masks of a dropout are those that the whole batch has at the microbatch's records, and symbols, which the plan
+promises for the whole batch, are those of a microbatch.
 
     loss = sum / weight_sum        part 0:  sum_0 / weight_sum    +    part 1:  sum_1 / weight_sum
 
-What brings records of different parts together in another way is named in a warning: it is then done within each part.
+A node that combines records of different microbatches in another way is named in a warning: it then does so within each microbatch.
 
-Which inputs hold labels that are numbers of classes, so that any other number can be refused: a -1 would count from the end.
-
-The labels of an auc are 0 and 1, also where they are floats.
+The module also finds the inputs with labels that are numbers of classes, so that any other number can be refused: a -1 would count from the
+end. The labels of an auc are 0 and 1, even if they are floats.
 """
 
 from __future__ import annotations
@@ -68,18 +67,20 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
 
 
 def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
-    """The number of classes of logits: along `axis`, else the last dim, of images the channels; None if only a run tells."""
+    """Returns the number of classes of logits: along `axis`, else the last dim, for images the channels; None if it is known only at run
+    time.
+    """
     dims = scores.shape.dims if scores is not None and scores.shape is not None else ()
     size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1] if dims else 0
     return size if isinstance(size, int) else None
 
 
 PART = "part"
-"""The graph's input that says which part of a batch it is, counted from 0."""
+"""The graph's input with the number of the microbatch, counted from 0."""
 
 
 def in_parts(program: Annotated) -> Annotated:
-    """Fills `training.records`, and changes the graph of a part; warns of what mixes records of several."""
+    """Fills `training.records`, and changes the graph to that of a microbatch; warns of nodes that mix records of several."""
     training = program.training
     if training is None:
         return program
@@ -129,9 +130,9 @@ def in_parts(program: Annotated) -> Annotated:
 
 
 def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], training: Training) -> None:
-    """Raises CompileError for what has other bits on another number of ranks, though all sums over parts have one order.
+    """Raises CompileError for values whose bits depend on the number of ranks, although all sums over parts have one order.
 
-    `read` is what the numbers of the whole batch are made of: whole numbers, whose sums are the same in any order.
+    `read`: the values from which the whole batch's numbers are computed; they must be integers, whose sums are exact in any order.
     """
     rules = program.plan.pipeline
     assert rules is not None
@@ -161,7 +162,7 @@ def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], trai
 
 
 def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -> None:
-    """Raises CompileError where an evaluation in parts is not that of the whole batch, or needs numbers of it that the step has not."""
+    """Raises CompileError if an evaluation in microbatches differs from that of the whole batch, or needs totals that the step lacks."""
     totals = program.other_programs.get(ProgramKind.TOTALS)
     made = totals.training.records.totals if totals is not None and totals.training is not None else ()
     facts = [f"the step makes no '{value.name}' of the whole batch" for value in found.totals if value.name not in made]
@@ -173,7 +174,7 @@ def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -
 
 
 def only_totals(program: Placed) -> Placed:
-    """The program of the whole batch's numbers, left with the nodes that make them; every rank gets them."""
+    """Removes all nodes that the whole batch's numbers do not need; every rank gets the numbers."""
     training = program.training
     if training is None or program.kind is not ProgramKind.TOTALS:
         return program
@@ -200,7 +201,7 @@ def only_totals(program: Placed) -> Placed:
 
 
 def _needed_for(values: Collection[ir.Value], program: Annotated) -> Iterator[ir.Node]:
-    """The nodes that some values depend on, from the last to the first."""
+    """Yields the nodes on which some values depend, from the last to the first."""
     wanted = {*values}
     for node in reversed(list(program.model.graph)):
         if not wanted.isdisjoint(node.outputs):
@@ -209,7 +210,7 @@ def _needed_for(values: Collection[ir.Value], program: Annotated) -> Iterator[ir
 
 
 def _arriving_whole(program: Annotated, names: Iterable[str]) -> Annotated:
-    """The program where these inputs are whole on every rank, also where records are dealt out."""
+    """Returns the program with these inputs replicated on every rank, even if records are dealt out."""
     dataset = program.plan.dataset
     dims = {value.name: len(value.shape) for value in program.model.graph.inputs if value.shape is not None}
     whole = {name: DatasetSpec((1,) * dims[name], dataset.where) for name in names if dims.get(name)}
@@ -219,7 +220,7 @@ def _arriving_whole(program: Annotated, names: Iterable[str]) -> Annotated:
 
 
 def _deliver_totals(graph: ir.Graph, found: Flow, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
-    """Gives outputs that are numbers of the whole batch nodes of their own, so that the numbers can become inputs."""
+    """Gives outputs that are totals of the batch nodes of their own, so that the totals can become inputs."""
     for value in [value for value in found.totals if value.is_graph_output()]:
         name, node = name_of(value), value.producer()
         assert node is not None
@@ -233,7 +234,7 @@ def _deliver_totals(graph: ir.Graph, found: Flow, paths: dict[ir.Node, str], val
 
 
 def _give_totals(program: Annotated, found: Flow, values: dict[ir.Value, ValueInfo]) -> None:
-    """Makes the whole batch's numbers inputs."""
+    """Turns the whole batch's numbers into inputs."""
     graph = program.model.graph
     for value in found.totals:
         given = ir.Value(name=value.name, type=value.type, shape=value.shape)
@@ -244,7 +245,7 @@ def _give_totals(program: Annotated, found: Flow, values: dict[ir.Value, ValueIn
 
 
 def _take_shares(found: Flow, count: int, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
-    """What every part has alike, and is added to terms, counts in each part by its share."""
+    """Scales values that are equal in every microbatch, and are added to its terms, by 1 / `count`."""
     for node, k in found.shares:
         value, graph = node.inputs[k], node.graph
         assert value is not None
@@ -267,7 +268,7 @@ def _take_shares(found: Flow, count: int, paths: dict[ir.Node, str], values: dic
 
 
 def _place_masks(graph: ir.Graph, found: Flow, count: int, values: dict[ir.Value, ValueInfo]) -> bool:
-    """Has dropouts draw the masks of the part's records; whether there are any."""
+    """Makes dropouts draw the masks of the microbatch's records; returns whether there are any."""
     which: ir.Value | None = None
     for node in graph:
         data = node.inputs[0] if node.domain == OWN_OPS and node.op_type == DROPOUT else None
@@ -286,7 +287,7 @@ def _place_masks(graph: ir.Graph, found: Flow, count: int, values: dict[ir.Value
 
 
 def _refused(program: Annotated, found: Flow) -> Problem:
-    """What a pipeline cannot do: a microbatch does not know the records of the others."""
+    """Returns the problem of a pipeline with nodes that would need the records of other microbatches."""
     assert program.plan.pipeline is not None
     named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
     more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
@@ -306,7 +307,7 @@ def _refused(program: Annotated, found: Flow) -> Problem:
 
 
 def _told(program: Annotated, found: Flow, own: Sequence[str]) -> list[str]:
-    """A warning of all nodes that see the records of a part where they would see those of the batch, and one of outputs of such."""
+    """Returns a warning of all nodes that see a microbatch's records in place of the batch's, and one of outputs of such nodes."""
     assert program.training is not None
     parts = f"with `accumulate: {program.training.rules.accumulate}`"
     means = (

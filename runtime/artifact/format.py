@@ -1,53 +1,55 @@
 """The artifact's format: names of communication ops and their attributes, metadata keys, and the manifest's schema.
 
-This is the one contract between compiler and runtime; `runtime/README.md` explains it to people. A rank file is a standard
-ONNX model: nodes of the standard domains plus nodes of `partc.comm`, in the order in which the rank executes and
-communicates. `Send(X) ->` and `-> Recv(Y)` of one transfer carry the same `tag`, and either `peer`, the rank at the other end, or `group`,
-whose lists are pairs of source and target: messages between many pairs have one tag, and the ranks at either end one file.
+This is the one contract between compiler and runtime; `runtime/README.md` explains it to people. A rank file is a standard ONNX model:
+nodes of the standard domains plus nodes of `partc.comm`, in the order in which the rank executes and communicates. `Send(X) ->` and `->
+Recv(Y)` of one transfer have the same `tag`, and either `peer`, the rank at the other end, or `group`, whose lists are pairs of source and
+target: so messages between many pairs have one tag, and the ranks at either end share one file.
 
-Collectives are one node on every rank that takes part, and these nodes carry the same `tag`, which no other message or collective
-has. `group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that holds it, so that ranks
-which do the same share one file. A collective over p ranks of a list:
+A collective is one node on every rank that takes part, and these nodes have the same `tag`, which no other message or collective has.
+`group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that contains it, so that ranks with the
+same ops share one file. A collective over p ranks of a list:
 
     AllReduce(X...) -> Y... reduce                   the element-wise sum, max or min of all X, the same bits on every rank; several
-                                                     X of one type travel as one
+                                                     X of one type are sent as one
     AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
     ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal blocks along axis, reduced, for the list's i-th rank
-    AllToAll(X) -> Y        split_axis, concat_axis  the i-th block along split_axis goes to the i-th rank; what comes is joined
+    AllToAll(X) -> Y        split_axis, concat_axis  the i-th block along split_axis goes to the i-th rank; received blocks are joined
     Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; others have no Y
     Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others; the root may leave Y out, the others X
     Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
-                            boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
-                            nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
-                            denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
-                            box for a peer is the k-th that it takes from here.
+                            boxes of X are sent to ranks, boxes of Y come from ranks; X is left out if nothing is sent, Y if nothing is
+                            received. Peers are ranks of the job; the rank itself means a copy. A box is `begin, end, denominator`
+                            for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th box for a peer is the
+                            k-th that it receives from here.
     Pull(table, ids) -> Y, asked, counts, places     owners, rows, row, givers
                             the rows of a table that the ids name. The list's ranks at the places `owners` have it in equal runs of rows, in
-                            this order, `rows` in all, each of the shape `row`; they alone have `table`. Who asks nothing has no ids and no
-                            Y. What a Push of the ranks at the places `givers` reads: `asked`, on an owner, the ids of givers, each giver's
-                            once, giver by giver, from its own first row up; `counts`: how many ids the rank asks of each owner, and then
-                            how many each giver asks of it; `places`, on a giver, by id the place among its own ids, each once
+                            this order, `rows` in all, each of the shape `row`; only they have `table`. A rank that asks for nothing has no
+                            ids and no Y. The other results are for a Push of the ranks at the places `givers`: `asked`, on an owner, the
+                            ids of givers, each giver's once, giver by giver, counted from the owner's first row; `counts`: the number of
+                            ids that the rank asks of each owner, and then the number that each giver asks of it; `places`, on a giver, maps
+                            each id to its place among the giver's distinct ids
     Push(asked, counts, places, dY) -> ids, Y        owners, rows, row, givers
-                            the way back: each owner gets rows for the ids that it was asked, the sum of what one giver gives to a row
-                            once. Rows alone travel: `asked`, `counts` and `places` are those of one Pull, and `ids` is `asked`
+                            the way back: each owner gets rows for the ids that it was asked for, for each giver the sum of its rows of an
+                            id. Only rows are sent: `asked`, `counts` and `places` are those of one Pull, and `ids` is `asked`
 
 A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
 pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
 `microbatch` and named as schedules write it (`0F3`), with messages between them. In the call for microbatch k an event of the body has the
 tag `tag + k`, and a value v of the body that is not an output of it is called `v.k`.
 
-What differs by rank besides weights is a constant, and the file says by which law, so that it is the same on all ranks:
+A value other than a weight that differs by rank is a constant, and the file has the law of its items, so that the file is the same on all
+ranks:
 
     RankConstant() -> Y     group, dtype, shape, items
                             a tensor of `shape`, each of its items an expression over `place`, the rank's place in its list
 
-A rank may have several targets, kinds of devices: the metadata of a node names the one that runs it (`partc.target`), a value lies on the
-target of the node that makes it, and one that is read on another target is copied there. No other rank takes part in that:
+A rank may have several targets, kinds of devices: the metadata of a node names the one that runs it (`partc.target`), a value is on the
+target of the node that makes it, and a value that is read on another target is copied there. No other rank takes part in the copy:
 
     Copy(X) -> Y            to                       X on the target `to`
 
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`. A dim is an integer or an
-expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None where only a step knows the shape.
+expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None if the shape is known only at run time.
 """
 
 from __future__ import annotations
@@ -111,12 +113,12 @@ SHAPE = "shape"
 ITEMS = "items"
 TO = "to"
 PLACE = "place"
-"""What the items of a RankConstant are expressions over."""
+"""The variable in the item expressions of a RankConstant."""
 
 CPU = "cpu"
 CUDA = "cuda"
 DEVICE = "device"
-"""The target of nodes that no pattern of the plan names: what the job says, by default the CPU."""
+"""The target of nodes that no pattern of the plan names: the job's choice, by default the CPU."""
 TARGETS = (CPU, CUDA, DEVICE)
 
 SUM = "sum"
@@ -135,11 +137,11 @@ PHASE = "partc.phase"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
 FACTORS = "partc.factors"
-"""How the dims of a compute node's operands correspond (`graph/factors.py`); in programs that shard, or that make tokens."""
+"""The correspondence of the dims of a compute node's operands (`graph/factors.py`); in programs that shard, or that generate tokens."""
 TARGET = "partc.target"
-"""Which of the rank's devices runs a compute node."""
+"""The target that runs a compute node."""
 RECOMPUTED = "partc.recomputed"
-"""The plan line of a recomputation: stands on a forward node that is repeated in the backward pass. A segment begins before it."""
+"""The plan line of a recomputation, on a forward node that is repeated in the backward pass. A segment begins before it."""
 
 # rules of nodes that run wherever they are read: on several groups, on each in the form that fits there
 CONSTANT = "constant"
@@ -161,33 +163,35 @@ END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
 
 INFER, TRAIN, EVALUATE, EVALUATE_STREAMED = "infer", "train", "evaluate", "evaluate_streamed"
-"""Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone, of any batch
-and of one that the microbatches of the step divide.
+"""Names of programs: that of an artifact that does not train; the training step; and the loss and the metrics alone, for any batch, and for
+batches that the microbatches of the step divide.
 """
 
 
 def rank_file(rank: int, program: str = "") -> str:
-    """The file name of a rank's part of the main program, or of another one, whose name then stands before it."""
+    """Returns the file name of a rank's part of the main program, or of another program, whose name then comes first."""
     return f"{_before(program)}rank_{rank:04d}.onnx"
 
 
 def run_list_file(rank_file: str) -> str:
-    """The file of the run list of a rank file: `rank_0000.run.json` of `rank_0000.onnx`."""
+    """Returns the file of the run list of a rank file: `rank_0000.run.json` for `rank_0000.onnx`."""
     return f"{rank_file.removesuffix('.onnx')}.run.json"
 
 
 def weights_file(rank: int, program: str = "") -> str:
-    """The file that holds the weights whose lowest using rank is `rank`; of another `program` those that the main one does not have."""
+    """Returns the file of the weights whose lowest using rank is `rank`; for another `program` that of weights that the main one does not
+    have.
+    """
     return f"{WEIGHTS}/{_before(program)}rank_{rank:04d}.safetensors"
 
 
 def ranks_folder(ranks: int) -> str:
-    """The folder, in an artifact, of the artifact of the same plan for another number of ranks."""
+    """Returns the folder, in an artifact, of the artifact of the same plan for another number of ranks."""
     return f"r{ranks}"
 
 
 def dump_file(file: str, program: str = "") -> str:
-    """The file of a text about another program than the main one, whose is `file`."""
+    """Returns the file of a text about another program; `file` is the main program's."""
     return file.replace("/", f"/{program}/", 1) if program else file
 
 
@@ -196,13 +200,13 @@ def _before(program: str) -> str:
 
 
 def stays_inside(path: str) -> bool:
-    """Whether a relative path names something inside its folder, on any operating system."""
+    """Whether a relative path stays inside its folder, on any operating system."""
     parts = PurePosixPath(path.replace("\\", "/"))
     return bool(path) and not parts.is_absolute() and ".." not in parts.parts and ":" not in path
 
 
 def inside(path: str) -> str:
-    """The path; ValueError where it leaves its folder."""
+    """Returns the path; raises ValueError if it leaves its folder."""
     if not stays_inside(path):
         raise ValueError(f"the path '{path}' leaves the folder")
     return path
@@ -256,11 +260,12 @@ class Collective(Record):
 
 
 GRADIENT_NORM, SCALE, REST, CACHE, ADAPTER = "gradient_norm", "scale", "rest", "cache", "adapter"
-"""The output of a step that is the norm of its gradients, where the plan reports it. Kinds of state: the loss scale and its count of steps,
-replaced also where a step changes nothing else; what rounding has left of messages; a decoder's keys and values; a stack of weights of
-adapters, which no step replaces."""
+"""The output of a step with the norm of its gradients, if the plan reports it. Kinds of state: the loss scale and its count of steps, which
+a step updates even if it changes nothing else; the rounding errors of messages; a decoder's keys and values; a stack of adapters'
+weights, which no step updates.
+"""
 OF_A_PLAN = (SCALE, REST)
-"""The kinds of state that go with a plan, not with a model: a checkpoint without them, or with others, fits."""
+"""The kinds of state that belong to a plan, not to a model: a checkpoint without them, or with others, is compatible."""
 
 
 class TensorRecord(Record):
@@ -284,15 +289,15 @@ class TensorRecord(Record):
     initial: float | Law = 0.0
 
     def box(self, rank: int) -> Box | None:
-        """The shard that a rank holds; None where it holds the global tensor."""
+        """Returns the shard that a rank has; None if it has the global tensor."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
     def shard(self, rank: int) -> Box:
-        """The shard of a rank that holds it, a box also where that is the whole."""
+        """Returns the shard of a rank that has the tensor, as a box even if it is the whole tensor."""
         return self.box(rank) or [[0, 1, 1] for _ in self.shape]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank holds of it."""
+        """Returns the shape of a rank's shard."""
         if (box := self.box(rank)) is None:
             return tuple(self.shape)
         return tuple(size * (end - begin) // of for size, (begin, end, of) in zip(self.shape, box, strict=True))
@@ -400,17 +405,17 @@ class Manifest(ArtifactRecord):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether the artifact was compiled without weights: it can be looked at, and not run."""
+        """Whether the artifact was compiled without weights: it can be inspected, but not run."""
         return any(record.absent for record in self.files.values())
 
     def weights_path(self, folder: Path, location: str) -> Path:
-        """The file that the external data of a weight names: one of the artifact's folder, or one outside that weights stay in."""
+        """Returns the file that the external data of a weight names: one in the artifact's folder, or one outside in which weights stay."""
         record = self.files.get(location)
         return Path(record.path) if record is not None and record.path else folder / location
 
     @property
     def numbers(self) -> dict[int, str]:
-        """Maps each number of ranks that there are programs for to its artifact's folder: "" is this one, `r6` is inside of it."""
+        """Maps each number of ranks with compiled programs to its artifact's folder: "" is this one, `r6` is inside of it."""
         inside = [name.removesuffix(f"/{MANIFEST}") for name in self.files if name.endswith(f"/{MANIFEST}")]
         numbers = {
             int(name[1:]): name for name in inside if name[1:].isdecimal() and name == ranks_folder(int(name[1:]))
@@ -419,31 +424,31 @@ class Manifest(ArtifactRecord):
 
     @property
     def referenced(self) -> dict[str, FileRecord]:
-        """The files outside of the folder that weights are read from."""
+        """The files outside of the folder from which weights are read."""
         return {name: record for name, record in self.files.items() if record.path}
 
     def state_bytes_of(self, record: StateRecord, rank: int) -> int:
-        """The bytes that a rank keeps of a tensor from step to step; of a cache the rows of all groups of slots."""
+        """Returns the bytes that a rank stores of a tensor from step to step; for a cache with the rows of all groups of slots."""
         dtype = dense(record.type)
         turns = self.generation.groups if record.kind == CACHE and self.generation is not None else 1
         return turns * dtype.bytes_of(record.local_shape(rank)) if dtype is not None else 0
 
     @property
     def prefix(self) -> str:
-        """What the names of the program's own files begin with: its name, where it is not the main one."""
+        """The prefix of the names of the program's own files: its name, if it is not the main program."""
         return "" if self.is_main else self.name
 
     @property
     def guard(self) -> str:
-        """As the training's record says; empty where nothing is trained."""
+        """The guard of the training's record; empty without training."""
         return self.training.guard if self.training is not None else ""
 
     def program(self, rank: int) -> str:
-        """The file that holds a rank's program."""
+        """Returns the file of a rank's program."""
         return self.rank_files[rank] if self.rank_files else rank_file(rank, self.prefix)
 
     def by_file(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """These ranks by the file that holds their program."""
+        """Groups these ranks by the file of their program."""
         found: dict[str, list[int]] = {}
         for rank in ranks:
             found.setdefault(self.program(rank), []).append(rank)
@@ -451,11 +456,11 @@ class Manifest(ArtifactRecord):
 
     @cached_property
     def messages(self) -> list[Transfer]:
-        """The messages, each by itself: those between many pairs of ranks have one tag."""
+        """The single messages: those between many pairs of ranks share one tag."""
         return one_by_one(self.transfers, self.groups)
 
     def messages_of(self, rank: int) -> list[Transfer]:
-        """The messages that a rank sends or receives, in the order of all."""
+        """Returns the messages that a rank sends or receives, in the order of all messages."""
         return self._messages.get(rank, [])
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:

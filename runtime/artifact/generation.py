@@ -1,24 +1,24 @@
-"""The artifact's record of generation: the inputs and outputs that are used, and the number and length of the sequences that its ranks
-keep.
+"""The artifact's record of generation: the inputs and outputs of its steps, and the number and length of the sequences that its ranks keep.
 
-Two programs run over the same caches. `decode`, the main one, makes one token of every slot. `prefill` reads a chunk of a prompt of one
-slot: of one of each of `runs` equal runs, where slots are dealt out to ranks. In its files a cache has `runs` slots in place of all of
-them, one on each rank, and a step binds there the row of the slot that it is told.
+Two programs run over the same caches. `decode`, the main one, makes one token for every slot. `prefill` reads a chunk of the prompt of one
+slot: one in each of `runs` equal runs, if slots are dealt out to ranks. In its files a cache has `runs` slots in place of all slots, one on
+each rank, and a step binds the row of the slot that it is given.
 
-An encoder before a decoder is a third program, `encode`, of one slot of each run as a prefill is. It writes whole the caches of keys and
-values that the decoder's layers make of its output; the other two read them, up to the slot's number of entries, and never write there.
+An encoder before a decoder is a third program, `encode`, for one slot of each run, as a prefill. It writes the complete caches of keys and
+values that the decoder's layers make of its output; the other two programs read them, up to the slot's number of entries, and never write
+them.
 
-Narrow programs, `prefill_16` or `decode_2`, are the same with fewer tokens of a chunk, or fewer slots of each run: a step binds the rows
-of the slots that it is told, one behind the other.
+Narrow programs, `prefill_16` or `decode_2`, are the same with fewer tokens of a chunk, or fewer slots of each run: a step binds the rows of
+the slots that it is given, one after the other.
 
-Where slots take turns in several `groups`, each group has as many slots of every run, one behind the other: in the files of decode a cache
-has the slots of one group, and a step binds there the rows of the group that it is told. `next` stays where it is made, too, so
-that the first of several stages goes on with another group, while the last one is at this.
+If slots take turns in several `groups`, each group has the same number of slots of every run, one after the other: in the files of decode a
+cache has the slots of one group, and a step binds the rows of the group that it is given. `next` also stays where it is made, so that the
+first of several stages continues with another group, while the last one works on this group.
 
-The law of rows: a row of a step reads and writes the row of its own slot alone. It writes from the slot's position on, and what lies there
-is not read before a later step of that slot has written it again: so a row without a part in a step (a free slot, or one whose prompt is
-being read while others decode; a run without a prompt) is given its slot's position and any token, and changes nothing that is ever read.
-A state (`states`) has no entries by token: it is zeros where a step's position is 0, and a row without a token keeps it.
+The law of rows: a row of a step reads and writes only the row of its own slot. It writes from the slot's position on, and entries there are
+not read until a later step of that slot has written them again. So a row without a part in a step (a free slot, or one whose prompt is
+being read while others decode; a run without a prompt) gets its slot's position and any token, and changes nothing that is ever read. A
+state (`states`) has no entries by token: it is zeros if a step's position is 0, and a row without a token leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from partc.runtime.options import Options
 from pydantic import BaseModel, ConfigDict, Field
 
 DECODE, PREFILL, ENCODE = "decode", "prefill", "encode"
-"""Names of programs: of a decoder one token of every slot, a chunk of a prompt of one slot, and the encoder on the input of one slot."""
+"""Names of a decoder's programs: one token of every slot, a chunk of a prompt of one slot, and the encoder on the input of one slot."""
 
 
 def narrow(kind: str, size: int) -> str:
-    """The name of a narrow program: a prefill of so many tokens, a decode of so many slots of each run."""
+    """Returns the name of a narrow program: a prefill of `size` tokens, or a decode of `size` slots of each run."""
     return f"{kind}_{size}"
 
 
 def kind_and_size(name: str) -> tuple[str, int]:
-    """The kind of a program of a decoder, and the size of a narrow one; 0 of another."""
+    """Returns the kind of a decoder's program, and the size of a narrow one; 0 for others."""
     kind, _, size = name.partition("_")
     return (kind, int(size)) if size.isdecimal() else (name, 0)
 
 
 def binds_rows(name: str) -> bool:
-    """Whether a step of a program binds the rows of the slots that it is told, in place of all slots."""
+    """Whether a step of a program binds the rows of the slots that it is given, in place of all slots."""
     kind, size = kind_and_size(name)
     return kind in (PREFILL, ENCODE) or (kind == DECODE and size > 0)
 
@@ -170,14 +170,14 @@ class GenerationRecord(StepPorts):
         ]
 
     def rows_of(self, name: str) -> int | None:
-        """How many slots of each cache a step of a program binds, where it is told which; None of a program that has all of a group."""
+        """Returns the number of slots of each cache that a step of a program binds; None for a program with all slots of a group."""
         kind, size = kind_and_size(name)
         if kind == DECODE and size:
             return size * self.runs
         return self.runs if kind in (PREFILL, ENCODE) else None
 
     def slots_of(self, group: int) -> list[int]:
-        """Maps each row of a decode to its slot in the turn of a group: every run has the same number, one after the other."""
+        """Maps each row of a decode to its slot for the turn of a group: every run has the same number of slots, one after the other."""
         of_run = self.slots // self.runs
         size = of_run // self.groups
         return [begin + at for begin in range(group * size, self.slots, of_run) for at in range(size)]

@@ -1,5 +1,4 @@
-"""The file `manifest.json`: the facts common to all programs of an artifact, and those of each; `Manifest` has those that one program
-needs.
+"""The file `manifest.json`: the facts common to all programs of an artifact, and those of each; a `Manifest` has those of one program.
 
     {"format": 3, "partc": "0.1.0", "model": {...}, "plan": {...}, "ranks": 2, "files": {...}, "symbols": {...}, "groups": {...},
      "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},
@@ -8,8 +7,8 @@ needs.
 
 Only the first wrong record of a list is reported: a short list of empty ones would make a thousand times as many messages.
 
-The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it, but for caches:
-these a prefill replaces, too, of which its records have the slots that it computes alone (`generation.py`).
+The first program is the main one. Its rank files have the initial values of the state, and only it updates the state, except caches: a
+prefill updates these too, and its records have only the slots that it computes (`generation.py`).
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class ManifestFile(ArtifactRecord):
         return self
 
     def manifest(self, name: str = "") -> Manifest:
-        """The manifest as a program needs it, by default the main one; always the same object."""
+        """Returns the manifest for a program, by default the main one; always the same object."""
         name = name or next(iter(self.programs))
         if name not in self._manifests:
             self._manifests[name] = self._manifest(name)
@@ -126,7 +125,7 @@ class ManifestFile(ArtifactRecord):
         )
 
     def _following(self, kept: Mapping[str, str | list[str]], name: str) -> Iterator[tuple[TensorRecord, str]]:
-        """The records of the state that a program keeps, as it has them, each with the output that takes its place."""
+        """Yields the records of the state that a program keeps, in the program's form, each with the output that replaces it."""
         turn: Counter[str] = Counter()
         rows = None if self.generation is None else self.generation.rows_of(name)
         for one in self.state:
@@ -138,7 +137,7 @@ class ManifestFile(ArtifactRecord):
 
     @classmethod
     def of(cls, manifests: Sequence[Manifest]) -> ManifestFile:
-        """The file for these programs of one artifact, the main one first; the others read of its state."""
+        """Returns the file for these programs of one artifact, the main one first; the others read its state."""
         main = manifests[0]
         groups = {name: lists for one in reversed(manifests) for name, lists in one.groups.items()}
         return cls.model_construct(

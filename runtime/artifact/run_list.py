@@ -1,4 +1,4 @@
-"""The run list of a rank file: how its nodes run, as the compiler decided it; `rank_0000.run.json` next to `rank_0000.onnx`.
+"""The run list of a rank file: how the compiler decided to run its nodes; `rank_0000.run.json` next to `rank_0000.onnx`.
 
     {"program": "<SHA-256 of the rank file>",
      "rows": {"train": "R3 S0 A7 W3 S1 W7 U0"},
@@ -13,11 +13,11 @@ A row is a text of steps; the rank file's main graph has one under the name of i
     R3    the receive of message 3 is posted        X3    message 3 is sent
     A7    collective 7 begins                       W7    message or collective 7 must be complete from here on
     L9    lookup 9 runs                             C12   node 12, a Copy, runs
-    U0    update 0 runs: its nodes overwrite what the rank keeps
+    U0    update 0 runs: its nodes overwrite the rank's state
     0F3   the task of this name runs
 
-Messages, collectives and lookups have their tags, in a task those of microbatch 0. Nodes are counted from 0 in the graph or function of
-the row, without RankConstants and, in a function, without its constants. A node that is in no row is not needed. A rank file without a list
+Messages, collectives and lookups have their tags, in a task those of microbatch 0. Nodes are counted from 0 in the graph or function of the
+row, without RankConstants and, in a function, without its constants. A node that is in no row is not needed. A rank file without a run list
 runs by a simple one that the runtime makes (`program/default_list.py`).
 """
 
@@ -79,7 +79,7 @@ class RunList(Record):
     buffers: list[BufferRow] = Field([])
 
     def text(self) -> str:
-        """The file's text, with a line for each row, segment and update."""
+        """Returns the file's text, with a line for each row, segment and update."""
         rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in self.rows.items()]
         parts = [f'"program": {json.dumps(self.program)}', f'"rows": {{{_lines(rows)}}}']
         for key, records in (("segments", self.segments), ("updates", self.updates), ("buffers", self.buffers)):
@@ -94,13 +94,13 @@ def _lines(rows: Iterable[str]) -> str:
 
 
 def parsed_step(text: str) -> tuple[str, int]:
-    """The letter and the number of a step; an empty letter of a text that names a task."""
+    """Returns the letter and the number of a step; an empty letter for a text that names a task."""
     found = _CELL.fullmatch(text)
     return ("", 0) if found is None else (found[1], int(found[2]))
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Numbers of nodes, rising, as a list writes them: `0-4,6`."""
+    """Returns ascending numbers of nodes as a text: `0-4,6`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -111,7 +111,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def numbers_of(text: str, count: int) -> list[int]:
-    """The numbers of such a text, all below `count`; ValueError where it is another text."""
+    """Returns the numbers of such a text, all below `count`; raises ValueError for another text."""
     found: list[int] = []
     for part in text.split(","):
         run = _RUN.fullmatch(part)

@@ -1,6 +1,6 @@
 """Checks an artifact from its files alone: proves the compiler's promises again, without running it.
 
-`checks.py` lists the checks. Each program of the artifact is checked by itself and beside the main one.
+`checks.py` lists the checks. Each program of the artifact is checked by itself and against the main one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
 
 @dataclass(frozen=True)
 class Checked:
-    """What was looked at, and what was found.
+    """The violations found, and the counts of checked parts.
 
-    `state` counts the tensors that ranks keep. `named` is what a training names outside of the folder, which only the user can say is
-    wanted. `memory` is what the rows of a sound pipeline keep, of `microbatches` in all.
+    `state`: the number of tensors that ranks keep. `named`: the files outside of the folder that a training names, which only the user can
+    approve. `memory`: the saved values of a sound pipeline's rows, of `microbatches` in all.
     """
 
     violations: list[Violation]
@@ -51,9 +51,9 @@ class Checked:
 
 @dataclass(frozen=True)
 class RowsMemory:
-    """The most that the rows of some ranks keep for backward passes: microbatches, and bytes as an expression in the symbols.
+    """The peak of the values that the rows of some ranks save for backward passes: microbatches, and bytes as an expression in the symbols.
 
-    The size of `unknown` values is known only at run time.
+    `unknown`: the number of values whose size is known only at run time.
     """
 
     ranks: str
@@ -63,12 +63,12 @@ class RowsMemory:
 
 
 def check_artifact(folder: str | Path) -> list[Violation]:
-    """Every violation in the artifact `folder`; an empty list means that all promises hold."""
+    """Returns every violation in the artifact `folder`; an empty list means that all promises hold."""
     return check(folder).violations
 
 
 def check(folder: str | Path) -> Checked:
-    """The violations together with counts of what was checked."""
+    """Returns the violations together with counts of what was checked."""
     place = Path(folder)
     before = stamp(place)
     artifact, unread = read_artifact(place)
@@ -81,7 +81,7 @@ def check(folder: str | Path) -> Checked:
 
 
 def _of_other_numbers(artifact: Artifact) -> Iterator[Violation]:
-    """The violations in the artifacts for other numbers of ranks, and where they do not keep the tensors of this one."""
+    """Yields the violations in the artifacts for other numbers of ranks, and those of tensors that differ from this one's."""
     for folder in filter(None, artifact.manifest.numbers.values()):
         other, unread = read_artifact(artifact.folder / folder)
         found = unread if other is None else _Run(other).violations
@@ -93,7 +93,7 @@ def _of_other_numbers(artifact: Artifact) -> Iterator[Violation]:
 class _Run:
     """A run of all checks over one program: `violations` are the violations, `failed` names the checks and files that have any.
 
-    The folder is looked at once, with the main program; what is then known is in the subject `main` of the runs of other programs.
+    The folder is checked once, with the main program; the runs of other programs get the facts found in the subject `main`.
     """
 
     def __init__(self, artifact: Artifact, main: Subject | None = None) -> None:
@@ -112,7 +112,7 @@ class _Run:
         self._run(ACROSS, TRAINING)
 
     def _beside(self, program: str) -> list[Violation]:
-        """The violations of another program of the artifact."""
+        """Returns the violations of another program of the artifact."""
         found = _Run(self.artifact.program_named(program), self.subject).violations
         return [replace(one, file=f"{MANIFEST}: {program}") if one.file == MANIFEST else one for one in found]
 
@@ -126,7 +126,7 @@ class _Run:
                 self.failed.add(check.proves)
 
     def _read(self) -> None:
-        """Reads and checks each rank file once; a file that is not the manifest's is not read."""
+        """Reads and checks each rank file once; a file whose hash differs from the manifest's is not read."""
         subject = self.subject
         kept: dict[int, list[StateRecord]] = {}
         for record in subject.manifest.state:
@@ -153,7 +153,7 @@ class _Run:
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:
-        """Whether a check finds violations. A check that fails on files known to be wrong adds none."""
+        """Runs a check, and returns whether it finds violations. A check that fails on files known to be wrong adds none."""
         try:
             found = [*dict.fromkeys(run(subject))]
         except Exception as error:  # whatever bytes a file has, the artifact counts as not proven sound
@@ -170,7 +170,7 @@ class _Run:
 
 
 def _is_due(check: Check, failed: set[str]) -> bool:
-    """Whether a check can be made: none that it relies on has failed."""
+    """Whether a check can run: none of the checks on which it relies has failed."""
     return not failed if check.after == SOUND else failed.isdisjoint(check.after)
 
 
@@ -194,7 +194,7 @@ def _checked(run: _Run) -> Checked:
 
 
 def _rows_memory(subject: Subject) -> list[RowsMemory]:
-    """What rows keep, ranks that keep the same together."""
+    """Returns the values that rows save, with equal ranks together."""
     found: dict[tuple[float, str, int], list[int]] = {}
     for ranks in subject.manifest.by_file(subject.rows).values():
         most = saved(subject.rows[ranks[0]], declared_types(subject.models[ranks[0]]))

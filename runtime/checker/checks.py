@@ -1,12 +1,12 @@
-"""All checks of `partc check`, in order: what each proves, what it reads, and which checks must come before.
+"""All checks of `partc check`, in order: the law that each proves, the files that it reads, and the checks that must come before.
 
     FILES      the folder, before any of its files is read
     GRAPH      each rank file by itself
-    ACROSS     rank files and the manifest beside each other
-    TRAINING   what ranks keep from step to step, of artifacts that train
+    ACROSS     rank files and the manifest against each other
+    TRAINING   the state of ranks, in artifacts that train
 
-A check is a function that gives violations, and one row here. It may rely on what the rows that it names as `after` prove, and is left
-out where one of them has found something; `SOUND` stands for all rows before it, and for the programs inside of the artifact.
+A check is a function that returns violations, and one row here. It may rely on the rows that it names as `after`, and is skipped if one of
+them has violations; `SOUND` stands for all rows before it, and for the programs inside of the artifact.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Run: TypeAlias = Callable[[Subject], Iterable[Violation]]
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it proves, as messages say it, where it looks, and how."""
+    """One check: the law that it proves, in the words of messages, the files that it reads, and its function."""
 
     proves: str
     scope: str

@@ -1,8 +1,8 @@
-"""Whether a checkpoint fits a program: it holds the tensors that the program keeps, and no others, by name, shape and type.
+"""Whether a checkpoint fits a program: it has exactly the tensors that the program keeps, by name, shape and type.
 
-To go on with a run everything must fit: parameters, statistics, and what the optimizer keeps. To begin a new one from weights
-(`--init`) the optimizer's part does not matter. All that does not fit is one error. The scale of a loss, and what is left of messages, go
-with neither: a run in float32 and one in float16, or on other ranks, go on with each other's checkpoints.
+To continue a run everything must fit: parameters, statistics, and the optimizer's tensors. To begin a new run from weights (`--init`) the
+optimizer's tensors do not matter. All that does not fit is one error. The scale of a loss, and the rounding errors of messages, are
+ignored: runs in float32 and float16, or on other ranks, continue from each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .checkpoint import Checkpoint
 from .index import Kind, TensorRecord
 
 OPTIMIZER = "optimizer"
-"""The key of `meta` under which a training run gives its optimizer's name."""
+"""The key of `meta` under which a training run stores its optimizer's name."""
 _SUGGESTED = 20
 _WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 
 
 def check_compatible(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str = "") -> None:
-    """Checks that the checkpoint holds exactly the tensors of the records, so that each can be loaded.
+    """Checks that the checkpoint has exactly the tensors of the records, so that each can be loaded.
 
-    `optimizer` is the name of the program's, for the message where the checkpoint is another one's. CheckpointError has all that
-    does not fit.
+    `optimizer`: the name of the program's optimizer, for the message if the checkpoint's is another one. Raises CheckpointError with all
+    that does not fit.
     """
     wanted = {record.tensor: record for record in records}
     held = checkpoint.index.tensors
@@ -51,18 +51,17 @@ def check_compatible(checkpoint: Checkpoint, records: Sequence[StateRecord], opt
 
 
 def is_weights_file(path: Path) -> bool:
-    """Whether initial weights come from a `.safetensors` file of anyone's, and not from a checkpoint."""
+    """Whether initial weights come from a `.safetensors` file of any origin, and not from a checkpoint."""
     if path.suffix == ".safetensors" and not path.exists():
         raise UsageError(f"{path}: there is no such file\n  help: give a .safetensors file or a checkpoint's folder")
     return path.is_file()
 
 
 def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict: bool = True) -> frozenset[str]:
-    """The tensors of the records to load from a source of initial weights: parameters and statistics of the same name.
+    """Returns the tensors of the records to load from a source of initial weights: parameters and statistics of the same name.
 
-    With `strict` all of the program's parameters must be there, and nothing that it lacks; without, whatever is there under a
-    name of the program's, at least one. Shapes and types must be the same in any case. CheckpointError has all that does not fit.
-    A file without statistics fits: they begin anew.
+    With `strict` the source must have all of the program's parameters, and no others; without, at least one. Shapes and types must be the
+    same in any case. Raises CheckpointError with all that does not fit. A file may lack statistics: these then have their initial values.
     """
     wanted = {record.tensor: record for record in records if record.kind in _WEIGHTS}
     held = source.index.tensors
@@ -83,7 +82,7 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
 def _weight_problems(
     checkpoint: Checkpoint, wanted: Mapping[str, StateRecord], strict: bool, statistics: bool = True
 ) -> Iterator[str]:
-    """Problems of parameters and statistics; without `statistics` the latter may be absent."""
+    """Yields problems of parameters and statistics; without `statistics` the latter may be absent."""
     where = checkpoint.path
     ours = {name: record for name, record in wanted.items() if record.kind in _WEIGHTS}
     theirs = {name: held for name, held in checkpoint.index.tensors.items() if held.kind in _WEIGHTS}
@@ -104,7 +103,7 @@ def _weight_problems(
 
 
 def _slot_problems(checkpoint: Checkpoint, wanted: Mapping[str, StateRecord]) -> Iterator[str]:
-    """Problems of the tensors of one and the same optimizer, for the parameters that both sides have."""
+    """Yields problems of an optimizer's tensors, for the parameters that both sides have; both sides have the same optimizer."""
     held = checkpoint.index.tensors
     for name, record in wanted.items():
         if record.kind != "optimizer":
@@ -138,7 +137,7 @@ def _saved_text(held: TensorRecord) -> str:
 
 
 def _optimizer(name: str, slots: Sequence[str]) -> str:
-    """An optimizer by its name and by what it keeps: `the optimizer 'adam', which keeps m, v`."""
+    """Returns a text of an optimizer's name and its tensors: `the optimizer 'adam', which keeps m, v`."""
     keeps = ", ".join(slots) or "nothing"
     if ", " in name:
         return f"the optimizers {name}, which keep {keeps}"
@@ -146,7 +145,7 @@ def _optimizer(name: str, slots: Sequence[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The names most like one, as the end of a message; those that end alike first, since prefixes differ most often."""
+    """Returns the names most similar to one, as the end of a message; same endings first, since prefixes differ most often."""
     last = name.rpartition(".")[2]
     some = list(names)
     ending = [other for other in some if other.endswith((f".{name}", f"_{name}")) or name.endswith(f".{other}")]

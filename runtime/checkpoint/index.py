@@ -8,10 +8,10 @@
       step_00000140/
 
 The index is written last: a folder without one is not a checkpoint. Its last line is the hash of the lines before it, and a file's header
-has the hashes of its tensors: so one hash vouches for the whole, and each part can be checked alone.
+has the hashes of its tensors: so one hash covers the whole checkpoint, and each part can be checked alone.
 
-While something is done to a checkpoint its folder is hidden: `.step_00000160.saving` is being written, `.step_00000120.removed` is being
-removed, and `.step_00000140.old` is whole and gives way to a new `step_00000140`.
+A checkpoint's folder is hidden while an operation on it runs: `.step_00000160.saving` is being written, `.step_00000120.removed` is being
+removed, and `.step_00000140.old` is complete and is being replaced by a new `step_00000140`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ..files.regular import read_regular
 
 INDEX = "checkpoint.json"
 NONFINITE = "nonfinite"
-"""Key of `meta`: the checkpoint holds numbers that are not finite."""
+"""Key of `meta`: the checkpoint has numbers that are not finite."""
 ADAPTER = "adapter"
-"""Key of `meta`: the alpha of each module of the adapter that is trained."""
+"""Key of `meta`: the alpha of each module of the trained adapter."""
 SKIPPED = "skipped"
-"""Key of `meta`: how many of its steps changed nothing."""
+"""Key of `meta`: the number of its steps that changed nothing."""
 FORMAT: Literal[2] = 2
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _TOLD = 20
-"""How many problems of one kind are said."""
+"""The most problems of one kind that a message lists."""
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(saving|old|removed)")
 SAVING, OLD, REMOVED = "saving", "old", "removed"
@@ -66,7 +66,7 @@ class ShardRecord(Record):
 
     @property
     def region(self) -> Region:
-        """Where in the tensor it lies."""
+        """The region of the tensor that it is."""
         return Region(self.begin, self.end)
 
 
@@ -81,12 +81,12 @@ class TensorRecord(Record):
 
     @property
     def bytes(self) -> int:
-        """The size of the global tensor."""
+        """The bytes of the global tensor."""
         return STORED[self.dtype].bytes_of(self.shape)
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return math.prod(self.shape)
 
 
@@ -109,7 +109,9 @@ class CheckpointIndex(Record):
     files: dict[Annotated[str, AfterValidator(inside)], CheckpointFile]
 
     def text(self) -> str:
-        """The index as JSON, a line for each tensor and file, so that it can be compared; the last is the hash of those before."""
+        """Returns the index as JSON, a line for each tensor and file, so that indices can be compared; the last line is the hash of those
+        before.
+        """
         data = self.model_dump(mode="json")
         lists = {key: data.pop(key) for key in ("tensors", "files")}
         lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
@@ -123,22 +125,22 @@ class CheckpointIndex(Record):
 
 
 def sealed(text: str) -> str:
-    """The text of an index with its last line, the hash of the lines before it."""
+    """Returns the text of an index with its last line, the hash of the lines before it."""
     return f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
 
 
 def step_folder(step: int) -> str:
-    """The name of a step's folder."""
+    """Returns the name of a step's folder."""
     return f"step_{step:08d}"
 
 
 def hidden_folder(name: str, doing: str) -> str:
-    """The name that the folder of a step has while something is done to it."""
+    """Returns the name of a step's folder while an operation on it runs."""
     return f".{name}.{doing}"
 
 
 def rank_tensors(rank: int) -> str:
-    """The name of the file that a rank writes."""
+    """Returns the name of the file that a rank writes."""
     return f"rank_{rank:04d}.safetensors"
 
 
@@ -153,7 +155,9 @@ def is_step(path: Path) -> bool:
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, whole or not, the oldest first; one that was about to give way, too, where nothing took its place."""
+    """Returns the checkpoints in a folder, complete or not, the oldest first; includes one that was being replaced, if its replacement is
+    missing.
+    """
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)
@@ -164,14 +168,14 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def stale_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """The hidden folders of saves that did not end: each with the name that it had or was to have, and what was done."""
+    """Yields the hidden folders of saves that did not end: each with the checkpoint's name, and the operation."""
     for path in sorted(folder.iterdir()):
         if (hidden := _HIDDEN.fullmatch(path.name)) is not None:
             yield path, hidden[1], hidden[2]
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """The index of a checkpoint's folder, sound in itself; the files are not looked at. DamagedError says what is wrong."""
+    """Returns the index of a checkpoint's folder, checked in itself, without its files; raises DamagedError with the faults."""
     file = folder / INDEX
     data = _parsed(file, _read(file))
     try:
@@ -189,7 +193,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def _read(file: Path) -> bytes:
-    """The bytes of an index: of a plain file of moderate size."""
+    """Returns the bytes of an index, which must be a regular file of moderate size."""
     try:
         found = file.lstat()
         if not stat.S_ISREG(found.st_mode):
@@ -202,7 +206,7 @@ def _read(file: Path) -> bytes:
 
 
 def _parsed(file: Path, text: bytes) -> dict[str, object]:
-    """What an index says, once its hash is found right."""
+    """Returns the contents of an index, once its hash is verified."""
     seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
     if seal and seal[1].decode() != hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest():
         raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
@@ -224,7 +228,7 @@ def _parsed(file: Path, text: bytes) -> dict[str, object]:
 
 
 def _contradictions(index: CheckpointIndex) -> Iterator[str]:
-    """Violations of laws beyond the schema: known types, shards within their tensors and of all their elements, files that are listed."""
+    """Yields violations of laws beyond the schema: known types, shards inside their tensors that cover all elements, listed files."""
     for name, tensor in index.tensors.items():
         if tensor.dtype not in STORED:
             yield f"tensor '{name}' is of type '{tensor.dtype}'; known are {', '.join(STORED)}"

@@ -1,12 +1,12 @@
-"""DeviceMemory of a target other than the host, and values in it.
+"""The memory of a target other than the host, and values in it.
 
     memory = memory_of(Device("cuda", 0))
-    block = memory.block(1 << 20)             # kept alive by whoever holds it
+    block = memory.block(1 << 20)             # freed when its last reference is gone
     memory.write(block.pointer, data)         # from the host
     memory.read(block.pointer, data)          # to the host
 
-Nothing but sessions and the calls here touch what lies there: a `Remote` has no array. That also holds where the target runs on the CPU, so
-that a program which would read a device's memory as the host's fails there, too.
+Only sessions and the calls here access this memory: a `Remote` has no array. That also holds if the target runs on the CPU, so that a
+program that would read a device's memory as the host's fails there, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .devices import Device, Devices
 
 @dataclass(frozen=True)
 class Block:
-    """DeviceMemory of a device: its address, and what keeps it."""
+    """Memory of a device: its address, and the object that owns it."""
 
     pointer: int
     size: int
@@ -43,15 +43,15 @@ class DeviceMemory(Protocol):
     device: Device
 
     def block(self, size: int) -> Block:
-        """New memory, not cleared."""
+        """Returns new memory, not cleared."""
         ...
 
     def write(self, pointer: int, data: Bytes) -> None:
-        """Copies from the host; returns when that is done."""
+        """Copies from the host; returns when the copy is done."""
         ...
 
     def read(self, pointer: int, data: Bytes) -> None:
-        """Copies to the host; returns when that is done."""
+        """Copies to the host; returns when the copy is done."""
         ...
 
 
@@ -76,7 +76,7 @@ class Remote:
         return self.memory.device.kind, self.memory.device.number
 
     def to_host(self) -> Tensor:
-        """A copy in the host's memory."""
+        """Returns a copy in the host's memory."""
         copy = Tensor.empty(self.dtype, self.shape)
         self.memory.read(self.pointer, copy.data)
         return copy
@@ -84,11 +84,11 @@ class Remote:
 
 Placed: TypeAlias = Tensor | Remote
 Cell: TypeAlias = "Value | Remote"
-"""What a value of a step is: one of the host, or one in a target's memory."""
+"""A value of a step: one on the host, or one in a target's memory."""
 
 
 def move(source: Placed, target: Placed) -> None:
-    """Copies the bytes of a value to the place of another one of the same size, wherever both lie."""
+    """Copies the bytes of a value to another one of the same size; each may be on the host or a device."""
     match source, target:
         case Tensor(), Tensor():
             np.copyto(target.data, source.data)
@@ -101,17 +101,17 @@ def move(source: Placed, target: Placed) -> None:
 
 
 def shapes_of(cells: Mapping[str, Cell]) -> dict[str, tuple[int, ...]]:
-    """The shapes of cells that are tensors, by their names."""
+    """Maps names to the shapes of the cells that are tensors."""
     return {name: tuple(one.shape) for name, one in cells.items() if isinstance(one, Tensor | Remote)}
 
 
 def on_host(value: Cell) -> Value:
-    """A value of the host: itself, or a copy of one that lies elsewhere."""
+    """Returns a value on the host: itself, or a copy of one on a device."""
     return value.to_host() if isinstance(value, Remote) else value
 
 
 def new_place(memory: DeviceMemory | None, dtype: Dtype, shape: tuple[int, ...]) -> Placed:
-    """DeviceMemory for one value, on the host where no other memory is given."""
+    """Returns memory for one value, on the host if no other memory is given."""
     if memory is None:
         return Tensor.empty(dtype, shape)
     block = memory.block(dtype.bytes_of(shape))
@@ -119,7 +119,7 @@ def new_place(memory: DeviceMemory | None, dtype: Dtype, shape: tuple[int, ...])
 
 
 def part(whole: Placed, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Placed:
-    """The value that lies from a byte of another one's memory on."""
+    """Returns the value that begins at a byte of another one's memory."""
     if isinstance(whole, Remote):
         return Remote(dtype, shape, whole.pointer + begin, whole.memory, whole.owner)
     return Tensor(dtype, shape, whole.data[begin : begin + dtype.bytes_of(shape)])
@@ -162,12 +162,12 @@ class CudaMemory:
 
 
 def memory_of(device: Device) -> DeviceMemory:
-    """The memory of a target that runs on a device."""
+    """Returns the memory of a target that runs on a device."""
     return HostMemory(device) if device.is_host else CudaMemory(device)
 
 
 def allocate(device: Device, size: int) -> Any:
-    """Bytes of a device as a tensor of onnxruntime; RuntimeError where there is no such device."""
+    """Returns memory of a device as a tensor of onnxruntime; raises RuntimeError if the device does not exist."""
     import onnxruntime
 
     if not device.is_host:
@@ -177,7 +177,7 @@ def allocate(device: Device, size: int) -> Any:
 
 @functools.cache
 def _load_libraries() -> None:
-    """Loads CUDA's libraries where they were installed as Python packages; what onnxruntime prints of it is left out."""
+    """Loads CUDA's libraries if they are installed as Python packages; suppresses onnxruntime's output about it."""
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
@@ -190,7 +190,7 @@ def _load_libraries() -> None:
 
 
 def view(device: Device, pointer: int, size: int) -> Any:
-    """A tensor of onnxruntime over bytes of a device that others own, by the DLPack protocol."""
+    """Returns a tensor of onnxruntime over memory of a device that another object owns, by the DLPack protocol."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     managed = _Managed()
@@ -228,7 +228,7 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 _views: dict[int, Any] = {}
-"""Maps addresses to the descriptions of views that onnxruntime still has."""
+"""Maps addresses to the descriptions of views that onnxruntime still uses."""
 
 
 def _forget(key: int | None) -> None:
@@ -241,7 +241,7 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 
 
 def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
-    """UsageError where a program has targets for a device that this machine lacks or onnxruntime cannot use."""
+    """Raises UsageError if a program has targets for a device that this machine lacks or onnxruntime cannot use."""
     for target in used:
         device = devices.of(target)
         if device.is_host or not (why := _missing(device)):
@@ -253,7 +253,7 @@ def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
 
 
 def _missing(device: Device) -> str:
-    """Why memory cannot be had on a device; empty where it can."""
+    """Returns the reason for which memory on a device cannot be allocated; empty if it can."""
     try:
         allocate(device, 1)
     except Exception as error:

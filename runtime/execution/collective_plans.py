@@ -1,4 +1,4 @@
-"""The collectives of a program: which of them begin at their wait, and by tag what each moves once the sizes are known."""
+"""The collectives of a program: those that begin at their wait, and the plan of each by tag once the sizes are known."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def plan_collectives(
     transport: Transport,
     wire: Mapping[int, int],
 ) -> dict[int, AnyCollective]:
-    """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be.
+    """Plans the collectives of known shape, and fills in the shapes of their results; raises RankError for one that is not possible.
 
-    `kept`: the shapes of the rank's weights, and of the tensors that it keeps from step to step.
+    `kept`: the shapes of the rank's weights, and of its state.
     """
     found: dict[int, AnyCollective] = {}
     for step in steps:
@@ -69,10 +69,10 @@ def plan_collectives(
 
 
 def connected(program: RankProgram, manifest: Manifest, transport: Transport) -> frozenset[int]:
-    """Makes ready for the collectives of a program; the tags of those that may begin with their wait. All ranks call it.
+    """Prepares the transport for the collectives of a program; returns the tags of those that may begin at their wait. All ranks call it.
 
-    A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
-    of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
+    A collective for which every rank waits as soon as it has begun may be one blocking call, if each rank has a core; so may all
+    collectives if all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI requires.
     """
     collectives = manifest.collectives
     if not collectives:
@@ -99,8 +99,8 @@ def connected(program: RankProgram, manifest: Manifest, transport: Transport) ->
 def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport) -> bool:
     """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no other messages.
 
-    Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
-    rank computes, and take twice the time of the blocking ones.
+    Then a collective can be called when it is waited for: in shared memory MPI's non-blocking calls make no progress while a rank computes,
+    and take twice the time of the blocking ones.
     """
     collectives = manifest.collectives
     waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
@@ -115,7 +115,7 @@ def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport)
 
 
 def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective]) -> list[Lifetime]:
-    """The memory that collectives need besides their values, each as long as it is used."""
+    """Returns the memory that collectives need besides their values, with its lifetimes."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found = []
     for index, step in enumerate(steps):
@@ -130,16 +130,15 @@ def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective])
 
 
 def scratch_name(tag: int, side: str) -> str:
-    """A name that no value of a program has."""
+    """Returns a name that no value of a program has."""
     return f"{tag} {side}\n"
 
 
 def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
-    """Maps the manifest's tags to the transport's: the same, or where those are too large, a count for each pair of ranks.
+    """Maps the manifest's tags to the transport's: the same, or if those are too large, a count for each pair of ranks.
 
-    Messages between many pairs have one tag, which is new to each of them.
-
-    An Exchange, a Pull or a Push is a message between every two ranks of its lists; the other collectives need no tag of the transport.
+    Messages between many pairs have one tag, and each pair gets its own count. An Exchange, a Pull or a Push is a message between every two
+    ranks of its lists; the other collectives need no tag of the transport.
     """
     paired = {op.name for op in COLLECTIVES.values() if op.boxes} | LOOKUPS.keys()
     exchanges = [one for one in manifest.collectives if one.op in paired]

@@ -1,4 +1,4 @@
-"""Messages as actions of a step: bare where their shape is promised, else with a header before them."""
+"""Messages as actions of a step: without a header if their shape is promised, else with one before them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .targets.workers import Action
 
 
 class MessageCalls:
-    """The messages of a step plan: they read and set its `cells` and its `requests`; `promises` are the shapes that the plan knows."""
+    """The messages of a step plan: they read and set its `cells` and its `requests`; `promises` has the shapes that the plan knows."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class MessageCalls:
         self._headers = {tag: aligned(HEADER) for tag in self._posts if tag not in promises}
 
     def send(self, index: int, step: Send) -> Action:
-        """The function that begins to send."""
+        """Returns the function that begins to send."""
         tag, peer, isend, requests = self._wire[step.tag], step.peer, self._transport.isend, self._requests
         promise = self._promises.get(step.tag)
         if promise is None:
@@ -68,7 +68,7 @@ class MessageCalls:
         ]
 
     def post(self, index: int, step: PostRecv) -> Action:
-        """The function that posts a receive."""
+        """Returns the function that posts a receive."""
         tag, peer, irecv, requests = self._wire[step.tag], step.peer, self._transport.irecv, self._requests
         data = self._tensor(step.value).data if step.tag in self._promises else self._headers[step.tag]
 
@@ -78,7 +78,7 @@ class MessageCalls:
         return post
 
     def receive(self, step: WaitRecv) -> Action:
-        """The function that waits for a receive."""
+        """Returns the function that waits for a receive."""
         post, wait, what, requests = self._posts[step.tag], self._transport.wait, step.__str__, self._requests
 
         def receive() -> None:
@@ -102,7 +102,7 @@ class MessageCalls:
 class AtLarge:
     """The calls of a step plan for values of unknown size: they read and set its `cells`.
 
-    `promises` are the shapes that the plan knows, `wire` the tags on the wire.
+    `promises`: the shapes that the plan knows, `wire`: the tags of the transport.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class AtLarge:
         self._promises, self._cells = promises, cells
 
     def look_up(self, step: LookUp) -> Callable[[], object]:
-        """The function that runs a lookup."""
+        """Returns the function that runs a lookup."""
         return partial(self._look_up, step, self._lookup(step))
 
     def collect(self, step: StartCollective) -> None:
@@ -128,7 +128,7 @@ class AtLarge:
         self._cells[call.result or ""] = dynamic_collective(call, step.ranks, call.tag, source, self._transport, what)
 
     def give_up(self, step: StartCollective | LookUp) -> None:
-        """Takes part in a lookup, or in a collective on values of unknown shape, with nothing to give."""
+        """Takes part in a lookup, or in a collective on values of unknown shape, after a failure and without data."""
         if isinstance(step, StartCollective):
             give_up(step.call, step.ranks, step.call.tag, self._transport, step.__str__)
         elif step.call.asks:
@@ -137,7 +137,7 @@ class AtLarge:
             self._push_nothing(step, self._lookup(step))
 
     def _lookup(self, step: LookUp) -> Lookup:
-        """The lookup of a step, one for all plans of a program."""
+        """Returns the lookup of a step, one for all plans of a program."""
         call, program = step.call, self._program
         if call.tag not in program.messages.lookups:
             dtype = program.values.dtype(next(name for name in (call.operand, call.result) if name))
@@ -177,7 +177,7 @@ class AtLarge:
         return found | dict(zip(call.requests, (routed.places, routed.counts), strict=True))
 
     def _routed(self, step: LookUp, lookup: Lookup, rows: Tensor) -> Tensor:
-        """What comes of rows that go the way of a Route, or back."""
+        """Returns the rows that are received for rows sent along a Route, or back."""
         call = step.call
         routed = Routed(*(self._tensor(name or "") for name in call.requests))
         if call.op == ROUTE:
@@ -186,7 +186,7 @@ class AtLarge:
         return lookup.send_back(routed, rows, self._tensor(call.result or "") if slot else None)
 
     def _hold_to_promise(self, step: LookUp, lookup: Lookup, ids: Tensor) -> None:
-        """StepError on all ranks where ids have another shape than the manifest says."""
+        """Raises StepError on all ranks if ids have another shape than the manifest says."""
         if (promise := self._promises.get(step.call.tag)) is not None:
             try:
                 check_promise(step.call.ids or "", ids.shape, promise)
@@ -206,7 +206,7 @@ class AtLarge:
         return found if slot else {**found, call.result: rows}
 
     def _push_nothing(self, step: LookUp, lookup: Lookup) -> None:
-        """Zeros for what a rank has asked; nothing where the Pull was given up, as it was then on all ranks."""
+        """Sends zeros for the rows that a rank has asked for; nothing if the Pull was given up, as it then was on all ranks."""
         call = step.call
         values = [self._cells.get(name or "") for name in call.requests]
         if call.op != PUSH:

@@ -1,7 +1,7 @@
-"""A rank's program made ready: everything that does not depend on the bindings of a step.
+"""Prepares a rank's program: everything that does not depend on the bindings of a step.
 
-The rank's file is held against the manifest and cut into steps; shapes, types, places and live ranges of its values stand in one
-table (`program/value_table.py`); sessions are built, and what the rank keeps is laid out in memory.
+The rank's file is checked against the manifest and divided into steps; shapes, types, places and live ranges of its values are in one table
+(`program/value_table.py`); sessions are built, and the rank's state is laid out in memory.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Replacement:
     """The part of the state that the program reads or replaces: another program over the same state may replace other tensors."""
     updates: dict[int, list[Updater | RowUpdater]]
     guard: str
-    """The output that must be finite for a step to replace what is kept; empty where there is none."""
+    """The output that must be finite for a step to replace the state; empty if there is none."""
     copies: list[tuple[str, str]]
     """The results that replace tensors of the state: each tensor, and the value that is copied into it."""
     always: list[tuple[str, str]]
-    """The same of what a step replaces that changes nothing else."""
+    """Like `copies`, for the tensors that a step replaces even if it changes nothing else."""
     renewed: Mapping[str, str] = field(default_factory=dict)
     """Maps each shard that is cut out of a parameter in each step to its updated value."""
     in_place: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Replacement:
 
 @dataclass
 class Messages:
-    """The facts that communication has before a step."""
+    """The facts about communication that are known before a step."""
 
     promises: dict[int, Shape]
     """Maps each tag to the shape of a message without a header, or of a collective's input; a message whose tag is missing has a header."""
@@ -83,7 +83,7 @@ class Targets:
     """The execution on the kinds of devices within the rank."""
 
     of_steps: dict[int, str] = field(default_factory=dict)
-    """Maps each step that computes or copies to its target; empty where the rank has one target."""
+    """Maps each step that computes or copies to its target; empty if the rank has one target."""
     counts: TargetCounts = field(default_factory=TargetCounts)
     workers: Workers | None = None
     """The threads of the targets, once the rank has run a step."""
@@ -91,7 +91,7 @@ class Targets:
 
 @dataclass
 class Arenas:
-    """The memory of step plans: one block on each target for all of them where it is large enough, since one runs at a time."""
+    """The memory of step plans: one block on each target, shared by all plans for which it is large enough, since one runs at a time."""
 
     memories: dict[str, DeviceMemory] = field(default_factory=dict)
     """Maps each target except the host to its memory."""
@@ -102,13 +102,13 @@ class Arenas:
     """Maps each output of a collective, or sum of gradients, to the value whose memory it reuses."""
 
     def on_host(self, size: int) -> Bytes:
-        """The host's block, of at least `size` bytes; beyond the first twice what there was: what no plan touches takes no memory."""
+        """Returns the host's block, of at least `size` bytes; it grows at least twofold: memory that no plan touches costs nothing."""
         if self.host.size < size:
             self.host = aligned(max(size, 2 * self.host.size))
         return self.host
 
     def on(self, target: str, size: int) -> Block:
-        """The block of a target other than the host, of at least `size` bytes."""
+        """Returns the block of a target other than the host, of at least `size` bytes."""
         block = self.blocks.get(target)
         if block is None or block.size < size:
             block = self.blocks[target] = self.memories[target].block(size)
@@ -131,7 +131,7 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """The rows of each cache that a step has, where not all."""
+    """The rows of each cache that a step binds, if not all."""
 
     @property
     def rank(self) -> int:
@@ -147,7 +147,7 @@ class RankProgram:
         return found
 
     def adjacent(self) -> set[int]:
-        """The tags of the collectives that are waited for as soon as they have begun."""
+        """Returns the tags of the collectives for which the rank waits as soon as they have begun."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return {
             first.call.tag
@@ -156,7 +156,7 @@ class RankProgram:
         }
 
     def in_place(self, excluded: Collection[int] = ()) -> set[int]:
-        """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
+        """Makes collectives work in place if they can, except the `excluded` tags; returns the tags of those that do."""
         values = self.values
         aliases = self.arenas.aliases = in_place_aliases(
             self.steps, values.live_ranges, values.slots, excluded, values.have_one_type, self.replacement.in_place
@@ -165,28 +165,28 @@ class RankProgram:
         return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
 
     def explain(self, index: int, error: Exception) -> str:
-        """The failure of a step."""
+        """Returns the text of a step's failure."""
         return (
             self.runners[index].explain(error) if index in self.runners else f"{describe(self.steps, index)}: {error}"
         )
 
 
 def describe(steps: Sequence[Step], index: int) -> str:
-    """The text of a step as reports show it; negative indices stand for actions outside the steps."""
+    """Returns the text of a step for reports; negative indices stand for actions outside the steps."""
     if 0 <= index < len(steps):
         return str(steps[index])
     return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
 
 
 def describe_action(folder: str | Path, rank: int, action: int) -> str:
-    """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
+    """Returns the text of an action in a rank's slot of the status board; reads the manifest and the rank's file, without MPI."""
     return describe(read_rank_file(open_artifact(folder, trust=True), rank).steps, action)
 
 
 def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
-    """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest.
+    """Returns the program of a rank with its sessions built; raises ArtifactError if the file contradicts itself or the manifest.
 
-    `state` is that of another program of the same model, whose tensors are then this one's too.
+    `state`: that of another program of the same model, with which this one shares its tensors.
     """
     artifact.refuse_without_weights()
     file = read_rank_file(artifact, rank)
@@ -276,8 +276,8 @@ def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
     """Runs those checks of `partc check` whose violation would make a step return wrong numbers without failing.
 
-    The file is this rank's, each weight lies where its own tensor is stored, and the state is laid out as its records say. That updates in
-    place are safe was proven with the run list, by compile; of a file without one it is proven here.
+    They prove that the file is this rank's, each weight is stored where its tensor says, and the state is laid out as in its records.
+    Compile has proven, together with the run list, that updates in place are safe; for a file without a list it is proven here.
     """
     from ..checker.graph.rank_file import check_ranks
     from ..checker.graph.weights import check_weights
@@ -311,7 +311,7 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
 
 
 def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
-    """The weights that are sent, reduced, delivered, updated with, or given to tasks under another name, with their types."""
+    """Maps weights that are sent, reduced, delivered, used in updates, or passed to tasks under another name, to their type and value."""
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
     loose.update(name for call in file.calls for name in call.inputs)
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)

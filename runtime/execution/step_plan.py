@@ -1,8 +1,8 @@
-"""Running a step: the actions of a rank for given bindings, with every buffer bound once.
+"""Runs a step: the actions of a rank for given bindings, with every buffer bound once.
 
-A step plan holds one callable per action, made when the bindings are new: run a bound session, post a receive, begin a send or
-a collective, wait. Values lie in cells: fixed (an arena, a constant) or set in each step (an input, a value of unknown shape, a
-string). Each of the rank's targets has an arena, and where several compute a lane: lanes run at the same time (`targets/`).
+A step plan has one callable per action, made when the bindings are new: run a bound session, post a receive, begin a send or a collective,
+wait. Values are in cells: fixed (an arena, a constant) or set in each step (an input, a value of unknown shape, a string). Each of the
+rank's targets has an arena, and if several targets compute, a lane each: lanes run at the same time (`targets/`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepPlan:
         self.program, self.values = program, program.values
         self.bindings = bindings
         self.widest = bindings
-        """The sizes for which its places were made."""
+        """The sizes for which its places were laid out."""
         self.transport = transport
         self.wire, self.at_once = wire, at_once
         symbols = program.binder.manifest.symbols
@@ -97,7 +97,7 @@ class StepPlan:
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
         self.first_slot = program.rows.first if program.rows is not None else 0
-        """The first of the slots whose rows of caches are bound, where a step has those of some."""
+        """The first of the slots whose rows of caches are bound, if a step binds only some."""
         self.cells.update(program.rows.places() if program.rows is not None else {})
         self.places: dict[int, int] = {}
         self.beside = during_messages(program.steps, at_once)
@@ -121,7 +121,7 @@ class StepPlan:
             refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
-        """Bind the inputs of a step, and the rows of caches that it has."""
+        """Binds the inputs of a step, and the rows of caches that it uses."""
         if (rows := self.program.rows) is not None and rows.first != self.first_slot:
             self.cells.update(rows.places())
             self.sessions.bind_rows()
@@ -136,7 +136,7 @@ class StepPlan:
                     binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
 
     def run(self, inputs: Mapping[str, Value], board: Board, step: int, lent: bool = False) -> dict[str, Value]:
-        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own unless `lent`."""
+        """Executes the step; returns the outputs delivered to this rank, in memory of their own unless `lent`."""
         self.take(inputs)
         if self.lanes is not None:
             self.lanes.run(board, step)
@@ -154,7 +154,7 @@ class StepPlan:
         return self.give(lent)
 
     def give(self, lent: bool = False) -> dict[str, Value]:
-        """The outputs of a step that has run, with what it makes in place of what is kept; `lent`: where they lie until the next step."""
+        """Returns the outputs of a step that has run, and copies the new values into the state; `lent`: without copies of outputs."""
         replacement = self.program.replacement
         if replacement.copies or replacement.always:
             replaced = replacement.copies if self._may_replace() else []
@@ -167,7 +167,7 @@ class StepPlan:
         return outputs
 
     def _delivered(self, name: str, lent: bool) -> Value:
-        """An output as the caller sees it; memory that the next step overwrites is copied."""
+        """Returns an output for the caller; memory that the next step overwrites is copied."""
         if (array := self.shown.get(name)) is None:
             value, kind = on_host(self.cells[name]), self.values.storage[name]
             if not isinstance(value, Tensor):
@@ -180,7 +180,7 @@ class StepPlan:
         return array if lent else array.copy()
 
     def _lay_out(self, lives: Sequence[Lifetime]) -> dict[int, list[int]]:
-        """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
+        """Gives every value of known shape its place in the arena; maps each step to the sends to wait for before it."""
         targets, own = self.values.targets, self.program.arenas
         planned = arenas(lives, targets, own.memories)
         self.memory = memory = own.on_host(planned[CPU].bytes)
@@ -207,7 +207,7 @@ class StepPlan:
         return planned[CPU].waits
 
     def lay(self, name: str) -> None:
-        """Gives a value its place, in its size."""
+        """Sets a value's place, for its current size."""
         dtype = self.values.dtype(name)
         buffer, at = self.values.flat_places.get(name, (name, 0))
         place = self.program.arenas.aliases.get(buffer, buffer)
@@ -260,16 +260,16 @@ class StepPlan:
                 return self._update(index)
 
     def _progressing(self, index: int, action: Action) -> Action:
-        """The action of a step, with or without messages under way."""
+        """Returns the action of a step, which drives messages in progress if there are any."""
         return self.transport.with_progress(action) if index in self.beside else action
 
     def replace(self, index: int, step: Step) -> None:
-        """Makes the action of a step anew, since what it moves lies elsewhere or has another size."""
+        """Makes the action of a step anew, since its values have another place or size."""
         place = self.places[index]
         self.actions[place] = self.actions[place][0], self._progressing(index, self._action(index, step))
 
     def _await_sent(self, index: int, now: int) -> None:
-        """Wait for what a step has sent, before the step `now`."""
+        """Waits for the messages that a step has sent, before the step `now`."""
         self._add(Role(ActionKind.SENT, (index,)), self._complete(index))
         self._free(index, self.freed.after_send(index, now) if self.freed is not None else ())
 
@@ -278,7 +278,7 @@ class StepPlan:
             self._add(Role(ActionKind.FREED, (index,), name, place), partial(fill, place))
 
     def is_step(self, place: int) -> bool:
-        """Whether an action is a step, not a wait for a send or an end of values."""
+        """Whether an action is a step, not a wait for a send or the release of values."""
         return place < len(self.roles) and self.roles[place].kind is ActionKind.STEPS
 
     def _add(self, role: Role, action: Action) -> None:
@@ -286,7 +286,7 @@ class StepPlan:
         self.roles.append(role)
 
     def _update(self, index: int) -> Action:
-        """The updates of a step, each of many parameters at once."""
+        """Returns the updates of a step, each of many parameters at once."""
         update = self.sessions.updates(self.program.replacement.updates[index])
 
         def guarded() -> None:
@@ -296,7 +296,7 @@ class StepPlan:
         return guarded if self.program.replacement.guard else update
 
     def _may_replace(self) -> bool:
-        """Whether a step may change what is kept."""
+        """Whether a step may change the state: the guard is finite, or there is none."""
         return not (guard := self.program.replacement.guard) or bool(np.isfinite(self._tensor(guard).array()).all())
 
     def _begin(self, index: int, step: StartCollective) -> Action:
@@ -330,7 +330,7 @@ class StepPlan:
         return begin
 
     def _bound(self, step: StartCollective, work: CollectivePlan) -> BoundCollective:
-        """A collective on the memory of its values as they are now."""
+        """Returns a collective bound to the current memory of its values."""
         call = step.call
         source = self._tensor(call.source) if call.source else None
         if source is not None:
@@ -340,13 +340,13 @@ class StepPlan:
         return work.bind(source, result, packed, landing, call.tag in self.at_once)
 
     def _leave(self, index: int, bound: BoundCollective) -> None:
-        """Begin a collective that gives this rank nothing: like a send, it is waited for when its memory is needed."""
+        """Begins a collective without a result on this rank: like a send, it is waited for when its memory is needed."""
         if bound.before:
             bound.before()
         self.requests[index] = bound.start()
 
     def _begin_anew(self, index: int, step: StartCollective, work: CollectivePlan) -> None:
-        """Begin a collective whose input has another place each time."""
+        """Begins a collective whose input has another place each time."""
         bound = self._bound(step, work)
         if not step.call.outputs:
             self._leave(index, bound)
@@ -382,7 +382,7 @@ class StepPlan:
         return finish
 
     def _complete(self, index: int) -> Action:
-        """Wait for a send."""
+        """Returns the function that waits for a send."""
         step, wait, requests = self.program.steps[index], self.transport.wait, self.requests
 
         def complete() -> None:
@@ -400,9 +400,9 @@ class StepPlan:
 
 
 def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:
-    """The indices of segments and updates while something may be under way.
+    """Returns the indices of segments and updates that run while messages may be in progress.
 
-    A send may be, until the step ends. A collective that is `at_once` begins with its wait.
+    A send may be in progress until the step ends. A collective in `at_once` begins at its wait.
     """
     found: set[int] = set()
     coming: set[int] = set()

@@ -1,8 +1,8 @@
-"""The step plans of a program by sizes: a cache of the most recent ones, and how plans for new sizes are made.
+"""The step plans of a program by sizes: a cache of the most recent ones, and the making of plans for new sizes.
 
-To change a plan to other sizes, the values that depend on them are placed and bound again, within each place's memory.
-A plan's places hold values of the sizes for which it was made, so that smaller ones fit where they are, and what was proven of the
-places holds. What does not fit, or runs on several targets at the same time, is planned anew.
+To change a plan to other sizes, the values that depend on them are placed and bound again, within each place's memory. A plan's places have
+room for the sizes for which it was made, so that smaller values fit, and the proven facts about the places hold. A plan that does not fit,
+or that runs on several targets at the same time, is made anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepPlans:
-    """At most eight plans. Once there were as many, each new size is taken by a plan that has the room, as of a past that grows."""
+    """At most eight plans. Once there are eight, each new size uses a plan that has the room, such as for a past that grows."""
 
     def __init__(self, program: RankProgram, make: Callable[[Bindings], StepPlan]) -> None:
         self._program, self._make = program, make
@@ -41,13 +41,13 @@ class StepPlans:
         self.profiler: Profiler | None = None
 
     def measured_by(self, profiler: Profiler) -> Profiler:
-        """Lets a profiler measure all plans, and those that are made later."""
+        """Makes a profiler measure all plans, including those that are made later."""
         self.profiler = profiler
         profiler.add(self.values())
         return profiler
 
     def of(self, bindings: Bindings) -> StepPlan:
-        """The plan of a step of these sizes; InputError, on all ranks alike, where a value has no size with them."""
+        """Returns the plan for a step of these sizes; raises InputError, on all ranks, if a value has no size with them."""
         if self._last is not None and self._last[0] is bindings:
             return self._last[1]
         self._last = None
@@ -69,7 +69,9 @@ class StepPlans:
         return plan
 
     def _resized(self, bindings: Bindings) -> StepPlan | None:
-        """The plan longest unused of those that take these sizes, where sizes are many; its own are gone then."""
+        """Returns the least recently used plan with room for these sizes, changed to them, once the cache has been full; its old sizes are
+        forgotten.
+        """
         if not self._many or (self.profiler is not None and not self.profiler.has_stopped):
             return None
         for key, plan in list(self._plans.items()):
@@ -81,7 +83,7 @@ class StepPlans:
         return None
 
     def _new(self, bindings: Bindings) -> StepPlan:
-        """A new plan; one with room for larger sizes where sizes are many."""
+        """Returns a new plan, with room for larger sizes once the cache has been full."""
         room = self._room(bindings) if self._many else bindings
         plan = self._make(room)
         if room != bindings and not resize(plan, bindings, self._ranges):
@@ -93,7 +95,7 @@ class StepPlans:
         return plan
 
     def _room(self, bindings: Bindings) -> Bindings:
-        """Half as much again of each size that is larger than in any plan, as far as that is legal; else the sizes themselves."""
+        """Returns each size that exceeds those of all plans increased by half, as far as that is legal; else the sizes themselves."""
         symbols = self._program.binder.manifest.symbols
         room = dict(bindings)
         for name, size in bindings.items():
@@ -118,7 +120,7 @@ class StepPlans:
 def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], SizeRange | None]) -> bool:
     """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made.
 
-    `ranges`: by the symbols that change what of the program depends on them, as far as it is known.
+    `ranges`: maps the symbols that change to the parts of the program that depend on them, as far as it is known.
     """
     program, symbols = plan.program, plan.program.binder.manifest.symbols
     if plan.lanes is not None:
@@ -164,7 +166,7 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
 
 
 def _bind(plan: StepPlan, index: int, names: Collection[str]) -> None:
-    """Binds values of a segment where they lie now; what is bound in each step is left to it."""
+    """Binds values of a segment at their current places, except values that each step binds."""
     binding = plan.sessions.bindings.get(index)
     if binding is None:
         return
@@ -177,9 +179,7 @@ def _bind(plan: StepPlan, index: int, names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class SizeRange:
-    """The parts of a program that depend on some symbols: values, promises by tag, collectives and lookups, and by step the values that
-    it binds.
-    """
+    """The dependents of some symbols in a program: values, promises by tag, collectives and lookups, and the bound values of steps."""
 
     names: Collection[str]
     tags: Collection[int]
@@ -188,7 +188,7 @@ class SizeRange:
 
 
 def reached(program: RankProgram, changed: Set[str]) -> SizeRange | None:
-    """The dependents of symbols; None if one of them is a step that cannot be changed."""
+    """Returns the dependents of symbols; None if one of them is a step that cannot be changed."""
     values, symbols = program.values, program.binder.manifest.symbols
     names = dict.fromkeys(name for name, shape in values.shapes.items() if _has(shape, symbols, changed))
     tags = [tag for tag, promise in program.messages.promises.items() if _has(promise, symbols, changed)]
@@ -217,7 +217,7 @@ def _has(shape: Shape, symbols: Mapping[str, SymbolRecord], changed: Set[str]) -
 
 
 def _bound(step: Step) -> Iterable[str]:
-    """The values whose places a step's action holds."""
+    """Returns the values whose places a step's action uses."""
     match step:
         case Segment():
             return (*step.inputs, *step.outputs)

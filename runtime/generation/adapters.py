@@ -1,7 +1,7 @@
-"""Adapters that join and leave while requests run: the weights of a file of peft, written into a free place of the ranks' stacks.
+"""Loads and unloads adapters while requests run: the weights of a peft file are written into a free place of the ranks' stacks.
 
-Each rank reads its shard of the same file, between two steps. A place is free where it has no name, and no sequence that joined under an
-earlier name has not ended.
+Each rank reads its shard of the same file, between two steps. A place is free if it has no name, and all sequences that joined under an
+earlier name have ended.
 
     A [place, :inputs, :rank] = lora_A^T        B [place, :rank, :outputs] = scale * lora_B^T        zeros elsewhere
 """
@@ -25,19 +25,19 @@ _PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterChange:
-    """An adapter that joins, or leaves where it has no file; `scales`: by module the factor of its product."""
+    """An adapter to load, or to unload if it has no file; `scales` maps each module to the factor of its product."""
 
     name: str
     file: str = ""
     scales: Mapping[str, float] | None = None
 
     def packed(self) -> list[object]:
-        """The change as JSON has it."""
+        """The change as a list for JSON."""
         return [self.name, self.file, self.scales]
 
 
 def stacks_of(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
-    """Maps each module with room for adapters to the inputs, the outputs and the largest rank of what adapters add."""
+    """Maps each module with room for adapters to the number of inputs, the number of outputs, and the largest rank of its adapters."""
     shapes = {one.tensor: one.shape for one in manifest.state if one.kind == ADAPTER}
     return {
         name.removesuffix(".lora_A.stack"): (shape[1], shapes[name.replace(".lora_A.", ".lora_B.")][2], shape[2])
@@ -47,7 +47,7 @@ def stacks_of(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
 
 
 def write_adapter(ranks: Sequence[Program], place: int, change: AdapterChange) -> None:
-    """Writes an adapter into a place of the stacks of this process's ranks; OSError or ValueError where its file is another one by now."""
+    """Writes an adapter into a place of the stacks of this process's ranks; raises OSError or ValueError if its file has changed."""
     path, scales = Path(change.file), change.scales or {}
     tensors = {name.removeprefix(_PEFT): one for name, one in read_header(path).items()}
     data = MappedFile.of(path).data

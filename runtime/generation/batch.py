@@ -1,4 +1,4 @@
-"""A batch that requests join and leave between steps, as rank 0 says: the step-wise interface of a server.
+"""A batch that requests join and leave between steps, as rank 0 decides: the step-wise interface of a server.
 
     batch = ContinuousBatch(generator)              # on every rank
     if rank == 0:
@@ -6,15 +6,14 @@
     while (made := batch.step()) is not None:       # on every rank, as often
         ...                                         # rank 0: shows tokens; batch.admit, batch.cancel, and at last batch.end()
 
-Each step begins with a command of rank 0, and all ranks find out alike what it is given. Where a step runs the next command is sent before
-it: a request that joins or leaves meanwhile does so with the command after that one, so within two steps. Where groups of slots take turns
-a step is that of one group, and gives the tokens of the group's step before.
+Each step begins with a command of rank 0, from which all ranks derive the same inputs. The next command is sent before a step runs: a
+request that joins or leaves meanwhile is in the command after that one, so it takes effect within two steps. If groups of slots take turns,
+a step is that of one group, and returns the tokens of the group's previous step.
 
-What rank 0 tells the others before each step: which requests join, which are cancelled, and whether it was the last.
-
-A command is text in JSON, at most 512 bytes with its length, and empty where there is no news; a longer one goes on in a second message,
-whose size the first one says. Messages are agreements of all ranks (`Agreements`): the maximum of the text, which rank 0 alone gives, and
-zeros. So a command is sent while the step before it runs, and no rank waits for another one to take it.
+A command lists the requests that join, those that are cancelled, and whether the last step was the end. It is text in JSON, at most 512
+bytes with its length, and empty if there is no news; a longer one continues in a second message, whose size the first one gives. Messages
+are agreements of all ranks (`Agreements`): the maximum of the text, which only rank 0 contributes, and zeros. So a command is sent while
+the step before it runs, and no rank waits for another one to receive it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .request import NewToken, Request, refuse_unfit
 from .turns import Turns
 
 WORDS = 64
-"""Numbers of 8 bytes of a first message: the text's bytes, and as much of the text as there is room for."""
+"""The 8-byte numbers of a first message: the length of the text, and the beginning of the text."""
 _WORD = 8
 _NO_NEWS = np.zeros(WORDS, np.int64)
 """The first message of an empty command."""
@@ -42,7 +41,7 @@ _NO_NEWS = np.zeros(WORDS, np.int64)
 
 @dataclass(frozen=True)
 class Command:
-    """Requests that join, by number; numbers of those that are cancelled; adapters that join or leave after these; and whether no step
+    """Requests that join, by number; numbers of cancelled requests; adapters that are loaded or unloaded after these; and whether no step
     follows.
     """
 
@@ -52,7 +51,7 @@ class Command:
     adapters: Sequence[AdapterChange] = ()
 
     def dumps(self) -> str:
-        """The command as JSON; empty where it changes nothing."""
+        """Returns the command as JSON; empty if it changes nothing."""
         if not (self.admitted or self.cancelled or self.ends or self.adapters):
             return ""
         admitted = [[number, request.packed()] for number, request in self.admitted.items()]
@@ -61,7 +60,7 @@ class Command:
 
     @staticmethod
     def loads(text: str) -> Command:
-        """The command that `dumps` wrote."""
+        """Returns the command that `dumps` wrote."""
         if not text:
             return Command()
         admitted, cancelled, ends, adapters = json.loads(text)
@@ -70,7 +69,7 @@ class Command:
 
 
 def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:
-    """Begins the next command, and gives what waits for it; `own` is rank 0's, None on the others."""
+    """Begins the next command, and returns a function that waits for it; `own` is rank 0's, None on the others."""
     text = b"" if own is None else own.dumps().encode()
     sent = _NO_NEWS  # most steps have none, and their command takes no new array
     if text:
@@ -93,9 +92,9 @@ def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:
 
 
 class ContinuousBatch:
-    """This rank's end of the batch, or that of all ranks of one process; making one is collective.
+    """This rank's end of the batch, or that of all ranks of one process; constructing it is collective.
 
-    `shares`: whether prompts share begins that slots have.
+    `shares`: whether prompts share beginnings that slots have.
     """
 
     def __init__(self, generator: Generator, shares: bool = True) -> None:
@@ -110,13 +109,13 @@ class ContinuousBatch:
         self._cancelled: list[int] = []
         self._changes: list[AdapterChange] = []
         self.changed: list[str] = []
-        """For each adapter that joined or left since they were looked at why it did not; empty where it did."""
+        """For each adapter change since the list was last taken the reason for its failure; empty if it succeeded."""
         self._ends = False
         self._begun: Callable[[], Command] | None = None
-        """The function that waits for the command that was sent before the step that ran last."""
+        """The function that waits for the command that was sent before the last step."""
 
     def warm_up(self) -> None:
-        """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
+        """Runs the first steps, which take longer, with a prompt of its own; collective, before any other step."""
         record, slots = self.generator.record, self.generator.slots()
         kind = None if record.encoder is None else dense(record.encoder.type)
         given = None if record.encoder is None or kind is None else np.zeros(record.encoder.shape, kind.numpy)
@@ -130,32 +129,32 @@ class ContinuousBatch:
             self.generator.begin(slots, step)()
 
     def admit(self, number: int, request: Request) -> None:
-        """Rank 0's: a request joins, under a number that no other one has; InputError where it cannot be met."""
+        """On rank 0: adds a request, under a number that no other one has; raises InputError if it cannot be met."""
         refuse_unfit([request], self.slots.record)
         self._admitted[number] = request
 
     def cancel(self, number: int) -> None:
-        """Rank 0's: a request leaves, whether it runs or waits; nothing where it has ended."""
+        """On rank 0: removes a request, whether it runs or waits; does nothing if it has ended."""
         if self._admitted.pop(number, None) is None:
             self._cancelled.append(number)
 
     def change(self, change: AdapterChange) -> None:
-        """Rank 0's: an adapter joins or leaves after the requests that have joined; `changed` says what became of it, in this order."""
+        """On rank 0: loads or unloads an adapter after the requests that have joined; `changed` gets the results, in order."""
         self._changes.append(change)
 
     def end(self) -> None:
-        """Rank 0's: after the command under way there is no step."""
+        """On rank 0: ends the batch after the command in progress."""
         self._ends = True
 
     @property
     def idle(self) -> bool:
-        """Whether a step has nothing to do before rank 0 admits a request or ends."""
+        """Whether a step has nothing to do until rank 0 admits a request or ends the batch."""
         return not (
             self.slots.used or self.slots.waiting or self._admitted or self._cancelled or self._ends or self._changes
         )
 
     def step(self) -> list[NewToken] | None:
-        """The tokens of the next step, none where there is nothing to do; None after the end. Collective."""
+        """Returns the tokens of the next step, empty if there is nothing to do; None after the end. Collective."""
         begun, self._begun = self._begun or self._begin(), None
         command = begun()
         for number, request in command.admitted.items():
@@ -169,7 +168,7 @@ class ContinuousBatch:
         return self._turns.next(self._begin_ahead) or []
 
     def _adapted(self, change: AdapterChange) -> str:
-        """Lets an adapter join or leave; why it does not, empty where it does."""
+        """Loads or unloads an adapter; returns the reason for a failure, empty if it succeeds."""
         names = self.slots.record.adapters
         if change.name in names:
             if change.file:
@@ -190,7 +189,7 @@ class ContinuousBatch:
             self._begun = self._begin()
 
     def _begin(self) -> Callable[[], Command]:
-        """Begins the next command; in one process it is sent to no other."""
+        """Begins the next command; in one process it is not sent."""
         command: Command | None = None
         if self._leads:
             command = Command(self._admitted, self._cancelled, self._ends, self._changes)

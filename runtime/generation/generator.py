@@ -5,8 +5,8 @@
             ...
         answers = generator.run([Request([1, 306], max_tokens=50), Request([1, 15043], temperature=0.8, seed=7)])
 
-Every rank has the same requests and sees the same tokens, so each finds out by itself what the next step is given; only a token that is
-drawn is told to the others (`sampling.py`).
+Every rank has the same requests and sees the same tokens, so each derives the inputs of the next step by itself; only a token that is drawn
+is sent to the others (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """Makes tokens with a program, or with all ranks of one in this process; ArtifactError where its plan does not generate."""
+    """Generates tokens with a program, or with all ranks of one in this process; raises ArtifactError if its plan does not generate."""
 
     def __init__(self, program: Program | LocalProgram) -> None:
         if program.manifest.generation is None:
@@ -68,18 +68,18 @@ class Generator:
             for port in one.manifest.outputs
             if port.name == self.record.logits
         }
-        """Maps each program to the location of its logits."""
+        """Maps each program to the shards of its logits."""
         self._embeddings = {
             name: port
             for name, one in self._programs.items()
             for port in one.manifest.outputs
             if self.record.embedding is not None and port.name == self.record.embedding.output
         }
-        """Maps each program to the output that has its embeddings."""
+        """Maps each program to the output with its embeddings."""
         self._several = isinstance(program, Program) and program.size > 1
         self._huge_pages = huge_pages()
         self._tokens: list[Agreements] = []
-        """For each group, the agreement on the tokens of a step, where groups take turns on several ranks."""
+        """For each group, the agreement on the tokens of a step, if groups take turns on several ranks."""
         self._decodes: dict[tuple[int, int], tuple[Array, SameArrays]] = {}
         """Maps each group and number of rows to the tokens of a decode, and to its inputs."""
         least = least_rows(self.record)
@@ -93,19 +93,21 @@ class Generator:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
-        """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
+        """Returns the answers to all requests, in order; collective: each rank passes the same ones. Raises InputError if any cannot be
+        met.
+        """
         answers = [Answer() for _ in requests]
         for made in self.each(requests):
             answers[made.request].add(made)
         return answers
 
     def each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
-        """Every token as it is made, of all requests; otherwise as `run`. The ranks take all of them."""
+        """Yields every token of all requests as it is made; otherwise like `run`. All ranks must iterate to the end."""
         refuse_unfit(requests, self.record)
         return self._each(requests)
 
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """The tokens after a prompt, as they are made; the options are those of `Request`."""
+        """Yields the tokens after a prompt, as they are made; the options are those of `Request`."""
         return (one.token for one in self.each([Request(prompt, **options)]))
 
     def _each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
@@ -120,11 +122,11 @@ class Generator:
             yield from made
 
     def slots(self, shares: bool = True) -> Slots:
-        """Slots without a sequence; `shares`: whether prompts share what slots have, where all caches lie on the host."""
+        """Returns slots without sequences; `shares`: whether prompts share entries of slots, if all caches are on the host."""
         return Slots(self.record, self.least_rows, shares and self._on_host)
 
     def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
-        """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
+        """Runs this rank's part of a step; returns a function that waits for its tokens and returns them. Both are collective."""
         if step.copies:
             self._copy(step.copies)
         outputs = self._outputs(step)
@@ -172,15 +174,15 @@ class Generator:
         return taken
 
     def _taken(self, slots: Slots, step: Step, chosen: Sequence[int], **given: Any) -> list[NewToken]:
-        """The tokens of a step, by row the number that is chosen; `given`: those of `Slots.take`."""
+        """Returns the tokens of a step from the number chosen for each row; `given`: the other arguments of `Slots.take`."""
         if broken := step.slots_of(chosen, self.record.vocabulary):
             self._clear(broken)
         return slots.take(step, chosen, **given)
 
     def _pooled(self, step: Step, outputs: Mapping[int, Outputs], rows: Sequence[int]) -> Vector:
-        """The embeddings of rows as far as this process has them: the bits of float32 as whole numbers, -1 where another rank has them.
+        """Returns the embeddings of rows as far as this process has them: the bits of float32 as integers, -1 for those of another rank.
 
-        Its size is one of few: a power of two of rows.
+        The number of rows is padded to a power of two, so that there are few sizes.
         """
         port = self._embeddings[step.program]
         shape = [int(dim) for dim in port.shape or ()]
@@ -197,14 +199,14 @@ class Generator:
         return found
 
     def _agree(self, group: int) -> Callable[[Vector], Vector]:
-        """The maxima of all ranks' numbers, in the order of the steps of a group."""
+        """Returns a function of the maxima of all ranks' numbers, in the order of the steps of a group."""
         if self._tokens:
             return lambda numbers: self._tokens[group].begin(numbers)()
         assert isinstance(self.program, Program)
         return self.program.maxima
 
     def _clear(self, broken: Sequence[int]) -> None:
-        """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
+        """Sets the caches of slots to zeros: values that are not finite would spoil the next sequence there even if masked."""
 
         def write(rows: Mapping[int, Array]) -> None:
             for slot in broken:
@@ -229,7 +231,7 @@ class Generator:
         self._write(write)
 
     def load_adapter(self, place: int, change: AdapterChange) -> str:
-        """Writes an adapter into a place of the stacks; why no rank uses it, empty where all have written it. Collective."""
+        """Writes an adapter into a place of the stacks; returns the reason if a rank failed, empty if all have written it. Collective."""
         problem = ""
         try:
             write_adapter(self._ranks, place, change)
@@ -242,7 +244,7 @@ class Generator:
         return problem
 
     def _write(self, write: Callable[[Mapping[int, Array]], None]) -> None:
-        """Lets `write` change the rows of each cache of this process's ranks, by slot."""
+        """Calls `write` with each cache of this process's ranks, as a mapping from slots to rows."""
 
         def rows(record: StateRecord, array: Array) -> None:
             begin, _, of = record.shard(program.rank)[0]
@@ -257,7 +259,7 @@ class Generator:
         return [self.program] if isinstance(self.program, Program) else self.program.ranks
 
     def _logits(self, step: Step, outputs: Mapping[int, Outputs], scores: bool) -> dict[int, Array]:
-        """By rank of this process the logits of a step, which stay until its tokens are taken."""
+        """Maps each rank of this process to the logits of a step, which stay until its tokens are taken."""
         logits = {
             rank: np.asarray(one[self.record.logits]) for rank, one in outputs.items() if self.record.logits in one
         }
@@ -270,7 +272,7 @@ class Generator:
         return logits
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
-        """The results of a step of one of the programs, by rank of this process."""
+        """Runs a step of one of the programs; maps each rank of this process to its results."""
         program, given = self._programs[step.program], self._inputs(step)
         if step.slots is not None:
             program.at_slots(step.slots)
@@ -281,9 +283,7 @@ class Generator:
         return dict(enumerate(program.step_of_all(given)))
 
     def _inputs(self, step: Step) -> Mapping[str, object]:
-        """The inputs of a step, by name; those of the decodes of a group are the same object, for as long as they are in the same
-        arrays.
-        """
+        """Maps names to the inputs of a step; those of a group's decodes are the same object as long as their arrays are."""
         record, encoder = self.record, self.record.encoder
         key = step.group, len(step.tokens)
         tokens, same = self._decodes.get(key, (None, {}))
@@ -304,7 +304,7 @@ class Generator:
         return self._decodes[key][1]
 
     def close(self) -> None:
-        """Gives sessions and caches back."""
+        """Releases sessions and caches."""
         self.program.close()
         self._release()
 
@@ -324,10 +324,10 @@ class Generator:
 
 
 def load_generator(folder: str | Path, comm: MPI.Intracomm | Transport | None = None, **options: Any) -> Generator:
-    """This rank's end of the generator in `folder`; collective over `comm`. The options are those of `load`."""
+    """Returns this rank's end of the generator in `folder`; collective over `comm`. The options are those of `load`."""
     return Generator(load(folder, comm, **options))
 
 
 def load_local_generator(folder: str | Path, **options: Any) -> Generator:
-    """The generator with all ranks as threads of this process; the options are those of `load_local`."""
+    """Returns the generator with all ranks as threads of this process; the options are those of `load_local`."""
     return Generator(load_local(folder, **options))

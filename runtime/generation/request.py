@@ -16,16 +16,14 @@ from ..errors import InputError
 from .schema import SchemaBound, faults_of_schema
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
-"""The reason why a sequence ended: a token after which it stops, the most tokens that were requested, or logits that are not finite;
-empty where it continues.
-"""
+"""The reason for the end of a sequence: a stop token, the most tokens requested, or non-finite logits; empty while it continues."""
 _SEED = 1 << 64
 _LEAST_TEMPERATURE = 1e-30
-"""Logits divided by it are finite."""
+"""The least temperature, by which logits can be divided and stay finite."""
 MOST_BIASES = 1024
-"""How many tokens a request may have a bias for."""
+"""The most tokens for which a request may have a bias."""
 MOST_LOGPROBS = 20
-"""How many of the likeliest tokens come with the score of a token."""
+"""The most likeliest tokens that may come with a token's score."""
 _CHANGES = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs", "schema"),
     *("suppress", "suppress_first", "forced_first", "forced_last"),
@@ -33,20 +31,20 @@ _CHANGES = (
 """Fields that need the logits."""
 _MOST_PENALTY = 1_000_000
 _MOST = 128
-"""The most tokens of an answer to a request that does not say how many."""
+"""The most tokens of an answer to a request that does not give a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitOptions:
-    """What a request asks of the logits, besides how a token is drawn of them.
+    """The options of a request about the logits, other than the drawing of a token.
 
-    `logprobs`: each token of the answer comes with its score, and with those of so many of the likeliest tokens; None: without. With
-    `scores_prompt` so does each token of the prompt but the first: it is read as an answer is made, a token a step, and `max_tokens` may be
-    0.
+    `logprobs`: each token of the answer comes with its score, and with those of this many of the likeliest tokens; None: without scores.
+    With `scores_prompt` so does each token of the prompt except the first: the prompt is read like an answer, a token a step, and
+    `max_tokens` may be 0.
 
-    `suppress`: tokens that the answer does not have; `suppress_first`: that it does not begin with. `forced_first`: its first token;
-    `forced_last`: the last one of `max_tokens`. The penalties, `logit_bias` and `min_tokens`, before which no end follows, change the
-    logits before a token is drawn (`changes.py`).
+    `suppress`: tokens that the answer does not have; `suppress_first`: tokens with which it does not begin. `forced_first`: its first
+    token; `forced_last`: the last one of `max_tokens`. The penalties, `logit_bias` and `min_tokens`, before which the answer does not end,
+    change the logits before a token is drawn (`changes.py`).
     """
 
     repetition_penalty: float = 1.0
@@ -64,23 +62,23 @@ class LogitOptions:
 
 @dataclass(frozen=True)
 class Request(LogitOptions):
-    """A prompt, as numbers of tokens, and how it is continued.
+    """A prompt, as numbers of tokens, and the options of its continuation.
 
-    `encoder`: of a model with an encoder before its decoder what that is given: at most its length of tokens, or an array of its input's
-    shape, without the batch. The prompt is then the decoder's; an empty one stands for the tokens with which the model begins.
+    `encoder`: the input of an encoder before the decoder: at most its length of tokens, or an array of its input's shape, without the
+    batch. The prompt is then the decoder's; an empty one stands for the tokens with which the model begins.
 
-    `max_tokens`: the most tokens of the answer; None for as many as fit into a sequence behind the prompt, at most 128.
+    `max_tokens`: the most tokens of the answer; None for as many as fit into a sequence after the prompt, at most 128.
 
-    `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
-    `top_k` likeliest alone (0: of all), of the fewest whose probabilities together reach `top_p`, and of those with at least `min_p` times
-    the largest probability. What is drawn follows from `seed` and the number of the token alone. `stop`: tokens behind which the sequence
-    ends, beside those of the artifact; with `ignore_end` those alone.
+    `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, among
+    the `top_k` likeliest (0: all), the fewest whose probabilities together reach `top_p`, and those with at least `min_p` times the largest
+    probability. The drawn token depends only on `seed` and the number of the token. `stop`: tokens after which the sequence ends, in
+    addition to those of the artifact; with `ignore_end` instead of them.
 
-    `adapter`: the name of the adapter that is added to the model for it; empty: none.
+    `adapter`: the name of the adapter that is added to the model; empty: none.
 
-    `schema` leaves the tokens that its answer may have (`schema.py`).
+    `schema` limits the tokens that its answer may have (`schema.py`).
 
-    `embeds`: it has no answer but the embedding of its prompt, which is read whole.
+    `embeds`: whether it asks for the embedding of its prompt instead of an answer; the prompt is then read whole.
     """
 
     prompt: Sequence[int] = ()
@@ -98,13 +96,13 @@ class Request(LogitOptions):
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
-        """The request with the prompt that an empty one stands for, and the most tokens of its answer as a number."""
+        """Returns the request with the prompt for which an empty one stands, and the most tokens of its answer as a number."""
         start = record.encoder.start if record.encoder is not None else ()
         one = self if self.prompt or not start else replace(self, prompt=[*start])
         return replace(one, max_tokens=one.most(record))
 
     def most(self, record: GenerationRecord) -> int:
-        """The most tokens of the answer after its prompt: the requested number, else the number that fits; 0 of an embedding."""
+        """Returns the most tokens of the answer: the requested number, else the number that fits; 0 for an embedding."""
         if self.embeds and self.max_tokens is None:
             return 0
         return max(1, min(_MOST, record.length - len(self.prompt))) if self.max_tokens is None else self.max_tokens
@@ -116,16 +114,16 @@ class Request(LogitOptions):
 
     @property
     def read(self) -> int:
-        """The number of its tokens that are read, those of an encoder included, its features not."""
+        """The number of its tokens that are read, including an encoder's tokens, but not its features."""
         given = self.encoder
         return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
 
     def ends(self, record: GenerationRecord) -> list[int]:
-        """The tokens behind which its sequence ends."""
+        """Returns the tokens after which its sequence ends."""
         return sorted({*self.stop, *(() if self.ignore_end else record.stop)})
 
     def packed(self) -> dict[str, Any]:
-        """The request as JSON has it, without fields that ask for nothing: an array is its type, shape and bytes."""
+        """Returns the request as JSON, without fields that have their defaults: an array is its type, shape and bytes."""
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         fields = {name: value for name, value in fields.items() if name == "encoder" or value != _DEFAULTS[name]}
         if self.schema is not None:
@@ -139,7 +137,7 @@ class Request(LogitOptions):
 
     @classmethod
     def unpacked(cls, fields: Mapping[str, Any]) -> Self:
-        """The request that `packed` wrote."""
+        """Returns the request that `packed` wrote."""
         given = fields["encoder"]
         if isinstance(given, dict):
             given = np.frombuffer(base64.b64decode(given["data"]), given["type"]).reshape(given["shape"])
@@ -152,7 +150,7 @@ _DEFAULTS = {name: getattr(Request(), name) for name in Request.__dataclass_fiel
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The logarithm of a token's probability, and the likeliest tokens there with theirs, falling."""
+    """The log probability of a token, and the likeliest tokens with theirs, in descending order."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -160,12 +158,11 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token of a request, by the request's number, and whether it ends its sequence.
+    """A token of a request, by the request's number, and the reason if it ends its sequence.
 
-    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
-    `cached`: of a request's first token how many tokens of its prompt were not read, since a slot had them; else 0.
-    `score`: where the request has `logprobs`. `of_prompt`: it is a token of the prompt, which comes for its score, or for the `embedding`
-    of all of it.
+    If its logits are not finite there is no token: `finish` is "error", and `token` the number after the last of the vocabulary. `cached`:
+    for a request's first token, the number of prompt tokens that were not read, since a slot had them; else 0. `score`: set if the request
+    has `logprobs`. `of_prompt`: whether it is a token of the prompt, which comes for its score, or for the `embedding` of the prompt.
     """
 
     request: int
@@ -179,10 +176,10 @@ class NewToken:
 
 @dataclass
 class Answer:
-    """The tokens behind a prompt, those that end it included, and why there are no more.
+    """The tokens after a prompt, including the one that ends them, and the reason for the end.
 
-    `scores`: of each token, where the request has `logprobs`. `prompt_scores`: of each token of the prompt but the first, where it asks.
-    `embedding`: of the prompt, float32 of length 1, where it asks.
+    `scores`: for each token, if the request has `logprobs`. `prompt_scores`: for each token of the prompt except the first, if requested.
+    `embedding`: of the prompt, float32 of length 1, if requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -192,7 +189,7 @@ class Answer:
     embedding: Array | None = field(default=None, compare=False)
 
     def add(self, made: NewToken) -> None:
-        """Takes the next token of the request."""
+        """Adds the next token of the request."""
         self.finish = made.finish
         if made.embedding is not None:
             self.embedding = made.embedding
@@ -203,14 +200,14 @@ class Answer:
 
 
 def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
-    """InputError with everything that is wrong with any of the requests."""
+    """Raises InputError with all faults of the requests."""
     problems = [f"request {number}: {fact}" for number, one in enumerate(requests) for fact in faults_of(one, record)]
     if problems:
         raise InputError("\n".join(problems))
 
 
 def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
-    """The faults of a request, a text for each."""
+    """Yields the faults of a request, a text for each."""
     yield from _faults_of_encoder(request, record.encoder)
     if request.adapter and request.adapter not in record.adapters:
         known = ", ".join(filter(None, record.adapters))
@@ -259,7 +256,7 @@ def faults_of(request: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_embedding(request: Request, record: GenerationRecord) -> Iterator[str]:
-    """The faults of a request that asks for the embedding of its prompt."""
+    """Yields the faults of a request for the embedding of its prompt."""
     if record.embedding is None:
         fact = "it asks for an embedding, and the artifact makes tokens alone"
         yield f"{fact}\n  help: compile with `generate: {{embeddings: mean}}` in the plan"
@@ -269,7 +266,7 @@ def _faults_of_embedding(request: Request, record: GenerationRecord) -> Iterator
 
 
 def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
-    """What is wrong with what a request asks of logits."""
+    """Yields the faults of a request's options about logits."""
     asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
     tokens = [*one.suppress, *one.suppress_first, *(of for of in (one.forced_first, one.forced_last) if of is not None)]
     if outside := [token for token in tokens if not 0 <= token < record.vocabulary]:
@@ -293,7 +290,7 @@ def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:
-    """The faults of a request's input of an encoder."""
+    """Yields the faults of a request's input of an encoder."""
     given = one.encoder
     if record is None:
         if given is not None:

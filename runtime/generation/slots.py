@@ -1,28 +1,28 @@
-"""The sequences in the slots, and the inputs of each step: the same on all ranks, since they follow from requests and tokens alone.
+"""The sequences in the slots, and the inputs of each step: the same on all ranks, since they depend only on requests and tokens.
 
-A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each sequence that is made.
-Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts
-are read one after the other, in the order of their requests; where slots lie in several runs, one of each run in a step.
+A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each running sequence. Both
+alternate while there are sequences of both kinds: prompts delay the others by one chunk a token, however many there are. Prompts are read
+one after the other, in the order of their requests; if slots are in several runs, one of each run in a step.
 
-Of a model with an encoder a sequence is encoded before its prompt is read, by a step of its own (`encode`), which like a chunk takes one
-slot of each run. It writes the whole of a slot's encoder caches: a row without a part in it encodes again what its slot has, which changes
+In a model with an encoder a sequence is encoded before its prompt is read, by a step of its own (`encode`), which like a chunk takes one
+slot of each run. It writes all of a slot's encoder caches: a row without a part in it encodes its slot's input again, which changes
 nothing.
 
-A prompt whose tokens are scored is read by decodes, a token a step, beside the sequences that are made: chunks have the logits of their
-last token alone. So are all prompts of a model with states, which each token replaces.
+A prompt whose tokens are scored is read by decodes, a token a step, together with the running sequences: chunks only have the logits of
+their last token. So are all prompts of a model with states, which each token replaces.
 
-A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
-slot's next step writes it again. The position of a free slot is the end of the tokens that another prompt may share.
+A row without a part in a step gets its slot's position: the step writes after all entries of the slot that are read, and the slot's next
+step writes there again. The position of a free slot is the end of the tokens that another prompt may share.
 
-Where slots take turns in several groups a step has those of one group, and may be under way while others are (`turns.py`): a request takes
-a slot of the group that has the fewest.
+If slots take turns in several groups, a step has those of one group, and may run while steps of other groups do (`turns.py`): a request
+takes a slot of the group with the fewest sequences.
 
-A step has as few rows as a program has in which all of its sequences are: a decode of the slots in use, which are the first free ones, and
-the end of a prompt in a narrow chunk.
+A step uses the program with the fewest rows that contains all of its sequences: a decode of the slots in use, which are the first free
+ones, and the end of a prompt in a narrow chunk.
 
-The first chunks of a prompt that lie in the caches of a slot are not read again, but copied from there (`prefixes.py`).
+The first chunks of a prompt that are in the caches of a slot are not read again, but copied from there (`prefixes.py`).
 
-Requests join and are cancelled between steps; each has a number, by which its tokens are known:
+Requests join and are cancelled between steps; each has a number, by which its tokens are identified:
 
     slots.admit(7, Request([1, 306]))       # it waits for a slot
     while (step := slots.next()) is not None:
@@ -53,7 +53,7 @@ NOTHING_POOLED: Mapping[int, Pooled] = {}
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request in a slot: so many of its tokens are in the caches, and these are to come. `in_chunks`: whether its prompt is read so."""
+    """A request in a slot: `position` of its tokens are in the caches. `in_chunks`: whether its prompt is read in chunks."""
 
     number: int
     request: Request
@@ -65,16 +65,16 @@ class _Sequence:
     encoded: bool = False
     adapter: int = 0
     pooled: Pooled | None = None
-    """The pooled inputs of the head so far, where it asks for an embedding."""
+    """The pooled inputs of the head so far, if it asks for an embedding."""
 
     @property
     def unread(self) -> int:
-        """The tokens of the prompt that no step has read."""
+        """The number of prompt tokens that no step has read."""
         return max(len(self.request.prompt) - self.position, 0)
 
     @property
     def shared(self) -> Sequence[int]:
-        """The tokens that it shares with other prompts: none where they are read in steps of a decode, or for an embedding."""
+        """The tokens that it shares with other prompts: none if they are read in steps of a decode, or for an embedding."""
         if not self.in_chunks or self.request.embeds:
             return ()
         if not self.adapter:
@@ -83,23 +83,23 @@ class _Sequence:
 
     @property
     def is_read(self) -> bool:
-        """Whether its next step has a chunk of its prompt, or encodes it."""
+        """Whether its next step reads a chunk of its prompt, or encodes it."""
         return bool(self.unread) and (self.in_chunks or not self.encoded)
 
     def pool(self, more: Pooled, pooling: str) -> None:
-        """Adds what the head reads of its next tokens."""
+        """Adds the head's input for its next tokens."""
         self.pooled = more if pooling == "last" or self.pooled is None else self.pooled + more
 
     @property
     def embedding(self) -> Array:
-        """Its prompt's embedding, of length 1, float32."""
+        """The embedding of its prompt, of length 1, float32."""
         assert self.pooled is not None
         whole: Pooled = self.pooled / (float(np.linalg.norm(self.pooled)) or 1.0)
         return whole.astype(np.float32)
 
     @property
     def last(self) -> int:
-        """The token that a decode is given of it."""
+        """The token that its next decode reads."""
         return self.request.prompt[self.position] if self.unread else self.tokens[-1]
 
 
@@ -107,10 +107,10 @@ class _Sequence:
 class Step:
     """The inputs of a step: `tokens` [rows, n], and for each row the number of valid ones, and the number of earlier tokens.
 
-    `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
-    `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
-    encoder is given; None of another step. `lengths`: by row how many entries its encoder's input has. `copies`: what is copied before it.
-    `adapters`: the place of each row's adapter, 0 of none.
+    `program`: the name of the program that runs it. `slots`: each row's slot; None for a decode whose rows are all slots of its `group`.
+    `taking`: maps each row with a part to its slot, the number of its tokens, and its sequence. `encoded`: the encoder's input for each row
+    of an encode; None for another step. `lengths`: each row's number of entries in its encoder's input. `copies`: the copies before the
+    step. `adapters`: the place of each row's adapter, 0 for none.
     """
 
     tokens: Array
@@ -126,11 +126,11 @@ class Step:
     adapters: Array = field(default_factory=partial(np.zeros, 0, np.int64))
 
     def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
-        """The slots with a part of which a number of at least `least` is chosen."""
+        """Returns the slots whose chosen number is at least `least`."""
         return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
 
     def drawing(self) -> Mapping[int, Drawing]:
-        """By row whose next token is drawn that token; before the step's tokens are taken."""
+        """Maps each row whose next token is drawn to the drawing; called before the step's tokens are taken."""
         return {
             row: Drawing(one.request, one.tokens, one.changes)
             for row, (_, count, one) in self.taking.items()
@@ -148,7 +148,7 @@ class Step:
         return [row for row, (_, _, one) in self.taking.items() if one.request.embeds and self.encoded is None]
 
     def scored(self, chosen: Sequence[int], vocabulary: int) -> dict[int, tuple[int, int]]:
-        """By row whose token is scored that token, chosen or of its prompt, and how many of the likeliest come with it."""
+        """Maps each row with a score to the scored token, chosen or of its prompt, and to the number of likeliest tokens listed with it."""
         found = dict[int, tuple[int, int]]()
         for row, (_, count, one) in self.taking.items():
             if (many := one.request.logprobs) is None or chosen[row] >= vocabulary:
@@ -161,17 +161,17 @@ class Step:
 
 
 class Slots:
-    """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came.
+    """The sequences of an artifact's slots, and the waiting requests, in the order of their arrival.
 
-    `least_rows`: how many slots of each run a decode has at least. `shares`: whether prompts share what slots have; behind an
-    encoder none does.
+    `least_rows`: the least number of slots of each run in a decode. `shares`: whether prompts share entries of slots; with an encoder none
+    does.
     """
 
     def __init__(self, record: GenerationRecord, least_rows: int = 1, shares: bool = True) -> None:
         self.record = record
         self._prefixes = Prefixes(record.slots, record.chunk, shares and record.encoder is None)
         self._ends = [0] * record.slots
-        """By slot when its last sequence ended, as a count of ends."""
+        """The time at which each slot's last sequence ended, as a count of ends."""
         self._rows = [rows for rows in record.narrow_rows if rows >= least_rows]  # a rank may have one run alone
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
@@ -179,7 +179,7 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
-        """Maps group and number of slots to the tokens, count, position, lengths and adapters of decodes: the same arrays each time, to
+        """Maps a group and number of slots to the tokens, count, position, lengths and adapters of decodes: always the same arrays, to
         which sessions stay bound.
         """
 
@@ -199,7 +199,7 @@ class Slots:
         return len(self._waiting)
 
     def admit(self, number: int, request: Request) -> None:
-        """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
+        """Adds a request that takes the next free slot, after those that wait; between two steps. Its number is above all earlier ones."""
         request = request.begun(self.record)
         changes = changes_of(request, self.record)
         place = self.record.adapters.index(request.adapter) + 1 if request.adapter else 0
@@ -208,27 +208,27 @@ class Slots:
         self._waiting.append(_Sequence(number, request, in_chunks, changes, encoded=encoded, adapter=place))
 
     def free_place(self) -> int:
-        """The first place of an adapter that has no name, and that no sequence is under; 0 where there is none."""
+        """Returns the first place of an adapter without a name and without sequences; 0 if there is none."""
         taken = {one.adapter for one in (*self._waiting, *self._running) if one is not None}
         places = (place for place, name in enumerate(self.record.adapters, 1) if not name and place not in taken)
         return next(places, 0)
 
     def rename(self, place: int, name: str) -> None:
-        """Lets requests of a name be under the adapter at a place, with an empty one none; no prompt shares what was there before."""
+        """Sets the name of the adapter at a place, empty for none; prompts no longer share entries made there before."""
         names = [name if at == place else other for at, other in enumerate(self.record.adapters, 1)]
         self.record = self.record.model_copy(update={"adapters": names})
         if name:
             self._prefixes.forget_adapter(place)
 
     def cancel(self, number: int) -> None:
-        """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
+        """Removes a request from its slot, or from those that wait, if it has not ended; between two steps."""
         self._waiting = deque(one for one in self._waiting if one.number != number)
         for slot, one in enumerate(self._running):
             if one is not None and one.number == number:
                 self._end(slot)
 
     def next(self, group: int = 0) -> Step | None:
-        """The next step of a group, of which none is under way; None where no request is left in it."""
+        """Returns the next step of a group whose last step has ended; None if the group has no request left."""
         while self._waiting and (slot := self._free(self._waiting[0].shared)) is not None:
             self._running[slot] = first = self._waiting.popleft()
             first.position = first.cached = self._prefixes.begin(slot, first.shared)
@@ -246,7 +246,7 @@ class Slots:
         return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
 
     def idle_steps(self) -> Iterator[Step]:
-        """A step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
+        """Yields a step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
         for group, slots in enumerate(self._of_group):
             none = np.zeros(len(slots), np.int64)
             yield Step(none[:, None], none, none, {}, DECODE, None, group, self._lengths(slots), adapters=none)
@@ -261,10 +261,10 @@ class Slots:
                     yield Step(tokens, none, none, {}, named, window, group, self._lengths(window), adapters=none)
 
     def _free(self, prompt: Sequence[int]) -> int | None:
-        """The slot that a prompt takes, of the group that has the fewest sequences; None where all have one.
+        """Returns the slot for a prompt, in the group with the fewest sequences; None if all are taken.
 
-        It is one with which a decode has the fewest rows; of these the one that has most of the prompt, then the one whose last sequence
-        ended first.
+        It is a slot with which a decode has the fewest rows; among these the one that has most of the prompt, then the one whose last
+        sequence ended first.
         """
         used = [sum(self._running[slot] is not None for slot in slots) for slots in self._of_group]
         for _, slots in sorted(zip(used, self._of_group, strict=True), key=lambda pair: pair[0]):
@@ -275,7 +275,7 @@ class Slots:
         return None
 
     def _rows_with(self, slot: int, slots: Sequence[int]) -> int:
-        """How many slots of its run a decode has with those in use and this one; `slots` are those of its group."""
+        """Returns the rows of each run in a decode of the slots in use and this one; `slots`: those of its group."""
         size = self.record.slots // self.record.runs
         run = [other for other in slots if other // size == slot // size]
         places = [at for at, other in enumerate(run) if other == slot or self._running[other] is not None]
@@ -283,7 +283,7 @@ class Slots:
         return next((rows for rows in self._rows if rows >= span), len(run))
 
     def _end(self, slot: int) -> None:
-        """A slot's sequence leaves it."""
+        """Frees a slot."""
         self._running[slot] = None
         self._ends[slot] = max(self._ends) + 1
 
@@ -294,9 +294,9 @@ class Slots:
         scores: Mapping[int, TokenScore] = NO_SCORES,
         pooled: Mapping[int, Pooled] = NOTHING_POOLED,
     ) -> list[NewToken]:
-        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing, `scores` those of some.
+        """Records the results of a step and returns its tokens; `chosen` has a number for each row, meaningless for rows without a part.
 
-        `pooled`: by row that asks for an embedding what the head reads of its tokens, float64.
+        `scores`: the scores of some rows. `pooled`: maps each row that asks for an embedding to the head's input for its tokens, float64.
         """
         made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
@@ -344,7 +344,7 @@ class Slots:
         return made
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
-        """A chunk of the earliest prompt of each run of a group's slots."""
+        """Returns a prefill of a chunk of the earliest prompt of each run of a group's slots."""
         record = self.record
         copies = self._copies(reading, group)
         slots, taking = self._of_each_run(reading, group)
@@ -360,7 +360,7 @@ class Slots:
         return Step(tokens, count, position, taking, program, slots, group, lengths, copies=copies, adapters=adapters)
 
     def _copies(self, reading: Mapping[int, _Sequence], group: int) -> list[Copy]:
-        """What the earliest prompt of each run need not read, since another slot of the run and of its group has it by now."""
+        """Returns the copies by which the earliest prompt of each run gets entries that another slot of its run and group has by now."""
         size = self.record.slots // self.record.runs
         copies, runs = list[Copy](), set[int]()
         for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
@@ -375,7 +375,7 @@ class Slots:
         return copies
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
-        """The encoder's input for the earliest sequence of each run of a group's slots."""
+        """Returns an encode of the earliest sequence of each run of a group's slots."""
         encoder = self.record.encoder
         assert encoder is not None
         slots, taking = self._of_each_run(waiting, group)
@@ -393,7 +393,9 @@ class Slots:
     def _of_each_run(
         self, waiting: Mapping[int, _Sequence], group: int
     ) -> tuple[list[int], dict[int, tuple[int, int, _Sequence]]]:
-        """A slot of each run of a group's, that of its earliest sequence; and by row the part of a chunk that this has."""
+        """Returns a slot of each run of a group, that of its earliest sequence; also maps rows to the part of a chunk that this sequence
+        has.
+        """
         record = self.record
         size = record.slots // record.runs
         slots = self._of_group[group][:: size // record.groups]
@@ -405,7 +407,7 @@ class Slots:
         return slots, taking
 
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
-        """A token of each sequence of a group that is made, or whose prompt is scored."""
+        """Returns a decode of one token of each running sequence of a group, or of each prompt that is scored."""
         slots, size = self._window(making, group)
         key = group, len(slots)
         if key not in self._decoded:
@@ -428,8 +430,9 @@ class Slots:
         return Step(tokens, count, position, taking, program, window, group, given, adapters=adapters)
 
     def _window(self, making: Collection[int], group: int) -> tuple[list[int], int]:
-        """The slots of a decode, as few of each run as a program has in which all that make a token are, and how many of a run these
-        are; 0 where it has all slots of the group.
+        """Returns the slots of a decode, as few of each run as a program allows that contain all in `making`, and their number in a run.
+
+        The number is 0 if it has all slots of the group.
         """
         slots, runs = self._of_group[group], self.record.runs
         of_run = len(slots) // runs
@@ -442,17 +445,18 @@ class Slots:
         return [slot for begin in begins for slot in slots[begin : begin + size]], size
 
     def _positions(self, slots: Sequence[int]) -> list[int]:
-        """By slot how many tokens are there; of a free one those that another prompt may share."""
+        """Returns each slot's number of tokens; for a free slot those that another prompt may share."""
         there = ((slot, self._running[slot]) for slot in slots)
         return [self._prefixes.counts[slot] if one is None else one.position for slot, one in there]
 
     def _adapters(self, slots: Sequence[int]) -> Array:
-        """The place of each slot's adapter."""
+        """Returns the place of each slot's adapter."""
         return np.array([0 if (one := self._running[slot]) is None else one.adapter for slot in slots], np.int64)
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
-        """Maps each slot to the number of entries of its encoder's input; 1 for a free slot, which also reads something. None without
-        such numbers.
+        """Returns each slot's number of entries in its encoder's input; 1 for a free slot, which also reads something.
+
+        Returns None if the encoder has no such numbers.
         """
         encoder = self.record.encoder
         if encoder is None or not encoder.count:

@@ -1,10 +1,10 @@
 """This process's place in a job whose ranks a launcher has started already, read from the launcher's environment variables.
 
-A launcher and an MPI library find each other by PMI, PMIx or a library's own protocol. Where they are of different kinds, each process
-begins MPI as a job of one rank, although the launcher says that there are more, or the library ends the process.
+A launcher and an MPI library find each other by PMI, PMIx or a library's own protocol. If they are of different kinds, each process begins
+MPI as a job of one rank, although the launcher has started more, or the library ends the process.
 
     variable                     set by the launcher of
-    OMPI_COMM_WORLD_SIZE         Open MPI, beside PMIX_RANK
+    OMPI_COMM_WORLD_SIZE         Open MPI, together with PMIX_RANK
     PMI_SIZE                     MPICH and those of its family (Hydra)
     SLURM_STEP_NUM_TASKS         Slurm; with --mpi=pmix PMIX_RANK, with --mpi=pmi2 PMI_SIZE, too
     PMIX_RANK                    any other that speaks PMIx, such as PRRTE's
@@ -27,7 +27,7 @@ _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
     "PMIX_RANK": "PMIx",
 }
-"""Whose launcher sets a variable."""
+"""Maps each variable to the launcher that sets it."""
 
 
 _PROGRAMS = re.compile(
@@ -40,22 +40,22 @@ _FAMILIES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_STEP", "SLURM_PROCID")
 
 @dataclass(frozen=True)
 class Place:
-    """The launcher's statement about this process: its rank, and the number of ranks if it is given."""
+    """The launcher's data about this process: its rank, and the number of ranks if it is given."""
 
     rank: int
     size: int | None
     variable: str = field(default="", compare=False)
-    """The environment variable that says how many ranks there are, or that there are any."""
+    """The environment variable that gives the number of ranks, or shows that there are several."""
 
     @property
     def launcher(self) -> str:
-        """The launcher by its variable, with what that says."""
+        """The launcher by its variable, with the variable's value."""
         said = f"{self.variable}={self.rank if self.size is None else self.size}"
         return f"{_LAUNCHERS[self.variable]} ({said})"
 
 
 def surrounding_job(environment: Mapping[str, str]) -> Place | None:
-    """This process's place in a job of ranks that someone else started, or None outside of any."""
+    """Returns this process's place in a job of ranks that a launcher has started, or None outside of any."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _place(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if "PMI_RANK" in environment:
@@ -76,7 +76,7 @@ def _place(environment: Mapping[str, str], rank: str, size: str) -> Place:
 
 
 def is_launched() -> bool:
-    """Whether a launcher is among the processes that have started this one; also where the system does not tell."""
+    """Whether a launcher is among the ancestors of this process; also True if the system does not tell."""
     pid = os.getppid()
     is_known = pid > 0
     while pid > 0:
@@ -91,14 +91,14 @@ def is_launched() -> bool:
 
 
 def refuse_inherited(environment: Mapping[str, str]) -> None:
-    """UsageError where the variables of PMIx name no server: no launcher is there, and MPI would end the process as it begins."""
+    """Raises UsageError if the variables of PMIx name no server: there is no launcher, and MPI would end the process as it begins."""
     has_server = any(name.startswith("PMIX_SERVER_URI") for name in environment)
     if "PMIX_RANK" in environment and not has_server and (place := surrounding_job(environment)) and not is_launched():
         raise UsageError(inherited_variables(environment, place))
 
 
 def inherited_variables(environment: Mapping[str, str], place: Place) -> str:
-    """The message for variables of a job whose launcher has not started this process."""
+    """Returns the message for variables of a job whose launcher has not started this process."""
     names = sorted(name for name in environment if name.startswith(_FAMILIES))
     return (
         f"the environment has variables of a job of {place.launcher}, and no launcher is among the processes that have started this one"
@@ -107,7 +107,7 @@ def inherited_variables(environment: Mapping[str, str], place: Place) -> str:
 
 
 def refuse_alone(environment: Mapping[str, str], size: int, library: str, launched: bool = True) -> None:
-    """UsageError where the launcher started several ranks and `library`, the MPI library that was loaded, found one.
+    """Raises UsageError if the launcher started several ranks and `library`, the loaded MPI library, found one.
 
     `size`: the ranks that the library found; `launched`: whether there is a launcher at all.
     """
@@ -125,7 +125,7 @@ def refuse_alone(environment: Mapping[str, str], size: int, library: str, launch
 
 
 def refuse_pmix(environment: Mapping[str, str], about: str) -> None:
-    """UsageError where the library, by what it says `about` itself, ends every process that its launcher tells of its place by PMIx.
+    """Raises UsageError if the library, by its own text `about`, ends every process whose launcher gives its place by PMIx.
 
     MPICH does so when it begins, with a message that names neither, unless it was built with PMIx or finds PMI, its own protocol.
     """

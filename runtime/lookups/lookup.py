@@ -1,25 +1,24 @@
-"""A lookup of one step: ids and rows as messages between those who ask and the owners of rows.
+"""A lookup of one step: ids and rows as messages between the ranks that ask and the owners of rows.
 
-    Pull   all to all     how many ids each rank has for each other, or which id is not a row of the table, so that all refuse it alike
-           to owners      ids, each once, that count from the owner's first row
+    Pull   all to all     the number of ids that each rank has for each other, or an id that is not a row, so that all refuse it
+           to owners      ids, each once, counted from the owner's first row
            to askers      the rows, in the order of the ids
     Push   to owners      the rows, each id's sum, in the order in which the Pull asked for them
 
-A Pull keeps what it asked as values of the step, by which its Push sends rows alone: both ends know how many.
+A Pull stores its requests as values of the step, so that its Push sends only rows: both ends know their number.
 
-    Route  all to all     how many rows each rank has for each expert of each other, or which id names none
+    Route  all to all     the number of rows that each rank has for each expert of each other, or an id that names none
            to owners      the rows, by owner and expert, those of one expert in their order
-    Return to senders     a row for each that has come; each is put where the one that left was
+    Return to senders     a row for each received one; each is put at the place of the sent one
 
-A Route keeps the places of its rows and the counts, by which Returns, and the Routes of cotangents, send rows alone.
+A Route stores the places of its rows and the counts, by which Returns, and the Routes of cotangents, send only rows.
 
-Each begins and ends at its place in the file, as a collective on values of unknown shape does: an owner answers there. What a rank has for
-itself is copied. Memory grows to what a step needed most, and is used again.
+Each begins and ends at its place in the file, like a collective on values of unknown shape: an owner answers there. Rows that a rank has
+for itself are copied. Memory grows to the largest need of a step, and is reused.
 
-The ids of a lookup, each once, and sums of rows by id.
-
-A batch names popular rows many times: of 16,384 ids with skewed counts a fifth are distinct. Ids are sorted with their places behind them
-in one 64-bit number, which is faster than sorting ids and asking for the order.
+The module also finds the distinct ids of a lookup, and sums rows by id. A batch names popular rows many times: of 16,384 ids with skewed
+counts a fifth are distinct. Ids are sorted with their places as the low bits of one 64-bit number, which is faster than sorting ids and
+asking for the order.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ from ..program.ort import Session, new_session
 Ids: TypeAlias = npt.NDArray[np.int64]
 _BITS = 31
 _SUMMED = ("float", "double", "int32", "int64")
-"""Element types that onnxruntime adds up."""
+"""Element types that onnxruntime can add."""
 
 
 @dataclass(frozen=True)
 class Distinct:
-    """Ids, ascending, each once; `inverse` has the place in `ids` of each of those that were given."""
+    """Distinct ids, ascending; `inverse` has the place in `ids` of each original id."""
 
     ids: Ids
     inverse: npt.NDArray[np.integer]
 
 
 def distinct(given: Ids) -> Distinct:
-    """Ids of 0 and above, each once."""
+    """Returns the distinct ids; all must be 0 or above."""
     count = given.size
     if count == 0:
         return Distinct(given, given)
@@ -77,7 +76,9 @@ def distinct(given: Ids) -> Distinct:
 
 
 def counted_from_front(ids: Array, rows: int) -> tuple[Ids, int]:
-    """The ids of a table of so many rows with those below 0 counted from its end, flat; the index of the first that is not a row, or -1."""
+    """Returns the ids, flat, with those below 0 counted from the end of a table of `rows` rows; also the index of the first invalid id, or
+    -1.
+    """
     flat: Ids = ids.reshape(-1).astype(np.int64)
     if not flat.size:
         return flat, -1
@@ -90,7 +91,7 @@ def counted_from_front(ids: Array, rows: int) -> tuple[Ids, int]:
 
 
 class RowSums:
-    """Adds rows of one element type up, in their order: each id's sum is the same, whatever else is there."""
+    """Sums rows of one element type in their order: each id's sum is independent of the other rows."""
 
     def __init__(self, code: int) -> None:
         self.dtype = BY_CODE[code]
@@ -98,7 +99,7 @@ class RowSums:
 
     @np.errstate(over="ignore", invalid="ignore")
     def __call__(self, rows: Array, inverse: npt.NDArray[np.integer], count: int) -> Array:
-        """`count` sums: the k-th is that of the rows at which `inverse` is k."""
+        """Returns `count` sums: the k-th is that of the rows at which `inverse` is k."""
         total = np.zeros((count, rows.shape[1]), rows.dtype)
         if count == inverse.size:
             total[inverse] = rows
@@ -133,12 +134,12 @@ _ITEM = 8
 
 @dataclass
 class Memory:
-    """Memory by name, which grows; one lookup at a time uses it."""
+    """Memory blocks by name, which grow; one lookup at a time uses them."""
 
     blocks: dict[str, Bytes] = field(default_factory=dict)
 
     def of(self, name: str, size: int) -> Bytes:
-        """So many bytes, not cleared."""
+        """Returns `size` bytes, not cleared."""
         block = self.blocks.get(name)
         if block is None or block.size < size:
             block = self.blocks[name] = aligned(size + size // 4)
@@ -147,7 +148,7 @@ class Memory:
 
 @dataclass
 class Moved:
-    """What a rank has looked up so far: steps, ids, distinct ids, and the bytes of ids and rows that came from other ranks."""
+    """The lookups of a rank so far: steps, ids, distinct ids, and the bytes of ids and rows received from other ranks."""
 
     steps: int = 0
     ids: int = 0
@@ -157,7 +158,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a Pull asked, as its Push reads it: the ids of givers on an owner, the counts of both, and each id's place on a giver."""
+    """The requests of a Pull, which its Push reads: the ids of givers on an owner, the counts of both, and each id's place on a giver."""
 
     ids: Tensor | None = None
     counts: Tensor | None = None
@@ -166,9 +167,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class Routed:
-    """What a Route found, as Returns read it: the place of each row among those that leave, and the counts of those that leave for and
-    come from each rank.
-    """
+    """The data of a Route, which Returns read: the place of each row among the sent ones, and the counts of rows to and from each rank."""
 
     places: Tensor
     counts: Tensor
@@ -196,10 +195,10 @@ class Lookup:
         self._sums = RowSums(dtype.code)
         place = ranks.index(transport.rank)
         self._turn = [*ranks[place + 1 :], *ranks[:place]]
-        """The other ranks, the next one first, so that not all begin with the same."""
+        """The other ranks, the next one first, so that not all ranks begin with the same one."""
 
     def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> tuple[Tensor | None, Pulled]:
-        """The rows for the ids, in `result` where there is one, and what was asked; StepError on all ranks where an id is not a row."""
+        """Returns the rows for the ids, in `result` if given, and the requests; raises StepError on all ranks if an id is not a row."""
         once, given, counts = self._ask(ids)
         mine = self.transport.rank
         asked = self._asked(once, given, counts, ids)
@@ -234,7 +233,7 @@ class Lookup:
         return found, asked
 
     def push(self, pulled: Pulled, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """At an owner the ids that it was asked, and the sum of what each giver gives to each, in the order of givers."""
+        """Returns, at an owner, the ids that it was asked for, and the sum of the givers' rows for each, in the order of givers."""
         assert pulled.counts is not None
         owners, mine = len(self.owners), self.transport.rank
         counts = pulled.counts.array().tolist()
@@ -256,10 +255,10 @@ class Lookup:
         return pulled.ids, made
 
     def route(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Routed]:
-        """The rows that come, their experts counted from the rank's first, and what a Return reads; StepError on all ranks where an id is
-        not an expert.
+        """Sends rows to the owners of their experts; raises StepError on all ranks if an id is not an expert.
 
-        Rows come rank by rank in the order of the list, those of one rank by expert, those of one expert in their order there.
+        Returns the received rows, their experts counted from the rank's first, and the data for a Return. Rows are received rank by rank in
+        the order of the list, those of one rank by expert, those of one expert in their order there.
         """
         each, kind = self.call.rows_of_owner, BY_NAME["int64"]
         header = np.zeros((len(self.ranks), _EXPERTS + each), np.int64)
@@ -278,7 +277,7 @@ class Lookup:
         return self.route_as(found, rows), Tensor.of(experts, kind), found
 
     def route_as(self, routed: Routed, rows: Tensor) -> Tensor:
-        """Rows of the same places go where those went by which `routed` was found."""
+        """Sends rows along the way of the Route that made `routed`, and returns the received rows."""
         places, leaving, coming = self._ways(routed)
         given = self._rows("leaving", places.size)
         given[places] = rows.data.reshape(places.size, self.row_bytes)
@@ -288,7 +287,7 @@ class Lookup:
         return made
 
     def send_back(self, routed: Routed, rows: Tensor, result: Tensor | None) -> Tensor:
-        """A row for each that came goes back, and is put where that one was, in `result` where there is one."""
+        """Sends back a row for each received one, and returns them at the places of the sent ones, in `result` if given."""
         places, leaving, coming = self._ways(routed)
         home = self._rows("home", places.size)
         received = self._exchange(rows.data.reshape(rows.shape[0], self.row_bytes), coming, home, leaving)
@@ -299,7 +298,7 @@ class Lookup:
         return made
 
     def _ways(self, routed: Routed) -> tuple[Ids, dict[int, int], dict[int, int]]:
-        """The places of a rank's rows, and by rank how many leave for it and come from it."""
+        """Returns the places of a rank's rows, and maps ranks to the number of rows to and from them."""
         counts: list[int] = routed.counts.array().tolist()
         ends = counts[: len(self.ranks)], counts[len(self.ranks) :]
         leaving, coming = (dict(zip(self.ranks, one, strict=True)) for one in ends)
@@ -307,14 +306,14 @@ class Lookup:
         return places, leaving, coming
 
     def give_up(self) -> None:
-        """Takes part in a Pull or a Route with nothing to give: it ends for all other ranks by a StepError."""
+        """Takes part in a Pull or a Route without data: it ends for all other ranks by a StepError."""
         routes = self.call.op == ROUTE
         header = np.zeros((len(self.ranks), _EXPERTS + routes * self.call.rows_of_owner), np.int64)
         header[:, _STATE] = _NOTHING
         self._headers_of_all(header)
 
     def _ask(self, ids: Tensor | None) -> tuple[Distinct, dict[int, Ids], dict[int, int]]:
-        """The rank's ids, each once; by owner what it is asked for; by rank how many ids come from there."""
+        """Returns the rank's distinct ids; maps each owner to the ids asked of it, and each rank to the number of ids that come from it."""
         header = np.zeros((len(self.ranks), _EXPERTS), np.int64)
         flat, wrong = np.empty(0, np.int64), -1
         if ids is not None:
@@ -333,7 +332,7 @@ class Lookup:
         return asked, given, {rank: int(row[_COUNT]) for rank, row in zip(self.ranks, rows, strict=True)}
 
     def _asked(self, once: Distinct, given: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None) -> Pulled:
-        """What a Push reads: the ids that other givers ask of an owner are still to come."""
+        """Returns the requests that a Push reads; at an owner the ids of other givers are still to be received."""
         mine, kind = self.transport.rank, BY_NAME["int64"]
         owns, gives = mine in self.owners, mine in self.givers
         if not owns and not gives:
@@ -347,7 +346,7 @@ class Lookup:
         return Pulled(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
 
     def _landing(self, asked: Pulled, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
-        """Maps each rank to the place of the ids that it requests; what the rank itself requests as a giver is there already."""
+        """Maps each rank to the place of the ids that it requests; the rank's own requests as a giver are already there."""
         found: dict[int, Ids] = {}
         if asked.ids is not None:
             numbers, begin = asked.ids.data.view(np.int64), 0
@@ -362,7 +361,7 @@ class Lookup:
         return {rank: found[rank] for rank in self._turn if counts[rank]}
 
     def _meet(self, header: Array) -> list[list[int]]:
-        """For each place in the list, what each rank sends to this one; StepError on all where one refuses."""
+        """Returns, for each place in the list, the header sent to this rank; raises StepError on all ranks if one refuses."""
         rows = self._headers_of_all(header)
         for rank, row in zip(self.ranks, rows, strict=True):
             if row[_STATE] == _NO_ROW and self.call.op == ROUTE:
@@ -377,7 +376,7 @@ class Lookup:
         return rows
 
     def _headers_of_all(self, header: Array) -> list[list[int]]:
-        """For each place in the list, what each rank sends to this one."""
+        """Returns, for each place in the list, the header sent to this rank."""
         came = np.empty_like(header)
         if len(self.ranks) == 1:
             came[:] = header
@@ -389,7 +388,9 @@ class Lookup:
         return rows
 
     def _exchange(self, rows: Bytes, leaving: Mapping[int, int], landing: Bytes, coming: Mapping[int, int]) -> int:
-        """Rows go to ranks and come from ranks, as many as each mapping says, rank by rank in its order; the bytes that have come."""
+        """Sends and receives rows, rank by rank in the order of each mapping, which has the number for each rank; returns the received
+        bytes.
+        """
         mine, received, at = self.transport.rank, 0, 0
         parts: dict[int, Bytes] = {}
         for rank, count in leaving.items():

@@ -157,7 +157,7 @@ class WaitRecv(Message):
 
 @dataclass(frozen=True)
 class Collective:
-    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest.
+    """One end of a collective: the call, and the ranks that take part; no ranks if a file is read without its manifest.
 
     `task`: the task that contains it, in the schedule's notation.
     """

@@ -136,7 +136,7 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
 
 
 def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype, list[Dim]]]:
-    """Maps each input that is not fed to its type and shape; ArtifactError where the inputs of a step do not determine them."""
+    """Maps each input that is not fed to its type and shape; raises ArtifactError if the inputs of a step do not determine them."""
     declared = file.shapes_of(file.sized)
     ports = {port.name: port for port in file.manifest.inputs}
     found: dict[str, tuple[Dtype, list[Dim]]] = {}

@@ -1,6 +1,6 @@
 """The checkpoints of a training: the state of its ranks is written to folders and read from them. Every call is collective.
 
-Nothing is taken from a checkpoint before all of it was found to be as it was written. So one that is refused leaves everything as it was.
+Nothing is loaded from a checkpoint before all of it has been verified. So a checkpoint that is refused leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Checkpoints:
         best: int | None,
         background: bool = False,
     ) -> Path:
-        """Writes a checkpoint into a folder that all ranks share; its path. In the `background` it is whole once `finish` has returned."""
+        """Writes a checkpoint into a folder that all ranks share, and returns its path; in the `background` it is complete once `finish`
+        has returned.
+        """
         self.finish()
         self.claim(folder)
         share, rank = self._program.all_gather_text, self._program.rank
@@ -85,13 +87,13 @@ class Checkpoints:
         return self.saving is not None and self.saving.has_failed
 
     def finish(self) -> None:
-        """Waits for the save in the background, where one is under way; collective. CheckpointError on all ranks where it failed."""
+        """Waits for a save in the background, if there is one; collective. Raises CheckpointError on all ranks if it failed."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
             self._ours.add(saving.finish(self._program.all_gather_text).parent.resolve())
 
     def claim(self, folder: Path) -> None:
-        """Takes the lock of a folder until `release`; CheckpointError where another job has it."""
+        """Takes the lock of a folder until `release`; raises CheckpointError if another job has it."""
         if folder in self._claimed:
             return
 
@@ -115,9 +117,9 @@ class Checkpoints:
         self._claimed.clear()
 
     def load(self, path: Path, option: str, averaged: bool = False) -> CheckpointIndex:
-        """Loads all tensors from the checkpoint that a path means, and returns its index. `option`: the command line's for another path.
+        """Loads all tensors from the checkpoint at a path, and returns its index. `option`: the command line's option for another path.
 
-        With `averaged` parameters are the checkpoint's moving averages.
+        With `averaged`, parameters are loaded from the checkpoint's moving averages.
         """
 
         self.finish()
@@ -140,7 +142,7 @@ class Checkpoints:
     def load_weights(
         self, path: Path, strict: bool, option: str, only: Callable[[str], bool] | None = None
     ) -> frozenset[str]:
-        """Loads weights, or `only` some, from a checkpoint or a safetensors file; the names of the loaded tensors."""
+        """Loads weights, or those that `only` selects, from a checkpoint or a safetensors file; returns the names of the loaded tensors."""
 
         self.finish()
         kept = [one for one in self._kept if only is None or only(one.tensor)]
@@ -187,5 +189,5 @@ class Checkpoints:
             self._together(fill_averages)
 
     def _together(self, action: Callable[[], Result]) -> Result:
-        """The action's result where it succeeds on every rank; else the same failure on all."""
+        """Returns the action's result if it succeeds on every rank; else raises the same failure on all."""
         return together(action, self._program.all_gather_text)

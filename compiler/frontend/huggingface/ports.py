@@ -1,4 +1,4 @@
-"""The inputs and outputs of a model of `transformers` where its `model.py` does not say them, by the names of its forward's arguments.
+"""The inputs and outputs of a `transformers` model whose `model.py` does not list them, named after the arguments of its forward.
 
     input_ids, attention_mask, token_type_ids, position_ids        [batch, sequence]     int64
     decoder_input_ids, decoder_attention_mask                      [batch, target]       int64
@@ -7,10 +7,10 @@
     input_values                                                   [batch, samples], or of a spectrogram [batch, frames, mel bins]
     labels                                                         those of the decoder's ids, or [batch] of a classifier
 
-An encoder of text takes `input_ids` and `attention_mask`, a decoder alone `input_ids`, an encoder with a decoder
-`decoder_input_ids`, too. `inputs = ["input_ids", "labels"]` in the `model.py` chooses others; with `labels` the model has the output
-`loss`, too. `sequence` and `target` are at most the model's number of positions. Images are of the size in the configuration, else
-224 x 224.
+By default a text encoder has the inputs `input_ids` and `attention_mask`, a decoder `input_ids`, and an encoder with a decoder also
+`decoder_input_ids`. `inputs = ["input_ids", "labels"]` in the `model.py` chooses others; with `labels` the model also has the output
+`loss`. `sequence` and `target` are at most the model's number of positions. The size of images is that of the configuration, else 224 x
+224.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TARGET = ("decoder_input_ids", "decoder_attention_mask")
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 _USUAL_SIDES = (224, 224)
-"""The size of images that image processors of transformers make, where a configuration has none."""
+"""The size of images if a configuration has none: that of the image processors of transformers."""
 _POSITIONS = {
     "sequence": ("max_source_positions", "max_position_embeddings", "n_positions"),
     "target": ("max_target_positions", "max_position_embeddings", "n_positions"),
@@ -38,7 +38,7 @@ _POSITIONS = {
 
 
 def usual_inputs(model: Any, names: Sequence[str] | None, where: str) -> dict[str, Input]:
-    """The inputs of these names, or those that the model usually takes. Raises CompileError for those that are not known."""
+    """Returns the inputs of these names, or the model's usual inputs. Raises CompileError for unknown names."""
     arguments = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
     if names is None:
         names = [model.main_input_name]
@@ -53,7 +53,7 @@ def usual_inputs(model: Any, names: Sequence[str] | None, where: str) -> dict[st
 
 
 def image_inputs(module: Any) -> tuple[dict[str, Input], str] | None:
-    """The batch of images that a model of timm or torchvision takes, and what says their size; None of another module."""
+    """Returns the image input of a model of timm or torchvision, and the source of its size; None for another module."""
     library = type(module).__module__.partition(".")[0]
     if library not in ("timm", "torchvision"):
         return None
@@ -66,8 +66,10 @@ def image_inputs(module: Any) -> tuple[dict[str, Input], str] | None:
 
 
 def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbol]:
-    """Maps each dim of the inputs to its constraint: the model's positions, and two for a decoder whose loss compares each token with
-    the next.
+    """Maps each dim of the inputs to its constraint.
+
+    A dim of positions is at most the model's number of positions, and at least two for a decoder whose loss compares each token with the
+    next.
     """
     dims = {dim for one in inputs.values() for dim in one.shape}
     found, most = {}, longest(model)
@@ -86,7 +88,7 @@ def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbo
 
 
 def main_outputs(names: Sequence[str]) -> list[str]:
-    """The loss and the logits among the outputs of a forward; all outputs where it has no logits."""
+    """Returns the loss and the logits among the outputs of a forward; all outputs if there are no logits."""
     return [name for name in names if name in ("loss", "logits")] if "logits" in names else list(names)
 
 
@@ -96,7 +98,7 @@ def has_encoder(model: Any) -> bool:
 
 
 def _is_decoder(model: Any) -> bool:
-    """Whether each position of a text sees those before it alone, so that a text that ends early needs no mask."""
+    """Whether each position of a text sees only earlier positions, so that a text that ends early needs no mask."""
     is_decoder = attribute(model.config, "is_decoder", bool, False)
     return not has_encoder(model) and (bool(model.can_generate()) or is_decoder)
 
@@ -129,14 +131,14 @@ def _input(model: Any, name: str) -> Input | None:
 
 
 def _convolutions(config: Any) -> list[tuple[int, int]]:
-    """The kernel and the stride of each convolution by which a model of speech begins."""
+    """Returns the kernel and the stride of each convolution at the beginning of a speech model."""
     kernels = attribute(config, "conv_kernel", Sequence, ())  # type: ignore[type-abstract]
     strides = attribute(config, "conv_stride", Sequence, ())  # type: ignore[type-abstract]
     return [*zip(kernels, strides, strict=False)]
 
 
 def _sides(config: Any) -> list[int]:
-    """The height and the width of an image; empty where the configuration has no such numbers."""
+    """Returns the height and the width of an image; empty if the configuration has no such numbers."""
     side = attribute(config, "image_size", int)
     sides = [side] * 2 if side is not None else attribute(config, "image_size", Sequence, ())  # type: ignore[type-abstract]
     return [one for one in sides if isinstance(one, int)]

@@ -1,9 +1,9 @@
-"""The loss softmax_cross_entropy: -sum_c q_c log softmax(x)_c, with q 1 at the label, or probabilities; smoothed; weighted by class.
+"""The loss softmax_cross_entropy: -sum_c q_c log softmax(x)_c; q is 1 at the label, or probabilities; with smoothing and class weights.
 
-The logarithm of the softmax is (x - s) - log sum exp(x - s) with s = ceil(max x): any s close to the maximum will do, and no
-gradient flows through Ceil. Unlike LogSoftmax this is made of reductions, so classes may be cut as well (a vocabulary over ranks):
-each rank has its own terms, and three numbers a position are reduced. A mean with weights or ignored labels is a sum over a
-sum, and both are terms on every rank.
+The logarithm of the softmax is (x - s) - log sum exp(x - s) with s = ceil(max x): any s close to the maximum will do, and no gradient flows
+through Ceil. Unlike LogSoftmax this consists of reductions, so classes may be sharded as well (a vocabulary over ranks): each rank has its
+own terms, and three numbers per position are reduced. A mean with weights or ignored labels is a quotient of two sums, and each rank has
+terms of both.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SoftmaxCrossEntropy(OfLogits):
 
     @property
     def class_labels(self) -> ClassLabels | None:
-        """As `ComparedLoss` says: labels are probabilities, or numbers of classes."""
+        """Labels as numbers of classes; None if they are probabilities."""
         return None if self.probabilities else ClassLabels(self.labels, self.output, self.axis, self.ignore_index)
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """As `ComparedLoss` says."""
+        """Adds the loss, as `ComparedLoss.add` does."""
         x, dims = to.prediction(self.output)
         axis = class_axis(to, self.output, dims, self.axis)
         classes, dtype = dims[axis], float_type(x)
@@ -95,7 +95,7 @@ def _reduced(
     dtype: ir.DataType,
     shards: int,
 ) -> ir.Value:
-    """The sum or the mean of losses; with weights their sum is what the mean divides by."""
+    """Adds the sum or the mean of losses; with weights, the mean divides by their sum."""
     if loss.reduction == "sum":
         return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
     if weights is None:
@@ -111,7 +111,7 @@ def _reduced(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a cross entropy is made of: log softmax(x) is `shifted` - `log_total`."""
+    """The values of a cross entropy: log softmax(x) is `shifted` - `log_total`."""
 
     to: GraphNodes
     loss: SoftmaxCrossEntropy
@@ -122,7 +122,9 @@ class _Parts:
     dtype: ir.DataType
 
     def at(self, labels: ir.Value, counted: ir.Value | None, rank: int) -> tuple[ir.Value, ir.Value | None]:
-        """The loss of each position with its label, and its weight, None where every one is 1; both with the axis of classes as 1."""
+        """Adds the loss of each position with its label, and its weight, None if every weight is 1; both have the axis of classes with size
+        1.
+        """
         to, smoothing = self.to, self.loss.label_smoothing
         places = to.op("label_places", "Unsqueeze", labels, self.axes)
         chosen = to.op("at_label", "GatherElements", self.shifted, places, axis=self.axis)
@@ -156,7 +158,7 @@ class _Parts:
         return losses, weight
 
     def against(self, shares: ir.Value, classes: int | ir.SymbolicDim, rank: int) -> ir.Value:
-        """The loss of each position whose label is a share of every class."""
+        """Adds the loss of each position whose label is a probability for every class."""
         to, smoothing = self.to, self.loss.label_smoothing
         if smoothing:
             assert isinstance(classes, int)
@@ -167,14 +169,14 @@ class _Parts:
         return self._expected(shares, to.op("shares", "ReduceSum", shares, self.axes, keepdims=1))
 
     def _expected(self, shares: ir.Value, total: ir.Value) -> ir.Value:
-        """-sum_c share_c log softmax(x)_c, with the sum of the shares."""
+        """Adds -sum_c share_c log softmax(x)_c; `total`: the sum of the shares."""
         to = self.to
         part = to.op("share_of_logits", "Mul", self.shifted, shares)
         mean = to.op("expected", "ReduceSum", part, self.axes, keepdims=1)
         return to.op("expected_losses", "Sub", to.op("share_of_total", "Mul", self.log_total, total), mean)
 
     def _aligned(self, word: str, numbers: Any, rank: int) -> ir.Value:
-        """One number a class, aligned with the axis of classes."""
+        """A constant with one number per class, aligned with the axis of classes."""
         shape = [-1 if axis == self.axis else 1 for axis in range(self.axis, rank)]
         return self.to.constant(word, np.asarray(numbers).reshape(shape), self.dtype)
 

@@ -1,7 +1,7 @@
-"""A loss of a plan: its keys, and the nodes that it appends to the model, so that a mean is over the global batch for any sharding.
+"""A loss of a plan: its keys, and the nodes that it adds to the model, so that a mean is over the global batch for any sharding.
 
 A loss is a class: a subclass of `ComparedLoss` (`losses.py` has the table). Its fields are the keys of the plan and of the schema; `losses`
-makes the loss of each element, or `add` the scalar.
+adds the loss of each element, or `add` the scalar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBERS = "a number, a list of numbers, or the name of an .npy file"
 
 
 def _weights(value: object, info: ValidationInfo) -> tuple[float, ...]:
-    """The numbers of a list, or of a file in the plan's folder."""
+    """Returns the numbers of a list, or of a file in the plan's folder."""
     numbers: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
         from partc.runtime.data.npy import BROKEN, read_array, reason
@@ -55,9 +55,9 @@ PREDICTION, TARGET = "The output of the model with the prediction.", "The input 
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Labels that are numbers of classes: of an input, and of `count` classes, or of as many as an output has along an axis.
+    """Labels that are numbers of classes: the input, and the number of classes, which is `count` or the size of an output's axis.
 
-    A label that is `ignored` counts nowhere.
+    A label equal to `ignored` counts nowhere.
     """
 
     labels: str | None
@@ -79,27 +79,29 @@ class ComparedLoss(UsuallyNamed):
 
     @property
     def per_rank_mean(self) -> bool:
-        """Whether gradients are those of the sum over ranks of the mean of what each has, not of the mean over the whole batch."""
+        """Whether gradients are those of the sum over ranks of each rank's mean, not of the mean over the whole batch."""
         return self.reduction == SUM_OVER_RANKS
 
     @property
     def class_labels(self) -> ClassLabels | None:
-        """Which labels it takes for numbers of classes; None where it takes none."""
+        """The labels that are numbers of classes; None if the loss has none."""
         return None
 
     @property
     def metric_defaults(self) -> Mapping[str, Any]:
-        """What a metric takes from the loss where it does not say it itself."""
+        """The values that a metric takes from the loss if it does not set them itself."""
         keys = ("output", "labels", "axis", "ignore_index", "probabilities")
         return {key: getattr(self, key) for key in keys if key in type(self).model_fields}
 
     def losses(self, to: GraphNodes, x: ir.Value, t: ir.Value, dims: Dims) -> ir.Value:
-        """The loss of each element of a prediction x with its target t, both of the dims `dims`."""
+        """Adds the loss of each element of a prediction x with its target t, both of the dims `dims`, and returns it."""
         raise NotImplementedError
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """The loss, one float32 number; `shards`: into how many a batch is dealt out whose means are the mean's terms; 0: into parts, of
-        each of which the mean has its terms (`mean_by_shares`).
+        """Adds the loss, one float32 number, and returns it.
+
+        `shards`: the number of shards into which a batch is dealt, whose means are the terms of the mean; 0: the batch is computed in
+        parts, and each has its own terms of the mean (`mean_by_shares`).
         """
         x, dims = to.prediction(self.output)
         dtype = float_type(x)
@@ -113,13 +115,13 @@ class ComparedLoss(UsuallyNamed):
 
 
 def mean_by_shares(to: GraphNodes, losses: ir.Value, weights: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """A weighted mean as a sum of each loss's share of it: any part of the batch has its terms, whatever the other parts are."""
+    """Adds a weighted mean as a sum of each loss's share of it: any part of the batch has its own terms, independent of the other parts."""
     total = to.op("weight_sum", "ReduceSum", weights, keepdims=0)
     return to.divided(to.scalar("ReduceSum", to.op("terms", "Div", losses, total), dtype=dtype, keepdims=0), total)
 
 
 def ones_like(to: GraphNodes, labels: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """A one for each label."""
+    """Adds a one for each label."""
     return to.op("weights", "Cast", to.op("labelled", "Equal", labels, labels), to=dtype.value)
 
 

@@ -1,10 +1,10 @@
-"""The losses of a plan, and their table: what training lessens.
+"""The losses of a plan, which training minimizes, and their table.
 
     softmax_cross_entropy    -sum_c q_c log softmax(x)_c    (`cross_entropy.py`)
     mean_squared             (x - t)^2
     l1                       |x - t|
     binary_cross_entropy     softplus(x) - t x, of logits; softplus(x) = log(1 + exp(x))
-    output                   a scalar that the model makes itself
+    output                   a scalar that the model computes itself
 
 loss: {type: softmax_cross_entropy, logits: y, labels: label, label_smoothing: 0.1}
 loss: total                                                 # an output of the model
@@ -42,7 +42,7 @@ class MeanSquared(OfPrediction):
     also = ("mse", "mean_squared_error")
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """As `ComparedLoss` says."""
+        """Adds the loss, as `ComparedLoss.add` does."""
         return distance(to, self.output, self.labels, "ReduceSumSquare", self.reduction, shards)
 
 
@@ -51,14 +51,15 @@ class L1(OfPrediction):
     also = ("mae", "mean_absolute_error", "l1_loss")
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """As `ComparedLoss` says."""
+        """Adds the loss, as `ComparedLoss.add` does."""
         return distance(to, self.output, self.labels, "ReduceL1", self.reduction, shards)
 
 
 def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction: str, shards: int = 1) -> ir.Value:
-    """The mean or sum of what a prediction is off its target: of squares (ReduceSumSquare), or of absolute values (ReduceL1).
+    """Adds the mean or sum of the differences between a prediction and its target: of squares (ReduceSumSquare), or of absolutes
+    (ReduceL1).
 
-    `shards` is as `ComparedLoss.add` says.
+    `shards`: as in `ComparedLoss.add`.
     """
     x, dims = to.prediction(prediction)
     dtype = float_type(x)
@@ -88,10 +89,10 @@ class BinaryCrossEntropy(OfLogits):
     pos_weight: Weights | None = None
 
     def losses(self, to: GraphNodes, x: ir.Value, t: ir.Value, dims: Dims) -> ir.Value:
-        """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x.
+        """Adds softplus(x) - t x for each element; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x.
 
-        softplus(x) is max(x, 0) + log(1 + exp(-|x|)), and -|x| is x - 2 max(x, 0): onnxruntime's own Softplus takes 5 times as long as
-        these, and its Abs has a slope that does. Its error is that of 1 + exp(-|x|), 6e-8 of an element's loss.
+        softplus(x) is computed as max(x, 0) + log(1 + exp(-|x|)), and -|x| as x - 2 max(x, 0): onnxruntime's own Softplus takes 5 times as
+        long as these ops, and so does the gradient of its Abs. The error is that of 1 + exp(-|x|), 6e-8 of an element's loss.
         """
         dtype = float_type(x)
         one, above = to.constant("one", 1, dtype), to.op("above", "Relu", x)
@@ -130,7 +131,7 @@ class OutputLoss(UsuallyNamed):
     metric_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def add(self, to: GraphNodes, shards: int) -> ir.Value:
-        """As `ComparedLoss` says."""
+        """Adds the loss, as `ComparedLoss.add` does."""
         return to.own_scalar(self.output)
 
 
@@ -146,7 +147,7 @@ LOSSES: dict[str, type[UsuallyNamed]] = by_type(
 
 
 def _typed(value: object) -> object:
-    """A loss with the name of its type here; a text is an output of the model, and a null counts as absent."""
+    """Returns a loss under the name of its type; a text is an output of the model, and a null counts as absent."""
     if isinstance(value, str):
         return {"type": "output", "output": value}
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Megatron-LM's arguments: a command line or script with `--tensor-model-parallel-size 4`, or a YAML or JSON file with such keys.
 
-Sizes become degrees of a proposal, options of the training lines of `train:`, and what neither has a place for is listed. Options of the
-network itself, such as `--num-layers`, are the model's here: they are counted, not listed.
+Sizes become degrees of a proposal, options of the training become lines of `train:`, and options without a counterpart are listed. Options
+of the network itself, such as `--num-layers`, belong to the model here: they are counted, not listed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _HINTS = {
 
 
 def arguments(text: str, file: str) -> dict[str, str]:
-    """The options of a script or command line by name with `_`, the last of a name; "" of one without a value.
+    """Maps the options of a script or command line, with `_` in their names, to their last value; "" for one without a value.
 
-    Lines that end in a backslash go on; comments are left out, as the shell does. CompileError where a quote is not closed.
+    Lines that end in a backslash are joined with the next; comments are left out, as in the shell. Raises CompileError for an unclosed
+    quote.
     """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -64,7 +65,7 @@ def arguments(text: str, file: str) -> dict[str, str]:
 
 
 def read_megatron(options: Mapping[str, object], source: str, file: str) -> Imported:
-    """What the options say. CompileError where a size is not a whole number, or the ranks do not hold tp x stages."""
+    """Returns the import of the options; raises CompileError if a size is not an integer, or tp x stages does not divide the ranks."""
     read = _Options(options, file)
     tp, stages = read.integer(TP, 1), read.integer(STAGES, 1)
     ranks = read.integer("world_size", 0) or read.integer("nproc_per_node", 0) * read.integer("nnodes", 1)
@@ -98,7 +99,7 @@ def read_megatron(options: Mapping[str, object], source: str, file: str) -> Impo
 
 
 class _Options:
-    """Options as they are read: what has been taken, and what was wrong."""
+    """Options while they are read: those taken, and the problems found."""
 
     def __init__(self, options: Mapping[str, object], file: str) -> None:
         self.options, self.file = options, file
@@ -107,7 +108,7 @@ class _Options:
 
     @property
     def trains(self) -> bool:
-        """Whether they are a training's: it has a learning rate."""
+        """Whether the options are those of a training: they have a learning rate."""
         return "lr" in self.options
 
     def problem(self, fact: str, remedy: str) -> None:
@@ -145,7 +146,7 @@ class _Options:
         return str(self.options.get(name, "false")).lower() not in ("false", "0", "none")
 
     def training(self, dp: int) -> list[str]:
-        """Lines of `train:` besides the batch and the loss."""
+        """Returns the lines of `train:` other than the batch and the loss."""
         kind = self.text("optimizer", "adam")
         keys = [f"lr: {self.number('lr', 0.001):g}"]
         decay = self.number("weight_decay", 0.01)
@@ -185,14 +186,14 @@ class _Options:
         return [f"schedule: {{{', '.join(parts)}}}"]
 
     def precision(self) -> str:
-        """The section `precision` of 16 bits."""
+        """Returns the section `precision` for 16 bits; "" without them."""
         for name, kind in (("bf16", "bfloat16"), ("fp16", "float16")):
             if self.flag(name):
                 return f"precision: {{compute: {kind}}}"
         return ""
 
     def left(self) -> list[str]:
-        """What has no counterpart."""
+        """Returns the options without a counterpart."""
         off = ("", "false", "0", "1", "none")
         sized = {name for name in self.options if name.endswith("_parallel_size")}
         return [

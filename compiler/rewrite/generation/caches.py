@@ -1,18 +1,18 @@
-"""Pass: the caches of a decoder, which come in as past and go out as present, become tensors that ranks keep.
+"""Pass: the caches of a decoder, which are its inputs (past) and outputs (present), become tensors that ranks keep.
 
     present = Concat(past, new)     ->  next = TensorScatter(cache, new, position); its readers get Slice(next, 0, max(position) + tokens)
     Shape(past)[2]                  ->  max(position)
     Range(0, tokens) + that         ->  a row for each sequence, by its own position
-    position_ids, attention_mask    ->  made of the position, where the model has them as inputs
+    position_ids, attention_mask    ->  made of the position, if the model has them as inputs
 
     present = f(past)               ->  next = Where(count > 0, f(begun), begun), of a state, which has no entries (`states.py`)
 
-A cache has the slots that a step computes as its first dim, and the plan's `length` where it grew, so no step has another shape; how many
-entries are valid is an input, `position` [slots], the number of tokens before those that a step is given. What lies behind a sequence's
-position is never read: the mask of the model ends there. A plan has two programs over the same caches (`step_form.py`).
+A cache's first dim is the slots that a step computes, and the dim that grew has the plan's `length`, so all steps have the same shapes. The
+number of valid entries is an input, `position` [slots]: the number of tokens before those of the step. Entries after a sequence's position
+are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`).
 
-The law. A cache is an input whose readers are one Concat, as its first operand, which gives an output of the graph, and Shapes. All of them
-grow along one dim by as many entries as the step has tokens.
+The law. A cache is an input whose readers are Shapes and one Concat, which has it as its first operand and makes an output of the graph.
+All caches grow along one dim by as many entries as the step has tokens.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ from partc.runtime.artifact.generation import Blocks, EmbeddingRecord, Generatio
 from partc.runtime.units import count
 
 OPSET = 24
-"""The first one with TensorScatter."""
+"""The first opset with TensorScatter."""
 _PATH, _TOKENS = "generate", "tokens"
 
 
 def caches_as_state(program: Loaded) -> Loaded:
-    """The program with `caches` and `generation`; itself where the plan does not generate. CompileError where the model has no caches, or
-    other ones.
+    """Returns the program with `caches` and `generation`; the same program if the plan does not generate.
+
+    Raises CompileError if the model has no caches, or caches of another form.
     """
     rules = program.plan.generate
     if rules is None:
@@ -148,7 +149,7 @@ def caches_as_state(program: Loaded) -> Loaded:
 
 
 def _unfollowed(program: Loaded) -> Iterator[str]:
-    """A warning of what the model's configuration of generation sets and no step follows."""
+    """Yields a warning for settings in the model's generation configuration that no step follows."""
     if ignored := program.declared.decoding.ignored:
         yield f"{program.name}: the model's configuration of generation has {', '.join(ignored)}: tokens are made without"
     rules = program.plan.generate
@@ -162,14 +163,14 @@ def _unfollowed(program: Loaded) -> Iterator[str]:
 
 
 def _defaults(decoding: Decoding, rules: GenerateRules) -> RequestDefaults:
-    """The options of requests that do not say them: the plan's, else the model's where a step gives logits."""
+    """Returns the options of requests that do not set them: the plan's, else the model's if a step returns logits."""
     if rules.defaults is not None:
         return rules.defaults
     return RequestDefaults.model_validate(dict(decoding.defaults)) if rules.sampling else RequestDefaults()
 
 
 def _products(graph: ir.Graph) -> list[Blocks]:
-    """The kinds of products with quantized weights."""
+    """Returns the kinds of products with quantized weights."""
     usual = (("bits", 4), ("block_size", 32), ("accuracy_level", 0))
     found = {
         (*(node.attributes.get_int(name, number) for name, number in usual), operand(node, 3) is not None)
@@ -180,13 +181,13 @@ def _products(graph: ir.Graph) -> list[Blocks]:
 
 
 def _adapters(plan: Plan) -> list[str]:
-    """The names of the plan's adapters, and an empty one for each for which there is room besides."""
+    """Returns the names of the plan's adapters, and an empty name for each further place."""
     names = [rule.name for rule in plan.adapters]
     return names + [""] * ((plan.generate.adapters if plan.generate else 0) - len(names))
 
 
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:
-    """The program that computes the encoder of one slot of each run."""
+    """Returns the program that computes the encoder for one slot of each run."""
     dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
     found = encoder.encode(build, form)
@@ -212,12 +213,12 @@ class Append:
 
     @property
     def present(self) -> ir.Value:
-        """What the node makes."""
+        """The output of the node."""
         return self.append.outputs[0]
 
 
 def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
-    """The caches; CompileError where there are none, or one has another reader."""
+    """Returns the caches; raises CompileError if there are none, or one has another reader."""
     outputs, problems, found, states = {*graph.outputs}, list[Problem](), list[Append](), states_of(graph)
     for value in (value for value in graph.inputs if value not in states):
         readers = [node for node, k in value.uses() if node.op_type == "Concat" and k == 0]
@@ -250,7 +251,7 @@ def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
 
 
 def ids_of(graph: ir.Graph, where: str) -> ir.Value:
-    """The tokens of a step: an input of integers [batch, tokens]."""
+    """Returns the input of a step's tokens: integers [batch, tokens]."""
     found = [
         value
         for value in graph.inputs
@@ -269,8 +270,10 @@ def ids_of(graph: ir.Graph, where: str) -> ir.Value:
 
 
 class _Caches:
-    """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that are numbers from now on.
-    `padded`: whether a step always has as many tokens; `rows`: their positions. `caches`: by cache what takes its place after a step.
+    """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that become numbers.
+
+    `padded`: whether all steps have the same number of tokens; `rows`: the tokens' positions. `caches`: maps each cache to its value after
+    a step.
     """
 
     def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
@@ -298,7 +301,7 @@ class _Caches:
         self.unfused: tuple[str, ...] = ()
 
     def rewrite(self, shards: int) -> NextToken:
-        """Edits the model, whose vocabulary has so many shards at most; what it gives then."""
+        """Edits the model, whose vocabulary has at most `shards` shards; returns its new outputs."""
         assert self.ids.shape is not None
         batch, width = self.ids.shape[0], width_of(self.scores, self.form.rules)
         named = isinstance(batch, ir.SymbolicDim) and batch.value is not None
@@ -333,7 +336,7 @@ class _Caches:
         return chosen
 
     def _refuse_chunks(self) -> None:
-        """CompileError where a step would have several tokens of a sequence, and the model takes one, or has states."""
+        """Raises CompileError if a step has several tokens of a sequence, and the model takes one, or has states."""
         if self.form.rules.chunk == 1 or not (self.states or isinstance([*(self.ids.shape or ())][1], int)):
             return
         fact, law = f"'chunk' is {self.form.rules.chunk}", "the model takes one token of each sequence"
@@ -342,7 +345,7 @@ class _Caches:
         raise CompileError(Problem(self.form.rules.where("chunk"), fact, law, "write chunk: 1"))
 
     def _sizes(self) -> dict[ir.Value, tuple[int | None, ...]]:
-        """Maps each value to its dims: slots or tokens of a step where the model has its batch or its tokens, else None."""
+        """Maps each value to its dims: the slots or tokens of a step in place of the model's batch or tokens, else None."""
         dims, form = self.ids.shape or (), (self.form.rows, self.form.tokens)
         sizes = {
             dim: size for dim, size in zip(dims, form, strict=True) if isinstance(dim, ir.SymbolicDim) and dim.value
@@ -361,7 +364,7 @@ class _Caches:
         return {value: known for value, known in found.items() if any(known) and value not in self.graph.outputs}
 
     def _refuse_other_growth(self) -> None:
-        """CompileError with the caches that are known to grow by another number of entries than a step has tokens."""
+        """Raises CompileError with the caches that are known to grow by another number of entries than a step has tokens."""
         problems = []
         for pair in self.pairs:
             new = pair.append.inputs[1]
@@ -376,7 +379,7 @@ class _Caches:
             raise CompileError(problems)
 
     def _fed(self, name: str) -> ir.Value:
-        """A number for each sequence, which a step is given."""
+        """Adds an input of a step with a number for each sequence."""
         if any(value.name == name for value in self.graph.inputs):
             law = f"a step is given '{POSITION}' and '{COUNT}' beside the model's inputs"
             help_ = "rename the input where the model is exported"
@@ -386,7 +389,7 @@ class _Caches:
         return value
 
     def _refuse_unfed(self, given: tuple[ir.Value, ...]) -> None:
-        """CompileError with the inputs that are left, of which no step has a number."""
+        """Raises CompileError with the inputs that remain, for which no step has a value."""
         fed = (self.ids, *given)
         left = [one for one in self.graph.inputs if one.uses() and one not in fed and one.name != ENCODER_LENGTH]
         if left:
@@ -395,7 +398,7 @@ class _Caches:
             raise CompileError(Problem(self.name, fact, law, "export the model without other inputs"))
 
     def _keep(self, pair: Append, positions: Positions) -> None:
-        """Makes a cache of an input, and of its Concat what writes the new entries into it."""
+        """Turns an input into a cache, and its Concat into the write of the new entries."""
         value, node, present = pair.past, pair.append, pair.present
         new, shape, kind = node.inputs[1], self._shape(pair), value.dtype
         assert kind is not None
@@ -425,7 +428,7 @@ class _Caches:
         self.caches[cache] = following
 
     def _shape(self, pair: Append) -> tuple[int, ...]:
-        """The shape of a cache. A step writes a whole chunk, also where fewer tokens are meant: behind the last one is room for that."""
+        """Returns the shape of a cache. A step writes a whole chunk, even for fewer tokens, so there is room for one at the end."""
         dims = [*(pair.past.shape or ())]
         dims[0], dims[pair.axis] = self.form.rows, self.form.rules.length + self.form.rules.chunk - 1
         if unknown := [str(dim) for dim in dims if not isinstance(dim, int)]:
@@ -435,7 +438,7 @@ class _Caches:
 
 
 def _other_growth(entries: int | ir.SymbolicDim) -> str:
-    """How many entries a dim is that cannot be the tokens of a step, whatever their name is; empty where it can."""
+    """Returns a text about a number of entries that cannot be the tokens of a step, whatever their dim is named; empty if it can."""
     if isinstance(entries, int):
         return f"{count(entries, 'entry', 'entries')} in each step"
     expression = None if entries.value is None else read(str(entries.value))
@@ -459,8 +462,9 @@ def _ranks(model: ir.Model) -> dict[ir.Value, int]:
 def refuse_beyond_positions(
     graph: ir.Graph, rows: Iterable[ir.Value], tokens: str, declared: Declared, rules: GenerateRules
 ) -> None:
-    """CompileError where the tables that `rows`, the positions of tokens, look up are shorter than the plan's `length`, or the most
-    `tokens` that the model declares are fewer.
+    """Raises CompileError if the plan's `length` exceeds the tables of positions or the model's limit.
+
+    `rows`: the positions of tokens, by which the tables are looked up. `tokens`: the dim whose declared maximum is the model's limit.
     """
     said = declared.symbols.get(tokens)
     most, law = declared.decoding.longest, "each token of a sequence has a position of its own"
@@ -480,7 +484,7 @@ def refuse_beyond_positions(
 
 
 def refuse_unknown_tokens(vocabulary: int, rules: GenerateRules) -> None:
-    """CompileError where a sequence is to stop at what is not a token of the model."""
+    """Raises CompileError if a stop token is not a token of the model."""
     if outside := [token for token in rules.stop or () if not 0 <= token < vocabulary]:
         fact = (
             f"{', '.join(map(str, outside))} {'is not a token' if len(outside) == 1 else 'are not tokens'} of the model"
@@ -490,7 +494,7 @@ def refuse_unknown_tokens(vocabulary: int, rules: GenerateRules) -> None:
 
 
 def _tables(graph: ir.Graph, rows: Iterable[ir.Value]) -> Iterator[tuple[str, int]]:
-    """The weights of which rows are looked up by positions, each with their number."""
+    """Yields the weights whose rows are looked up by positions, each with its number of rows."""
     indices = {copy for value in rows for copy in copies_of(value)}
     for node in graph:
         if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0 or node.inputs[1] not in indices:

@@ -1,15 +1,15 @@
-"""The next token of each sequence, taken in the graph: a decoder scores the last token of a step alone, and the likeliest one goes out.
+"""Selects the next token of each sequence in the graph: a decoder scores only the last token of a step, and outputs the likeliest next one.
 
     logits = MatMul(h, W)       ->  logits = MatMul(GatherND(h, count - 1), W)          [slots, vocabulary]
                                     tokens = Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary)
                                     next_token = ReduceMin(Cast(ReduceMin(Reshape(tokens, [slots, shards, ..]))))
 
-Where the vocabulary is cut, two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
-the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary. Tokens are float32 up to the
-Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64. The least of each shard
-is cast, of as many shards as ranks can share the vocabulary (`shards_of`): behind the AllReduce a Cast would be a session of its own.
+If the vocabulary is sharded, two reductions are partial on each rank: two AllReduces of one number for each sequence. Among equal scores
+the lowest token wins; among scores that are not finite none does, and the result is the size of the vocabulary. Tokens are float32 up to
+the Cast, which is exact up to 2**24: onnxruntime reduces these nearly three times as fast as int64. The minimum of each shard is cast, for
+as many shards as ranks can share the vocabulary (`shards_of`): after the AllReduce a Cast would be a session of its own.
 
-With `embeddings` in the plan a step also gives what the head reads of each sequence: of its last token, or the sum over its tokens.
+With `embeddings` in the plan a step also outputs the head's input for each sequence: that of its last token, or the sum over its tokens.
 
     embedding = ReduceSum(Where(Range(0, tokens) < count, h, 0), 1)                 [slots, width]
 """
@@ -34,7 +34,7 @@ from partc.compiler.rewrite.opset import cuts
 
 NEXT, EMBEDDING = "next_token", "embedding"
 _WHOLE = 1 << 24
-"""The largest whole number up to which float32 has all."""
+"""The largest integer up to which float32 represents all."""
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
 _PRODUCTS = ("MatMul", "MatMulNBits")
 _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
@@ -51,7 +51,9 @@ class NextToken:
 
 
 def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
-    """The output that scores every token of the vocabulary behind each token of a step; CompileError where there is not one."""
+    """Returns the output that scores every token of the vocabulary after each token of a step; raises CompileError unless there is exactly
+    one.
+    """
     found = [
         value
         for value in outputs
@@ -67,10 +69,10 @@ def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
 
 
 def shards_of(program: Loaded, scores: ir.Value, ids: str) -> int:
-    """A number that every number of ranks divides over which `scores` can be sharded along the vocabulary; `ids` is the input of tokens.
+    """Returns a multiple of every number of shards that `scores` can have along the vocabulary; `ids` is the input of tokens.
 
-    That is the size of the group that makes them, or the least common multiple of those of all groups that may, without the axes of the
-    mesh over which the batch is sharded.
+    It is the size of the group that makes them, or the least common multiple of all groups that may, without the mesh axes over which the
+    batch is sharded.
     """
     plan = program.plan
     if not cuts(plan, program.declared):
@@ -89,7 +91,7 @@ def shards_of(program: Loaded, scores: ir.Value, ids: str) -> int:
 
 
 def width_of(scores: ir.Value, rules: GenerateRules) -> int:
-    """The last dim of what the head reads, 0 where the plan has no embeddings; CompileError where it is not a number."""
+    """Returns the last dim of the head's input, 0 if the plan has no embeddings; raises CompileError if it is not a number."""
     if rules.embeddings is None:
         return 0
     head = head_of(scores)
@@ -103,8 +105,9 @@ def width_of(scores: ir.Value, rules: GenerateRules) -> int:
 
 
 def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, most: int, width: int) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it; `most`: the shards of
-    the vocabulary (`shards_of`), as far as its size is divisible by them; `width`: that of embeddings (`width_of`).
+    """Makes the model score only the last of each sequence's `count` tokens, and adds the choice of the likeliest next token.
+
+    `most`: the shards of the vocabulary (`shards_of`), as far as its size is divisible by them; `width`: that of embeddings (`width_of`).
     """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
@@ -153,7 +156,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
 def _embedding(
     build: NodeBuilder, head: ir.Node | None, last: ir.Value, count: ir.Value, form: StepForm
 ) -> ir.Value | None:
-    """The input of the head, pooled for each sequence as the plan says, in float32; None where it says nothing."""
+    """Adds the input of the head, pooled for each sequence as the plan says, in float32; returns None if the plan has no embeddings."""
     if (pooling := form.rules.embeddings) is None:
         return None
     if any(value.name == EMBEDDING for value in (*build.graph.inputs, *build.graph.outputs)):
@@ -179,7 +182,7 @@ def _embedding(
 
 
 def head_of(scores: ir.Value) -> ir.Node | None:
-    """The last product of a model with weights, behind which nothing mixes tokens; None where there is none."""
+    """Returns the last product of a model with weights, after which no op mixes tokens; None if there is none."""
     value: ir.Value | None = scores
     while value is not None and (node := value.producer()) is not None:
         others = [one for one in node.inputs[1:] if one is not None]
@@ -194,7 +197,7 @@ def head_of(scores: ir.Value) -> ir.Node | None:
 
 
 def _is_weight(value: ir.Value) -> bool:
-    """Whether a value is made of weights alone."""
+    """Whether a value is computed from weights alone."""
     node = value.producer()
     if node is None:
         return value.const_value is not None

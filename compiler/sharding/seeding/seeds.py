@@ -1,9 +1,9 @@
-"""The shardings that the plan and the model give: of nodes, of values that enter and leave modules, of parameters and inputs.
+"""Writes the shardings that the plan and the model give: of nodes, of values that enter and leave modules, of parameters and inputs.
 
-A sharding rule speaks of regions: a node, or a module with all that is inside. Its `in` are cuts of the node's operands, or of what the
-module is given; what is inside is derived. Styles cut the parameters of a region's nodes: colwise the factor that the
-parameter brings to the output, rowwise the factor that it sums over; along the axis `tp` where the mesh has names, else along
-all of the group. Pull cuts the rows that are looked up, along all of the group in any case.
+A sharding rule applies to regions: a node, or a module with all nodes inside. Its `in` shards the node's operands, or the module's
+arguments; shardings inside are derived. Styles shard the parameters of a region's nodes: colwise the factor that the parameter brings to
+the output, rowwise the factor that it sums over; along the axis `tp` if the mesh has names, else along all of the group. Pull shards the
+looked-up rows, always along all of the group.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ TENSOR_PARALLEL = "tp"
 def seed(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
 ) -> tuple[Pinned, list[Problem]]:
-    """Writes what is given by `rules`, the model and the dataset into `choices`, closing those that are given completely; the `Pinned`
-    layouts of inputs and outputs.
+    """Writes the shardings of `rules`, the model and the dataset into `choices`, and closes choices that are given completely.
+
+    Returns the `Pinned` layouts of inputs and outputs, and the problems.
     """
     work = _Seeds(program, choices, rules)
     work.annotations()
@@ -50,7 +51,7 @@ def seed(
 
 
 def _outermost(pattern: str, path: str) -> str:
-    """The outermost module on a path that a pattern matches, "" if it matches none."""
+    """Returns the outermost module on a path that a pattern matches, "" if it matches none."""
     matches, parts = compile_pattern(pattern).matches, path.split(".") if path else []
     return next((prefix for k in range(len(parts)) if matches(prefix := ".".join(parts[: k + 1]))), "")
 
@@ -73,7 +74,7 @@ class _Seeds:
             self.problems += seed_annotations(self.program, self.choices, self.pinned, self.rules)
 
     def experts(self) -> None:
-        """Shards the experts that the plan shares out along their axis; the borders follow their rows (`Propagation`)."""
+        """Shards the experts of the plan's `experts` along their axis; the borders follow their rows (`Propagation`)."""
         for instance, choice in self.choices.items():
             if BY_EXPERT not in instance.node.meta or not choice.rule.looked_up:
                 continue
@@ -89,7 +90,7 @@ class _Seeds:
             choice.why[choice.rule.looked_up] = f"{PurePath(where).name} experts"
 
     def regions(self) -> list[RegionMatch]:
-        """The regions in order; a node belongs to the last rule that matches it."""
+        """Returns the regions in order; a node belongs to the last rule that matches it."""
         module = functools.cache(_outermost)
         found: dict[tuple[int, str], RegionMatch] = {}
         for node, rule in self.rules.items():
@@ -152,7 +153,7 @@ class _Seeds:
         self._uses(region, done, fact, "name the linear, convolution or embedding itself")
 
     def _pull(self, region: RegionMatch) -> None:
-        """Cuts the rows that a region's nodes look up over all ranks of their groups."""
+        """Shards the rows that a region's nodes look up over all ranks of their groups."""
         found = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
         for instance in found:
             choice = self.choices[instance]
@@ -171,14 +172,14 @@ class _Seeds:
         self._uses(region, bool(found), f"pull, but {fact}", help)
 
     def _uses(self, region: RegionMatch, used: bool, fact: str, help: str) -> None:
-        """Notes whether a style says anything of a region, and what is wrong where it says nothing of all that its pattern matches."""
+        """Notes whether a style applies to a region, and the problem to report if it applies to none of its pattern's regions."""
         if used:
             self.styled.add(id(region.rule))
         else:
             self.idle.append((region, fact, help))
 
     def styles_without_use(self) -> None:
-        """Adds the problems of styles for which nothing is there: `layers.*: colwise` may match an activation besides, not alone."""
+        """Adds the problems of styles that apply to nothing: `layers.*: colwise` may also match an activation, but not only activations."""
         for region, fact, help in self.idle:
             if id(region.rule) not in self.styled:
                 self.problem(region, fact, help=help)
@@ -209,7 +210,7 @@ class _Seeds:
         return named[TENSOR_PARALLEL]
 
     def dataset(self) -> None:
-        """The layouts in which inputs arrive on every group that reads them."""
+        """Pins the layouts in which inputs arrive on every group that reads them."""
         plan = self.program.plan
         for value in self.program.model.graph.inputs:
             given = plan.dataset.specs.get(name_of(value))

@@ -1,7 +1,7 @@
 """The factor that a style shards in a node: colwise the one that a parameter shares with the output, rowwise the contracted one.
 
-A parameter is what depends on weights alone. Where a product has none, what is looked up among weights stands for one: the matrices of the
-experts that a token chose are rows of one weight.
+A parameter is a value that depends only on weights. In a product without one, a value that is looked up in weights counts: the matrices of
+the experts that a token chose are rows of one weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IsConstant = Callable[[ir.Value], bool]
 
 
 def parameter_factor(rule: Rule, node: ir.Node, style: str, is_constant: IsConstant) -> tuple[int, str] | None:
-    """The operand that is a parameter, and its factor that the style cuts; None where there is none."""
+    """Returns the operand that is a parameter, and its factor that the style shards, or None."""
     found = _factor(rule, node, style, is_constant)
     if found is None and node.op_type in _PRODUCTS:
         found = _factor(rule, node, style, lambda value: _looked_up(value, is_constant))
@@ -29,7 +29,7 @@ def parameter_factor(rule: Rule, node: ir.Node, style: str, is_constant: IsConst
 
 
 def styled(node: ir.Node) -> ir.Node:
-    """The node that a style of `node` speaks of: where matrices are looked up, the product that they are for."""
+    """Returns the node to which a style of `node` applies: if it looks up matrices, the product that reads them."""
     data = node.inputs[0] if node.op_type in LOOKUPS else None
     if data is None or (rank_of(data) or 0) < 3:
         return node
@@ -43,7 +43,7 @@ def styled(node: ir.Node) -> ir.Node:
 
 
 def source_of(value: ir.Value, dim: int) -> tuple[ir.Value, int] | None:
-    """The weight, and its dim, that a dim of a parameter comes from; None where it comes from several or is regrouped."""
+    """Returns the weight, and its dim, from which a dim of a parameter comes; None if it comes from several dims or is regrouped."""
     while not value.is_initializer():
         node = value.producer()
         if node is None or node.op_type not in (*LOOKUPS, *_MOVES):
@@ -57,7 +57,7 @@ def source_of(value: ir.Value, dim: int) -> tuple[ir.Value, int] | None:
 
 
 def _looked_up(value: ir.Value, is_constant: IsConstant) -> bool:
-    """Whether the value is made of rows of a constant."""
+    """Whether the value consists of rows of a constant."""
     node = value.producer()
     if is_constant(value) or node is None or node.inputs[0] is None:
         return is_constant(value)

@@ -1,4 +1,4 @@
-"""The layouts in which a node on a group reads its operands and makes its outputs: as its sharding says, else replicated.
+"""The layouts in which a node on a group reads its operands and makes its outputs: those of its sharding, else replicated.
 
 MatMul on 0-7, mesh (2, 4), {m: (0,), k: (1,)}:   input 0 on 0-7 [2, 4], output 0 on 0-7 [2, 1] to be summed over 4
 """
@@ -20,24 +20,24 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 
 Over: TypeAlias = str | Literal[True] | None
-"""The mesh axis whose ranks share the work; True: all ranks that hold the same."""
+"""The mesh axis whose ranks share the work; True: all ranks that have the same value."""
 
 
 def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
-    """The version of a value that is replicated on a group."""
+    """Returns the version of a value that is replicated on a group."""
     rank = value.shape.rank() if value.shape is not None else 0
     return ShardedValue(value, group, normal(Layout.replicated((len(group),), rank)))
 
 
 def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:
-    """The version of a value in a layout; the replicated one where there is no layout, or the value has an unknown number of dims."""
+    """Returns the version of a value in a layout; the replicated one if there is no layout, or the value has an unknown number of dims."""
     if layout is None or (value.shape is None and layout.is_replicated):
         return replicated_on(value, group)
     return ShardedValue(value, group, normal(layout))
 
 
 def input_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedValue:
-    """The version of operand `k` that a node on a group reads."""
+    """Returns the version of operand `k` that a node on a group reads."""
     value = instance.node.inputs[k]
     assert value is not None
     if k == 0 and SERVED in instance.node.meta:  # a table, of which each server has an equal run of rows
@@ -50,7 +50,7 @@ def input_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedV
 
 
 def output_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedValue:
-    """The version of output `k` that a node on a group makes."""
+    """Returns the version of output `k` that a node on a group makes."""
     value = instance.node.outputs[k]
     choice = program.choices.get(instance)
     layout = choice.output(k) if choice else None
@@ -58,12 +58,12 @@ def output_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> Sharded
 
 
 def proven_divisors(program: Sharded, value: ir.Value) -> tuple[int, ...]:
-    """Per dim a number that is known to divide its size."""
+    """Returns for each dim a number that is known to divide its size."""
     return divisors(program, [dim_of(program, value, dim) for dim in range(len(value.shape or ()))])
 
 
 def divisors(program: Sharded, sizes: Sequence[int | str | None]) -> tuple[int, ...]:
-    """Per size, a number or an expression over the symbols, a number that is known to divide it; 1 of an unknown one."""
+    """Returns for each size, a number or an expression over the symbols, a number that is known to divide it; 1 for an unknown size."""
     known = {name: info.facts for name, info in program.symbols.items()}
     return tuple(
         dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
@@ -71,14 +71,14 @@ def divisors(program: Sharded, sizes: Sequence[int | str | None]) -> tuple[int, 
 
 
 def is_derived(program: Sharded, instance: NodeOnGroup) -> bool:
-    """Whether a node's sharding is derived: the plan and the model give nothing of it."""
+    """Whether a node's sharding is derived: neither the plan nor the model gives any of it."""
     choice = program.choices.get(instance)
     paths = program.derived_paths
     return choice is not None and choice.open and all(why in paths for why in choice.why.values())
 
 
 def shared_out(program: Sharded, version: ShardedValue, over: Over) -> ShardedValue:
-    """The version of a parameter that each rank stores, or updates: sharded further along the first divisible dim, if there is one."""
+    """Returns the version of a parameter that each rank stores, or updates: sharded further along the first divisible dim, if any."""
     if not over:
         return version
     axes = program.plan.axes_of(version.group) or (("", len(version.group)),)
@@ -99,7 +99,7 @@ def shared_out(program: Sharded, version: ShardedValue, over: Over) -> ShardedVa
 
 
 def shared_dim(program: Sharded, version: ShardedValue, shards: int) -> int | None:
-    """The dim along which ranks share the update of a parameter; where it has the same bits on any number of ranks the same for each."""
+    """Returns the dim along which ranks share the update of a parameter; with `parts` in the plan the same for any number of ranks."""
     rules, shape = program.plan.pipeline, program.values[version.value].shape
     assert shape is not None
     least = rules.shares if rules is not None and rules.parts else shards
@@ -107,7 +107,9 @@ def shared_dim(program: Sharded, version: ShardedValue, shards: int) -> int | No
 
 
 def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
-    """The first dim of a parameter, whose dims are cut into as many shards as `cut` says, that can be divided further into `shards`."""
+    """Returns the first dim of a parameter that can be divided further into `shards`; `cut`: the number of shards that each dim has
+    already.
+    """
     sizes = enumerate(zip(shape, cut, strict=True))
     fits = (dim for dim, (size, own) in sizes if isinstance(size, int) and size and size % (own * shards) == 0)
     return next(fits, None) if shards > 1 else None

@@ -1,8 +1,8 @@
-"""The versions of a value: as it is defined, and on every other group or in every other layout in which it is read.
+"""The versions of a value: the definition, and one on every other group or in every other layout in which it is read.
 
-One version per (value, group, layout), however many readers. A version's name on its ranks is the value's own where that is free: first
-for the delivered version of an output, then for the definition, then for the first version that is read; others are named by their
-layout, `h@[2, 1]`, unless the model has a value of that name. A partial definition is `h.partial`, and its reduced version `h`.
+There is one version per (value, group, layout), for any number of readers. A version's name on its ranks is the value's own if that is
+free: first for the delivered version of an output, then for the definition, then for the first version that is read; others are named by
+their layout, `h@[2, 1]`, unless the model has a value of that name. A partial definition is `h.partial`, and its reduced version `h`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from partc.runtime.units import first_of
 class ValueVersions:
     """All versions of each value.
 
-    `defs`: as produced or fed. `canonical`: what a partial definition is reduced to, or an output is resharded to as the plan asks. `uses`:
-    versions that are read, with the first reader as cause. `delivered`: versions of the model's outputs. `names`: what each is called.
-    `read` and `definitions`: of a node on a group its operands, None for one that is absent, and its outputs.
+    `defs`: as produced or fed. `canonical`: maps a partial definition to its reduced version, or an output to the plan's layout. `uses`:
+    versions that are read, with the first reader as cause. `delivered`: versions of the model's outputs. `names`: the name of each version.
+    `read` and `definitions`: map a node on a group to its operands, None for one that is absent, and to its outputs.
     """
 
     defs: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
@@ -49,19 +49,19 @@ class ValueVersions:
     delivered: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
     names: dict[ShardedValue, str] = field(default_factory=dict)
     derived: set[ShardedValue] = field(default_factory=set)
-    """Versions that only readers whose sharding is derived ask for."""
+    """Versions that only readers with a derived sharding need."""
     read: dict[NodeOnGroup, Sequence[ShardedValue | None]] = field(default_factory=dict)
     definitions: dict[NodeOnGroup, Sequence[ShardedValue]] = field(default_factory=dict)
 
     def definition_for(self, version: ShardedValue) -> ShardedValue:
-        """The version from which a used one is made: the definition on its own group, else the first one; in its canonical layout."""
+        """Returns the version from which a used one is made: the definition on its group, else the first one; in its canonical layout."""
         defs = self.defs[version.value]
         home = next((one for one in defs if one.group == version.group), defs[0])
         return self.canonical.get(home, home)
 
 
 def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
-    """All versions of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays sharded."""
+    """Returns all versions of all values, named. `delivered`: outputs' ranks (None: they stay), and whether they stay sharded."""
     versions = ValueVersions()
     graph = program.model.graph
     order = sorted(graph, key=lambda node: program.placement[node].follows)
@@ -105,10 +105,11 @@ def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, .
 def _arrivals(
     program: Sharded, versions: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
 ) -> None:
-    """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read, or as a rule says.
+    """Adds the versions in which inputs and weights arrive: inputs on every group that reads them, sharded as in the plan; weights as they
+    are read, or as in a rule.
 
-    Of groups with a rank in common the largest has a cut input, and the others are sent it. An input that is an output, too, and
-    delivered whole, arrives whole: on one rank it is one value.
+    Among groups with a rank in common the largest has a sharded input, which is sent to the others. An input that is also an output, and is
+    delivered replicated, arrives replicated: on one rank it is one value.
     """
     graph = program.model.graph
     arriving = program.pinned.arriving
@@ -137,9 +138,7 @@ def _arrivals(
 
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
-    """The layout of a weight on the ranks that read `version` of it: the one that a rule gives it there, of a unit's shards of what they
-    read, else as it is read.
-    """
+    """Returns the version of a weight that is stored on the ranks which read `version`: that of a rule or unit, else `version` itself."""
     if unit := program.pinned.units.get(version.value):
         return shared_out(program, version, unit.rule.axis)
     there = ValueOnGroup(version.value, version.group)
@@ -148,7 +147,7 @@ def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
 
 
 def _as_begun(program: Sharded, versions: ValueVersions) -> None:
-    """Gives parameters, and the inputs of an accumulated part, the layouts and names that they have in the program of the step."""
+    """Gives parameters, and the inputs of an accumulated microbatch, the layouts and names that they have in the program of the step."""
     step = program.other_programs.get(ProgramKind.STEP)
     graph, lying = program.model.graph, {} if step is None else step.input_locations
     inputs = graph.inputs if program.training else ()
@@ -162,7 +161,7 @@ def _as_begun(program: Sharded, versions: ValueVersions) -> None:
 
 
 def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | None:
-    """The name of `home` in the program of the step. On overlapping groups a replicated value is one, listed for one of them."""
+    """Returns the name of `home` in the program of the step. A replicated value on overlapping groups is listed for one of them."""
     if home in there or not home.layout.is_replicated:
         return there.get(home)
     whole = {rank: name for version, name in there.items() if version.layout.is_replicated for rank in version.group}
@@ -173,7 +172,7 @@ def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | 
 def deliver(
     program: Sharded, versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool
 ) -> None:
-    """Lists the versions of an output of the model on the ranks to which it is delivered, as read there."""
+    """Lists the versions of an output of the model on the ranks to which it is delivered, as if read there."""
     producer = value.producer()
     defs = versions.defs.setdefault(value, [])
     if producer is None and not defs:
@@ -200,7 +199,7 @@ def deliver(
 
 
 def _delivered_to(program: Sharded, ranks: Group, source: Group) -> list[Group]:
-    """The ranks that get an output: each by itself, or where all of its own group are among them that group, and others in runs as long.
+    """Returns the groups that get an output: single ranks, or if all of its own group are among them that group, and runs of equal length.
 
     So a group gathers it by one collective, each of its ranks sends it to one rank of each run, and ranks of a run share a program.
     """
@@ -211,7 +210,7 @@ def _delivered_to(program: Sharded, ranks: Group, source: Group) -> list[Group]:
 
 
 def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value, source: ShardedValue) -> None:
-    """Sets the canonical version of a partial definition: reduced on its own ranks, unless its one reader is served cheaper.
+    """Sets the canonical version of a partial definition: reduced on its own ranks, unless another layout is cheaper for its only reader.
 
     An output whose layout the plan gives takes that first. One that is passed on (`sharding/values/sums.py`), or not read, stays partial.
     """
@@ -237,7 +236,9 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
 
 
 def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
-    """Warnings of parameters that the plan stores in shards and that stay whole; CompileError for a rule that divides none."""
+    """Returns warnings of parameters that the plan stores in shards and that stay unsharded; raises CompileError for a rule that divides
+    none.
+    """
     problems, told = list[Problem](), list[str]()
     for rule in program.plan.stored.rules:
         read = [value for value, unit in program.pinned.units.items() if unit.rule is rule and versions.uses.get(value)]
@@ -262,7 +263,7 @@ def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
 
 
 def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:
-    """Warnings of outputs that should stay sharded, and cannot, since their shapes are not known."""
+    """Returns warnings of outputs that should stay sharded, but cannot, since their shapes are not known."""
     told = []
     for value in outputs:
         home = next(iter(versions.defs.get(value, ())), None)
@@ -275,7 +276,7 @@ def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[
 
 
 def can_share(version: ShardedValue, other: ShardedValue) -> bool:
-    """Whether two versions may have one name: they share no rank, or one's ranks are among the other's and hold the same shards."""
+    """Whether two versions may have one name: they share no rank, or one's ranks are among the other's and have the same shards."""
     here, there = ranks_of(version.group), ranks_of(other.group)
     common = here & there
     if not common:
@@ -291,14 +292,14 @@ def can_share(version: ShardedValue, other: ShardedValue) -> bool:
 
 
 def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]:
-    """Maps each of some ranks of a version to the shard of each dim that it has."""
+    """Returns the indices of the shards, one for each dim, of these ranks of a version."""
     places = [version.places[rank] for rank in members(ranks)]
     rows = [shards_along(version.layout.mesh, axes) for axes in version.layout.cuts]
     return [tuple([row[place] for row in rows]) for place in places]
 
 
 def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
-    """Whether a rank makes both of two versions: one is a definition, the other is resharded from another one, on more ranks."""
+    """Whether a rank makes both of two versions: one is a definition, the other is resharded from another definition, on more ranks."""
     defs = versions.defs.get(one.value, [])
     made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
     if (one in made) == (other in made):
@@ -309,7 +310,9 @@ def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedVal
 
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
-    """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
+    """Names the versions of a value; no name equals that of another value of the model (`own`), or of a scalar input of a training step
+    (`fed`).
+    """
     name = operand_name(value)
     allowed = "" if name in fed and not value.is_graph_input() else name
     defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
@@ -339,7 +342,7 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
 
 
 def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:
-    """The versions of a value in the order in which they have a claim on its name: as delivered, reduced, made, read, partial."""
+    """Returns the versions of a value by their priority for its name: delivered, reduced, made, read, partial."""
     defs = versions.defs.get(value, [])
     canonical = (versions.canonical[home] for home in defs if home in versions.canonical)
     made = (home for home in defs if not home.layout.partial)
@@ -348,7 +351,7 @@ def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:
 
 
 def _spellings(name: str, version: ShardedValue) -> list[str]:
-    """The names that a version of a value may have, in order: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
+    """Returns the possible names of a version, in order: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; for partial sums `h.partial` and so on."""
     apart = f"{name}.partial" if version.layout.partial else f"{name}@{version.layout}"
     plain = [] if version.layout.partial else [name]
     return [*plain, apart, f"{apart}@{facts_of(version.group).text}"]

@@ -1,28 +1,28 @@
 """The ops by which the ranks of a list communicate: one entry each, which schema, node reader, shape law, runtime and checker read.
 
-What the ranks of a list get of what they give follows from four fields of an entry, p ranks given:
+Four fields of an entry determine the results of the ranks of a list from their inputs; p is the number of ranks:
 
-    splits    the input is cut into p blocks along this axis, the i-th for the list's i-th rank; else every rank is given all of it
-    reduces   what comes from the ranks is reduced element by element
-    joins     what comes from the ranks is joined along this axis, in the list's order
-    root      "gives": the root's value alone goes to all; "takes": the root alone has a result
+    splits    the input is cut into p blocks along this axis, the i-th for the list's i-th rank; else every rank gets all of it
+    reduces   the blocks of the ranks are reduced element by element
+    joins     the blocks of the ranks are concatenated along this axis, in the list's order
+    root      "gives": only the root's value is sent to all; "takes": only the root has a result
 
     AllReduce  reduces          ReduceScatter  splits, reduces     Reduce     reduces, root takes
     AllGather  joins            AllToAll       splits, joins       Broadcast  root gives
 
-So a new one is an entry, by `register` or in the table below, and a primitive of the transports where none of theirs does it:
+So a new collective is an entry, by `register` or in the table below, and a primitive of the transports if none of theirs does it:
 
     register(CollectiveOp("Gather", "The values of all ranks joined along an axis, on one rank.", (ALONG, OF_ROOT),
                           joins=AXIS, root="takes"))
 
 By lookups ranks read and write rows of a table on other ranks; the ids determine the senders and receivers:
 
-    Pull       every rank's ids give it rows of a table, of which the owners have a run each
-    Push       rows go back to their owners, who know the ids from the Pull
-    Route      every rank's rows go to the owners of what their ids name: the experts of tokens
-    Return     a row for each that came by a Route goes back to the rank and the place that it came from
+    Pull       every rank gets the rows of a table for its ids; the owners have a run of rows each
+    Push       rows are sent back to their owners, which know the ids from the Pull
+    Route      every rank's rows are sent to the owners of their ids: the experts of tokens
+    Return     a row for each that came by a Route is sent back to its rank and place
 
-A lookup is over when it has begun: its sizes are those of the ids, known only at run time.
+A lookup is complete when it has begun: its sizes are those of the ids, known only at run time.
 """
 
 from __future__ import annotations
@@ -89,10 +89,11 @@ class GroupOp:
 
 @dataclass(frozen=True)
 class CollectiveOp(GroupOp):
-    """A collective and what it does.
+    """A collective and its effect.
 
-    `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
-    the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
+    `coalesces`: whether it takes several values of one type, which are sent as one. `dynamic`: whether it takes a value whose shape is
+    known only when the step runs. `boxes`: whether it is messages between pairs of ranks (Exchange), for which none of the other fields
+    applies.
     """
 
     splits: str = ""
@@ -109,7 +110,7 @@ class CollectiveOp(GroupOp):
 
     @property
     def keeps_size(self) -> bool:
-        """Whether the result is as large as the input on every rank that has both, and may take its place in memory."""
+        """Whether the result has the size of the input on every rank that has both, and may reuse its memory."""
         return not (self.splits or self.joins or self.boxes or self.root == "takes")
 
 
@@ -123,13 +124,13 @@ COLLECTIVES: dict[str, CollectiveOp] = {}
 
 
 def register(op: CollectiveOp) -> CollectiveOp:
-    """Make a collective known to all that reads rank files."""
+    """Makes a collective known to all readers of rank files."""
     COLLECTIVES[op.name] = op
     return op
 
 
 def dynamic_ops() -> str:
-    """The collectives that take a value of unknown shape, for messages."""
+    """Returns the names of the collectives that take a value of unknown shape, for messages."""
     return " and ".join(op.name for op in COLLECTIVES.values() if op.dynamic)
 
 

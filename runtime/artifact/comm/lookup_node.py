@@ -22,14 +22,14 @@ _NO_PART = "a rank takes part that has neither rows nor ids"
 class LookupCall(GroupCall):
     """A lookup node; a value that the rank does not have is None.
 
-    Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids
-    that come beside the rows. `result` are rows. `requests`: what a Pull makes and a Push reads, the ids that an owner was asked, counts,
-    and places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
+    Pull: `ids` are the ids that are looked up, `operand` is the table and `result` the rows. Push, which has no `ids`: `operand` are the
+    rows to send, `numbers` and `result` the received ids and rows. `requests`: the results of a Pull that a Push reads: the ids asked of an
+    owner, the counts, and the places. `owners` and `givers` are places in the list; `rows` and `row` give the size of the table.
 
-    Of a Route `operand` are the rows that go, `ids` the experts that they go to, `result` the rows that come and `numbers` their experts,
-    counted from the rank's first; one without `ids` goes as the Route that made its `requests`, the place of each row among those that
-    leave, and how many go to and come from each rank. A Return reads these, too; `operand` are what has come, `result` what has gone.
-    Every rank of the list is an owner, and `rows` is the number of experts.
+    Route: `operand` are the rows to send, `ids` their experts, `result` the received rows and `numbers` their experts, counted from the
+    rank's first. A Route without `ids` follows the one that made its `requests`: the place of each row among the sent ones, and the numbers
+    of rows to and from each rank. A Return reads these, too; its `operand` are the received rows, its `result` the rows in the order of the
+    sent ones. Every rank of the list is an owner, and `rows` is the number of experts.
     """
 
     LAW: ClassVar[str] = "op, owners, givers, rows or row"
@@ -61,12 +61,12 @@ class LookupCall(GroupCall):
 
     @property
     def asks(self) -> bool:
-        """Whether it makes the requests that others read."""
+        """Whether it makes the requests that other lookups read."""
         return self.op == PULL or (self.op == ROUTE and self.ids is not None)
 
     @property
     def numeric_outputs(self) -> tuple[str, ...]:
-        """What the rank gets besides rows: ids, counts and places."""
+        """The outputs other than rows: ids, counts and places."""
         return tuple(name for name in self.outputs if name != self.result)
 
     @property
@@ -79,7 +79,7 @@ class LookupCall(GroupCall):
 
     @property
     def rows_of_owner(self) -> int:
-        """How many rows of the table each owner has."""
+        """The number of rows of the table that each owner has."""
         return self.rows // len(self.owners)
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
@@ -90,7 +90,7 @@ class LookupCall(GroupCall):
 
 
 def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> LookupCall:
-    """The call that a sound node states."""
+    """Returns the call of a valid node."""
     given = [*(name or None for name in node.input), *[None] * 4]
     made = [*(name or None for name in node.output), *[None] * 4]
     op = node.op_type
@@ -119,7 +119,7 @@ def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Lo
 
 
 def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Iterator[str]:
-    """What keeps a node with its attributes from being a lookup."""
+    """Yields the faults of a node and its attributes as a lookup."""
     most = {PULL: (2, 4), PUSH: (4, 2), ROUTE: (4, 4), RETURN: (3, 1)}[node.op_type]
     if len(node.input) > most[0] or len(node.output) > most[1]:
         yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
@@ -136,7 +136,7 @@ def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -
 
 
 def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
-    """Why a rank of so many cannot run a lookup."""
+    """Yields the reasons for which a rank, at `place` in a list of `ranks` ranks, cannot run a lookup."""
     if dtype is not None and dtype.bits < 8:
         yield f"rows of a {dtype.name} cannot be looked up on other ranks"
     for word, places in (("owner", call.owners), ("giver", call.givers)):
@@ -151,7 +151,7 @@ def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) 
 
 
 def _contradicts_route(call: LookupCall, ranks: int) -> Iterator[str]:
-    """What a rank's Route or Return lacks, or has in excess: every rank of the list gives and gets."""
+    """Yields the operands or results that a rank's Route or Return lacks, or has in excess: every rank of the list sends and receives."""
     if call.owners != tuple(range(ranks)):
         yield f"its owners are {list(call.owners)}, and each of the {ranks} ranks has experts, in the order of the list"
     if not call.operand or not call.result:
@@ -185,7 +185,7 @@ def _contradicts_push(call: LookupCall, owns: bool, gives: bool) -> Iterator[str
 
 
 def _contradicts_request(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
-    """Which of the values that link a Push to its Pull a rank lacks, or has in excess."""
+    """Yields the values linking a Push to its Pull that a rank lacks, or has in excess."""
     words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
     role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
     for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.requests, due, strict=True):

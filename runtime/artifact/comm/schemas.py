@@ -1,7 +1,7 @@
-"""The ops of `partc.comm` as ONNX knows ops: their schemas.
+"""The ONNX schemas of the ops of `partc.comm`.
 
-With the schemas registered, `onnx.checker` checks a rank file in full, and `onnx.shape_inference` infers what follows from a node alone:
-the type, the number of dims, and the dims that do not depend on the number of ranks.
+With the schemas registered, `onnx.checker` checks a rank file in full, and `onnx.shape_inference` infers the facts that depend on a node
+alone: the type, the number of dims, and the dims that do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CONSTANT = (
 
 
 def schemas() -> list[OpSchema]:
-    """The schemas of all ops of the domain."""
+    """Returns the schemas of all ops of the domain."""
     sends = "Sends a value to another rank; the value stays as it is."
     receives = "Receives a value from another rank; its type and shape stand in the graph's value_info."
     follows = "A constant that follows from the rank's place in its list of the group."
@@ -85,7 +85,7 @@ def schemas() -> list[OpSchema]:
 
 
 def register() -> None:
-    """Make the schemas known to onnx; a second time changes nothing."""
+    """Registers the schemas with onnx; a second call changes nothing."""
     names = (SEND, RECV, RANK_CONSTANT, COPY, *GROUP_OPS)
     if all(onnx.defs.has(name, domain=DOMAIN) for name in names):
         return  # schemas() makes all of them anew, which takes longer than the check of a small file
@@ -157,7 +157,7 @@ def _lookup(op: GroupOp) -> OpSchema:
 
 
 def _infer_pull(context: Any) -> None:
-    """A row of the table, whose shape the node states, for each id; of what it is asked an owner knows the number when it runs."""
+    """Infers a row of the table, whose shape the node states, for each id; the number of an owner's requests is known only at run time."""
     table, ids = (context.get_input_type(at) if context.get_num_inputs() > at else None for at in range(2))
     shape = ids.tensor_type.shape if ids is not None and ids.tensor_type.HasField("shape") else None
     if table is not None and table.HasField("tensor_type") and context.get_num_outputs():
@@ -179,7 +179,7 @@ def _infer_pull(context: Any) -> None:
 
 
 def _infer_push(context: Any) -> None:
-    """A number of ids and rows that is known only at run time."""
+    """Infers ids and rows, whose number is known only at run time."""
     rows = context.get_input_type(3) if context.get_num_inputs() > 3 else None
     if not context.get_num_outputs():
         return
@@ -197,7 +197,7 @@ def _infer_push(context: Any) -> None:
 
 
 def _infer_route(context: Any) -> None:
-    """Rows and their experts, whose number is known only at run time."""
+    """Infers rows and their experts, whose number is known only at run time."""
     _give_rows(context, None)
     ids = context.get_input_type(1) if context.get_num_inputs() > 1 else None
     for at in range(1, context.get_num_outputs()):
@@ -211,12 +211,12 @@ def _infer_route(context: Any) -> None:
 
 
 def _infer_return(context: Any) -> None:
-    """A row for each place."""
+    """Infers a row for each place."""
     _give_rows(context, context.get_input_type(1) if context.get_num_inputs() > 1 else None)
 
 
 def _give_rows(context: Any, places: Any) -> None:
-    """The type of rows, of the shape that the node states, one for each of the places."""
+    """Sets the type of rows, of the shape that the node states, one for each of the places."""
     rows = context.get_input_type(0) if context.get_num_inputs() else None
     if rows is None or not rows.HasField("tensor_type") or not context.get_num_outputs():
         return
@@ -260,7 +260,7 @@ def _schema(
 
 
 def _infer(op: CollectiveOp) -> Callable[[Any], None]:
-    """What follows about the output from the node alone: the number of ranks is in the manifest."""
+    """Returns the inference of the output from the node alone: the number of ranks is only in the manifest."""
 
     def infer(context: Any) -> None:
         places = min(context.get_num_inputs(), context.get_num_outputs()) if op.coalesces else 1

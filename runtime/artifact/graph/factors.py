@@ -1,11 +1,12 @@
 """`partc.factors`: the correspondence of the dims of a node's operands, its contracted factors, and its effect on partial values.
 
-    mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a term of a sum, and the result is one then
-    ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of a largest value it makes a largest one
-    .,.->..; linear 0; stacks            a term becomes one row of a value that has the terms of all ranks as rows
+    mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a partial sum, and then the result is one
+    ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be partial sums; a maximum of one operand gives the maximum of results
+    .,.->..; linear 0; stacks            a partial sum becomes one row of a value that has the partial sums of all ranks as rows
 
-Each letter stands for one dim, and equal letters for dims of which ranks have the same shards. `.` is a dim that corresponds to none, `-`
-an operand that is absent or no tensor. `sum`, `max`, `min`: letters of inputs that the outputs lack. What is not said is not known.
+Each letter stands for one dim, and equal letters for dims of which ranks have the same shards. `.` is a dim without a corresponding one,
+`-` an operand that is absent or not a tensor. `sum`, `max`, `min`: letters of inputs that the outputs lack. Facts that are absent are
+unknown.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _ABSENT, _LINEAR, _RISES, _MOVES, _STACKS = "-", "linear", "rises", "moves", "st
 class Factors:
     """The letters of a node's operands.
 
-    `reductions`: by letter that no output has the reduction over it. `linear`: the inputs that may be terms of a sum, all of them together
-    where it is `joint`, else one. `rises`: the largest of several results is the result of the largest of one operand. `moves`: elements
-    are only moved, so that this is true of all operands together. `stacks`: the result is one of the rows that are to be added.
+    `reductions`: maps letters that no output has to their reduction. `linear`: the inputs that may be partial sums, all of them together if
+    `joint`, else any one. `rises`: the largest of several results is the result of the largest of one operand. `moves`: elements are only
+    moved, so that this is true of all operands together. `stacks`: the result is one of the rows that are to be added.
     """
 
     inputs: tuple[str | None, ...]
@@ -53,7 +54,7 @@ class Factors:
 
 
 def read_factors(text: str) -> Factors:
-    """The factors that a text says. ValueError where it says no factors."""
+    """Returns the factors of a text; raises ValueError if it is not valid."""
     (sides, *words), reductions = text.split("; "), dict[str, str]()
     left, arrow, right = sides.partition("->")
     if not arrow:
@@ -75,7 +76,7 @@ def read_factors(text: str) -> Factors:
 
 
 def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Factors | None:
-    """The letters of a node's operands; None where the file says none. ValueError where they are not those of these operands."""
+    """Returns the letters of a node's operands, or None if the file has none; raises ValueError if they do not fit the operands."""
     if not (text := metadata_of(node, FACTORS)):
         letters = string.ascii_letters[: len(sizes.get(node.input[0]) or ())] if node.op_type == "Identity" else None
         return None if letters is None else Factors((letters,), (letters,), {}, (0,), moves=True)
@@ -103,7 +104,7 @@ def _operands(text: str) -> tuple[str | None, ...]:
 
 
 def partial_of(factors: Factors, terms: Mapping[int, str]) -> str:
-    """The reduction that makes whole what a node makes of partial inputs, each with its reduction; empty where none does."""
+    """Returns the reduction that completes a node's result for partial inputs; empty if none does. `terms`: the inputs' reductions."""
     kinds = {*terms.values()}
     if len(kinds) != 1 or factors.stacks:
         return ""

@@ -1,12 +1,12 @@
-"""The binary tree by which the parts of a batch are added up, the same for any number of ranks.
+"""The binary tree by which the parts of a batch are added, the same for any number of ranks.
 
-A node of the tree is a run of parts, low to high - 1. Its left half is the largest power of two below its size: (0, 24) is (0, 16) and
-(16, 24). A rank has a run of parts and adds up the largest nodes that lie whole in it, its roots; what owns a sum adds up the roots of
-all ranks. So the expression is that of the tree for every division of the parts into runs.
+A node of the tree is a run of parts, low to high - 1. The size of its left half is the largest power of two below its own size: (0, 24) has
+the halves (0, 16) and (16, 24). A rank has a run of parts and adds up the largest nodes within it, its roots; the rank that owns a sum adds
+the roots of all ranks. So the expression is that of the tree for every division of the parts into runs.
 
     24 parts on 4 ranks: the roots are (0, 4) (4, 6) | (6, 8) (8, 12) | (12, 16) (16, 18) | (18, 20) (20, 24)
 
-A run has at most 2 log2(parts) roots, and one where it is a node itself.
+A run has at most 2 log2(parts) roots, and one root if the run is a node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def middle(node: Node) -> int:
 
 
 def roots(node: Node, run: Node) -> list[Node]:
-    """The largest nodes below this one that lie whole in a run, in order."""
+    """The largest nodes at or below `node` that are inside a run, in order."""
     if node[1] <= run[0] or run[1] <= node[0]:
         return []
     if run[0] <= node[0] and node[1] <= run[1]:
@@ -38,7 +38,7 @@ def halves(node: Node) -> tuple[Node, Node]:
 
 
 def nodes(node: Node) -> Iterator[Node]:
-    """The nodes of several parts at and below this one, each behind its halves."""
+    """Yields the nodes of several parts at and below this one, each after its halves."""
     if node[1] - node[0] > 1:
         for half in halves(node):
             yield from nodes(half)
@@ -46,5 +46,5 @@ def nodes(node: Node) -> Iterator[Node]:
 
 
 def run_of(place: int, ranks: int, parts: int) -> Node:
-    """The run of parts of the rank at a place."""
+    """The run of parts that the rank at a place has."""
     return parts * place // ranks, parts * (place + 1) // ranks

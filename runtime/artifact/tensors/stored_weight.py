@@ -1,8 +1,8 @@
-"""The numbers of a weight of a rank file; in its file they may be floats of 16 bits, which are widened exactly when they are read.
+"""Reads the elements of a weight of a rank file; its file may store floats of 16 bits, which are widened exactly when they are read.
 
 w: float[8, 4], partc.stored: bfloat16, 64 bytes of weights/rank_0000.safetensors
 
-The file may be one outside of the artifact, which has the tensor of which the weight is a box: its place is that of the whole tensor.
+The file may be one outside of the artifact, which has the tensor of which the weight is a box: the location is that of the whole tensor.
 
 w: float[8, 4], partc.source: fc1.weight[8:16/16, 0:4/4], 256 bytes of referenced/0/model.safetensors
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.format import Manifest
 
 WIDENED = {"float": ("float16", "bfloat16")}
-"""By element type of a weight the narrower types in which its file may have it."""
+"""Maps the element type of a weight to the narrower types that its file may have."""
 _RUN = 1 << 22
 _SPAN = re.compile(r"(\d+):(\d+)/(\d+)")
 
 
 def stored_type(tensor: TensorProto) -> Dtype | None:
-    """The element type of a weight in its file; None of one that is not dense."""
+    """Returns the element type of a weight in its file; None if it is not dense."""
     return BY_NAME.get(metadata_of(tensor, STORED)) if is_widened(tensor) else BY_CODE.get(tensor.data_type)
 
 
@@ -43,19 +43,19 @@ def is_widened(tensor: TensorProto) -> bool:
 
 
 def is_read_here(tensor: TensorProto) -> bool:
-    """Whether partc reads a weight, and not onnxruntime: one that is widened, or in a file outside of the artifact."""
+    """Whether partc, and not onnxruntime, reads a weight: one that is widened, or in a file outside of the artifact."""
     return is_widened(tensor) or bool(tensor.external_data and metadata_of(tensor, SOURCE))
 
 
 def source_text(name: str, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> str:
-    """A box of a tensor of a file, with the tensor's own sizes: `fc1.weight[0:8/16, 0:32/32]`."""
+    """Returns a box of a file's tensor as text, with the tensor's sizes: `fc1.weight[0:8/16, 0:32/32]`."""
     spans = (f"{begin}:{end}/{size}" for (begin, end), size in zip(box, shape, strict=True))
     return f"{name}[{', '.join(spans)}]"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensor of a file that a weight is a box of: its name there, its shape, and by dim the begin and the end."""
+    """The tensor of a file of which a weight is a box: its name there, its shape, and the begin and end of the box along each dim."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Origin:
 
     @staticmethod
     def of(tensor: TensorProto) -> Origin | None:
-        """The origin of a weight; None where it has none. ValueError where what it says is not a box of its shape."""
+        """Returns the origin of a weight, or None; raises ValueError if its metadata are not a box of its shape."""
         if not (text := metadata_of(tensor, SOURCE)):
             return None
         name, bracket, rest = text.rpartition("[")
@@ -78,7 +78,7 @@ class Origin:
 
 
 def numbers(tensor: TensorProto, folder: Path, manifest: Manifest) -> Array:
-    """The elements of a weight; its file, of the artifact in `folder`, is one that was checked."""
+    """Returns the elements of a weight; its file, of the artifact in `folder`, must have been checked."""
     from onnx import numpy_helper
 
     # onnx reads no file that has a second name, as weights that artifacts share
@@ -108,7 +108,7 @@ def numbers(tensor: TensorProto, folder: Path, manifest: Manifest) -> Array:
 
 
 def _widened(array: Array) -> Array:
-    """The same numbers in float32, NaN with its bits: a bfloat16 is the upper half of one."""
+    """Returns the same numbers in float32, NaN with its bits: a bfloat16 is the upper half of a float32."""
     if array.dtype.name != "bfloat16":
         return array.astype(np.float32)
     wide: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)

@@ -1,27 +1,27 @@
 """Proves that nodes of one name are one node, on all ranks and in all programs of an artifact.
 
-A node is called after the op of the model that it computes, or after what adds it (a gradient, a loss, a step that makes tokens). What
-ranks and programs compute of it is one op on shards of other sizes. So nodes of one name have one op, the same attributes, and
-operands of one origin:
+A node is named after the model's op that it computes, or after the feature that adds it (a gradient, a loss, a step that generates tokens).
+Ranks and programs compute it as one op on shards of different sizes. So nodes of one name have one op, the same attributes, and operands of
+one origin:
 
     weight, state    the tensor that it is
     constant         its numbers
-    value            the node that makes it, and which output of that node: reshards, messages and collectives change nothing of it
+    value            the node that makes it, and the output of that node: reshards, messages and collectives do not change the origin
     input            its name
 
-What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
+Operands that depend on sizes may differ if the sizes of the node's operands and results do: constants of integers, such as the target of a
 Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are compared among programs of one number
-of microbatches. A program that trains makes some values otherwise (a mask, a norm); yet an operand that is a node's in one program is
-that node's in each that has both it and the other one.
+of microbatches. A program that trains makes some values differently (a mask, a norm); yet an operand that is a node's in one program is
+that node's in each program that has both it and the other one.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 
-Proves that nodes that are one function have one gradient: in equal layers, on whichever ranks and stages they are.
+It also proves that nodes that are one function have one gradient: in equal layers, on any ranks and stages.
 
-The nodes of a file that have one source are a function: their ops, attributes, the constants and the types of what they read and make, and
-how they are cut. Its gradient is made of the nodes of the backward pass that have that source. Two gradients are compared where they read
-the same places of equal functions and make the same types; which gradients are asked of a function, and what is shared with another node,
-may differ, and then nothing is said.
+The nodes of a file that have one source are a function: their ops, attributes, the constants and the types of their operands and results,
+and their shardings. Its gradient is the nodes of the backward pass that have that source. Two gradients are compared if they read the same
+places of equal functions and make the same types; the requested gradients of a function, and values shared with another node, may differ,
+and then the gradients are not compared.
 
     layers.0.gelu: Gelu(x)    g * (0.5 * (1 + Erf(x * 0.7071)) + ...)
     layers.1.gelu: Gelu(y)    h * (0.6 * (1 + Erf(y * 0.7071)) + ...)     another constant: one of them is wrong
@@ -73,9 +73,9 @@ class Gradient:
 def check_gradients(
     nodes: Iterable[NamedNode], known: dict[Hashable, Gradient], integers: Mapping[str, bytes]
 ) -> Iterator[Violation]:
-    """Gradients of a file's nodes that differ from those of equal functions; `known` are those of files that have been looked at.
+    """Yields gradients of a file's nodes that differ from those of equal functions; `known` are those of the files checked before.
 
-    `integers`: the numbers of the file's own tensors of integers, such as the bounds of a Slice, which the model may have as weights.
+    `integers`: maps the file's own integer tensors, such as the bounds of a Slice, which the model may have as weights, to their numbers.
     """
     functions = defaultdict[str, tuple[list[NamedNode], list[NamedNode]]](lambda: ([], []))
     for one in nodes:
@@ -125,13 +125,16 @@ def _compare(
 
 
 def _is_number(one: NamedNode) -> bool:
-    """Whether a node makes one number, such as a loss, whose gradient begins with how much it counts."""
+    """Whether a node's result is a single number, such as a loss, whose gradient begins with its weight."""
     types = (one.types.get(name) for name in one.node.output)
     return all(isinstance(each, tuple) and each[1] == [] for each in types)
 
 
 def _content(one: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Hashable:
-    """What a node computes of its operands; where sizes are not known (`sized`), integers may follow from them, and are not compared."""
+    """Returns a key of the function that a node computes of its operands.
+
+    Where sizes are not known (`sized`), integers may follow from them, and are not compared.
+    """
     operands = zip(one.node.input, one.operands, strict=False)
     constants = tuple(origin if origin[0] is CONSTANT else integers.get(name) for name, origin in operands)
     if not sized:
@@ -142,34 +145,34 @@ def _content(one: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Hash
 
 
 def _sharded(one: NamedNode) -> tuple[str, ...]:
-    """The factors that are cut, without what has cut them."""
+    """Returns the sharded factors, without the source of their sharding."""
     return tuple(part.partition(" by ")[0] for part in metadata_of(one.node, CUT).split(", "))
 
 
 _AGAIN = "compile the model again"
 _UPDATE = "update"
 _COUNTS = frozenset({"group", "num_heads", "kv_num_heads", "q_num_heads", "split", "num_outputs"})
-"""Attributes that follow from the sizes of shards."""
+"""Attributes that depend on the sizes of shards."""
 _REWRITTEN = frozenset({"keepdims"})
-"""Attributes of ops that a training has in parts, such as an extreme and how many elements equal it."""
+"""Attributes of ops that a training splits in parts, such as a maximum and the number of elements that equal it."""
 _MODES = frozenset({"training_mode"})
-"""Attributes by which a training runs an op otherwise."""
+"""Attributes by which a training runs an op differently."""
 _MASKS = frozenset({"Cast", "Dropout", "Identity", "Mul", "Where"})
-"""Ops in whose place a training has another one of them."""
+"""Ops that may replace one another in a training."""
 _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
-"""Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
+"""Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan applies to it."""
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
-"""Ops that of all shape arithmetic are the same on all ranks, as that of a mask: their operands may be computed in other ways."""
+"""The only ops of shape arithmetic that are the same on all ranks, such as those of a mask: their operands may be computed differently."""
 _CUT, _SPAN = re.compile(r"^(.*)\[([\d:, ]+)\]$"), re.compile(r"(\d+):(\d+)")
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
 _VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
-"""The most messages behind each other by which a value is followed to the node that makes it."""
+"""The most messages through which a value is followed back to the node that makes it."""
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
 def check_alike(subject: Subject) -> Iterator[Violation]:
-    """Nodes of one name that differ, within a program and from those of the programs that have been looked at."""
+    """Yields nodes of one name that differ, within a program and from those of the programs checked before."""
     manifest = subject.manifest
     files = {file: subject.models[ranks[0]] for file, ranks in manifest.by_file(subject.models).items()}
     tensors = {record.value: (record.tensor,) for record in manifest.state}
@@ -211,7 +214,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
 
 
 def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation]:
-    """Weights that are another shard than in another program of the rank, or of which another file has other numbers."""
+    """Yields weights that are another shard than in another program of the rank, or whose numbers differ in another file."""
     for tensor in subject.models[rank].graph.initializer:
         text = metadata_of(tensor, PIECE)
         shard = subject.known.shards.setdefault((rank, tensor.name), text)
@@ -227,7 +230,7 @@ def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation
 
 
 def _missing_shards(files: Mapping[str, ModelProto]) -> Iterator[Violation]:
-    """Weights that are cut, of which no rank has some part."""
+    """Yields sharded weights of which some part is on no rank."""
     boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
     for model in files.values():
         for tensor in model.graph.initializer:
@@ -242,7 +245,7 @@ def _missing_shards(files: Mapping[str, ModelProto]) -> Iterator[Violation]:
 
 
 def _has_gap(spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether spans leave out an element between 0 and the end of the last one."""
+    """Whether spans leave out an element between 0 and the end of the last span."""
     reached = 0
     for begin, end in sorted(spans):
         if begin > reached:
@@ -252,7 +255,7 @@ def _has_gap(spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def _is_of_one_rank(node: NodeProto) -> bool:
-    """Whether a node may be another one on each rank: communication, hops of a ring, sums over a rank's gradients, and what tells sizes."""
+    """Whether a node may differ on each rank: communication, hops of a ring, sums over a rank's gradients, and sizes."""
     summed = metadata_of(node, PHASE) == _UPDATE and not node.domain
     return (
         node.domain == DOMAIN
@@ -264,7 +267,7 @@ def _is_of_one_rank(node: NodeProto) -> bool:
 
 
 def _name(node: NodeProto) -> str:
-    """The name of a node, without what tells its microbatch, the task that alone reads it, its target, or that it is computed again."""
+    """Returns the name of a node, without the parts for its microbatch, its only reading task, its target, or its recomputation."""
     name, path = node.name, _path(node)
     if any(entry.key == TASK for entry in node.metadata_props):
         name = name.rpartition(".")[0]
@@ -277,12 +280,12 @@ def _name(node: NodeProto) -> str:
 
 
 def _path(node: NodeProto) -> str:
-    """The source of a node, without its target."""
+    """Returns the source of a node, without its target."""
     return source_path(node).removesuffix(f".{metadata_of(node, TARGET)}")
 
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
-    """Maps each value of a file to its origin, as far as the file tells it; a message is a value, too."""
+    """Maps each value of a file to its origin, as far as the file tells it; a received message is a value, too."""
     known: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
     for tensor in model.graph.initializer:
         stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
@@ -302,7 +305,7 @@ def _message(node: NodeProto) -> str:
 
 
 def _passed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
-    """Each operand's own; zeros of a rank in a sum have none."""
+    """Returns each operand's own origin; zeros of a rank in a sum have none."""
     pairs = zip(read, node.output, strict=False)
     return [origin if origin[0] is not CONSTANT else (_VALUE, result) for origin, result in pairs]
 
@@ -318,7 +321,7 @@ def _unknown(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
 
 
 def _moved(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
-    """The only operand's that is not a constant, of a reshard; a Concat with constants makes a shape."""
+    """Returns, for a reshard, the origin of the only operand that is not a constant; a Concat with constants makes a shape."""
     parts = {name: origin for name, origin in zip(node.input, read, strict=True) if origin[0] is not CONSTANT}
     shape = node.op_type == "Concat" and len(parts) != len(node.input)
     if any(entry.key == RULE for entry in node.metadata_props) or len({*parts.values()}) != 1 or shape:
@@ -350,7 +353,7 @@ result.
 
 
 def _numbers(constant: TensorProto | AttributeProto) -> Origin:
-    """The numbers of a constant, without its name."""
+    """Returns the numbers of a constant, without its name."""
     copy = type(constant)()
     copy.CopyFrom(constant)
     copy.ClearField("name")
@@ -359,7 +362,7 @@ def _numbers(constant: TensorProto | AttributeProto) -> Origin:
 
 
 def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str) -> Origin:
-    """The origin of an operand; of one that comes from another rank the one that it has there."""
+    """Returns the origin of an operand; for one from another rank, the origin that it has there."""
     origin = known.get(name, (_VALUE, name))
     for _ in range(_MOST_HOPS):
         if origin[0] is not _VALUE:
@@ -369,7 +372,7 @@ def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str
 
 
 def _difference(first: NamedNode, node: NamedNode, subject: Subject) -> str:
-    """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
+    """Returns the difference of a node from the first of its name; '' if there is none, or it is due to sizes or microbatches."""
     training = subject.training
     if (first.node.domain, first.node.op_type) != (node.node.domain, node.node.op_type):
         if first.program != node.program and {first.node.op_type, node.node.op_type} <= _MASKS:
@@ -392,9 +395,10 @@ def _difference(first: NamedNode, node: NamedNode, subject: Subject) -> str:
 
 
 def _same(left: Origin, right: Origin, first: NamedNode, node: NamedNode) -> bool:
-    """Whether operands are one, or constants of integers of nodes on shards of other sizes, or made of one source that is rewritten.
+    """Whether operands are the same, or integer constants of nodes on shards of other sizes, or made of one source in a rewritten form.
 
-    A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
+    A source is rewritten in a program that trains, and where its sizes are obtained differently; the nodes of its gradient are not.
+    """
     if left == right or _VALUE in (left[0], right[0]):
         return True
     if left[0] is right[0] is _INPUT:  # else it is an input that is not fed to this rank
@@ -416,15 +420,15 @@ def _same(left: Origin, right: Origin, first: NamedNode, node: NamedNode) -> boo
 
 
 def _is_of_loss(node: NodeProto, training: TrainingRecord | None) -> bool:
-    """Whether a node is of a loss or a metric, which count the microbatches."""
+    """Whether a node belongs to a loss or a metric, which depend on the number of microbatches."""
     names = () if training is None else (training.loss, *training.metrics, *training.denominators.values())
     return any(f"{source_path(node)}.".startswith(f"{name}.") for name in names)
 
 
 def _are_comparable(one: Origin, two: Origin, programs: set[str], subject: Subject) -> bool:
-    """Whether operands in two programs are known to be one: results of nodes that both programs have, and tensors.
+    """Whether operands in two programs are known to correspond: results of nodes that both programs have, and tensors.
 
-    A program that trains makes some values otherwise, and attention is fused where a step has no more tokens than a mask lets see.
+    A program that trains makes some values differently, and attention is fused if a step has no more tokens than a mask shows.
     """
     if all(len(origin) == 3 and isinstance(origin[2], str) for origin in (one, two)):
         return all(programs <= subject.known.programs.get(origin, set()) for origin in (one, two))
@@ -437,7 +441,7 @@ def _is_tensor(origin: Origin) -> bool:
 
 
 def _sizes(own: NamedNode) -> tuple[object, ...]:
-    """What the file declares of a node's operands and of its first result."""
+    """Returns the declared types of a node's operands and of its first result."""
     return tuple(own.types.get(name) for name in (*own.node.input, *own.node.output[:1]))
 
 

@@ -1,15 +1,15 @@
 """Proves that each collective turns its layout before into its layout after: the manifest's two layouts are compared with the nodes.
 
-A layout gives every rank a shard and the number of its partial value (`rank_shards.py`). Of the ranks of a list, in its order, and
-the same along all other dims:
+A layout gives every rank a shard and the number of its partial value (`rank_shards.py`). For the ranks of a list, in its order, with all
+other dims equal:
 
-    AllReduce       they have one shard, and all terms that are reduced, each once, by the reduction of the layout; the shard stays
+    AllReduce       they have one shard, and all partial values to be reduced, each once, by the layout's reduction; the shard stays
     ReduceScatter   the same, and the i-th gets the i-th of p equal parts along `axis`
-    AllGather       their shards follow one another along `axis`, and each gets what they are together
-    AllToAll        the i-th gets the i-th part along `split_axis` of shards that follow one another along `concat_axis`
-    Reduce          as AllReduce, and the root gets it
-    Broadcast       what the root has is what each of the others gets
-    Exchange        each box that one gives lies where the other puts it in the value, and is of the same term
+    AllGather       their shards are contiguous along `axis`, and each gets their concatenation
+    AllToAll        the i-th gets the i-th part along `split_axis` of shards that are contiguous along `concat_axis`
+    Reduce          as AllReduce, and the root gets the result
+    Broadcast       each of the others gets the root's value
+    Exchange        each box that one rank sends is the box of the value that the other receives, and of the same partial value
     Pull, Push      the owners' rows are equal runs in their order, and columns are the same on all (`lookups.py`)
     Route, Return   columns are the same before and after
 """
@@ -31,7 +31,7 @@ from partc.runtime.errors import Violation
 
 
 def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
-    """Violations for collectives that do not lead from the layout before to the layout after; their nodes are sound and fit together."""
+    """Yields violations for collectives that do not lead from the layout before to the layout after; their nodes are already checked."""
     known: dict[str, ShardLayout] = {}
     nodes: dict[int, dict[int, CallNode]] = {}
     for rank, there in calls.items():
@@ -119,7 +119,7 @@ def _check_reduction(
 def _check_exchange(
     call: CollectiveCall, rank: int, nodes: Mapping[int, CallNode], given: ShardLayout, made: ShardLayout
 ) -> None:
-    """Each box that a rank takes is the region of the value that its peer gives."""
+    """Raises ValueError unless each box that a rank receives is the region of the value that its peer sends."""
     taken: dict[int, int] = {}
     for shard in call.takes:
         at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
@@ -137,7 +137,7 @@ def _check_exchange(
 
 
 def _inside(shard: Shard, box: Sequence[tuple[int, int, int]]) -> Shard:
-    """A box of a shard as a box of the value."""
+    """Returns a box of a shard as a box of the value."""
     return tuple(
         (first + (last - first) * Fraction(begin, of), first + (last - first) * Fraction(end, of))
         for (first, last), (begin, end, of) in zip(shard, box, strict=True)
@@ -149,7 +149,7 @@ def _place(axis: int, shard: Shard) -> int:
 
 
 def _joined(shards: Sequence[Shard], axis: int) -> Shard:
-    """Shards that follow one another along an axis, as one."""
+    """Returns shards that are contiguous along an axis as one; raises ValueError if they are not."""
     for one, two in pairwise(shards):
         if one[axis][1] != two[axis][0] or _with(one, axis, two[axis]) != two:
             raise ValueError(f"{_box(two)} does not follow {_box(one)} along axis {axis}")

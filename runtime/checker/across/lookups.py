@@ -1,12 +1,13 @@
 """Checks a lookup: its operands against each other and the manifest, and the owners' rows against the layout of the table.
 
-Of the table, whose rows are cut, the k-th owner has the k-th of equal runs, and all owners the same of the other dims; a rank that asks
-gets, or gives, the same of these. `given` and `made` of a record are the layouts of the table and of what is looked up, of a Push the
-other way round.
+The rows of the table are sharded: the k-th owner has the k-th of equal runs, and all owners have the same shard of the other dims, which is
+also that of the rows that a rank gets or sends. `given` and `made` of a record are the layouts of the table and of the looked-up rows, for
+a Push the other way round.
 
-A Push sends rows without ids, so it is proven that its owners and givers know of the same ids: on every rank what it reads of an asking is
-what one Pull made there, of the same ids' shape and rows, with the same ranks as owners and as givers, in the same order. So it is proven
-of a Return, and of a Route without ids, that all its ranks read the places and counts of one Route: each row comes back to where it was.
+A Push sends rows without ids, so it is proven that its owners and givers know of the same ids: on every rank the request values that it
+reads are those made by one Pull there, of the same ids' shape and rows, with the same ranks as owners and as givers, in the same order. In
+the same way it is proven for a Return, and for a Route without ids, that all its ranks read the places and counts of one Route: each row
+comes back to its place.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _WORDS = {
     PULL: ("the ids asked of an owner", "the counts", "the places"),
     ROUTE: ("the places of its rows", "the counts"),
 }
-"""By the op that makes what another reads, what it is."""
+"""Maps each op to descriptions of the values that it makes for other lookups."""
 
 
 def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
-    """What the file declares for each value of a call: ids, the other operand, the ids that come out, rows, and what others read."""
+    """Returns the declared types of a call's values: ids, the other operand, the ids that are made, rows, and the request values."""
     names = (call.ids, call.operand, call.numbers, call.result, *call.requests)
     return tuple((name or "", types.get(name or "")) for name in names)
 
@@ -53,7 +54,7 @@ def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tupl
 def wrong_operands(
     call: LookupCall, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
 ) -> Iterator[str]:
-    """What is wrong with the types and shapes of a call's values."""
+    """Yields the faults of the types and shapes of a call's values."""
     ids, operand, numbers, result, *asking = types
     for name, declared in types:
         if name and declared is None:
@@ -88,7 +89,7 @@ def wrong_operands(
 def _wrong_route(
     call: LookupCall, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
 ) -> Iterator[str]:
-    """What is wrong with the types and shapes of the values of a Route or a Return; the record's shape is of the rows that leave."""
+    """Yields the faults of the types and shapes of a Route's or Return's values; the record's shape is that of the rows that are sent."""
     ids, operand, numbers, result, places, counts = types
     row: list[Dim] = list(call.row)
     here: Shape = None if record.shape is None else [*record.shape]
@@ -110,12 +111,12 @@ def _wrong_route(
 
 
 def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
-    """Whether a declared shape is the wanted one, or one-dimensional where it is known only at run time."""
+    """Whether a declared shape is the wanted one, or has one dim if the wanted one is known only at run time."""
     return shape is None or (len(shape) == 1 if wanted is None else same_dims(shape, wanted, manifest))
 
 
 def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
-    """Every Push, Return and Route that reads something else than what one Pull or Route made, on all its ranks; the nodes are sound."""
+    """Yields every Push, Return and Route that does not read the values of one Pull or Route on all its ranks; the nodes are checked."""
     records = {one.tag: one for one in manifest.collectives}
     made = {
         (rank, name): (node, at)
@@ -144,9 +145,9 @@ def check_routed(
     types: Mapping[str, Mapping[str, ValueType]],
     calls: Mapping[str, Sequence[CallNode]],
 ) -> Iterator[Violation]:
-    """Every node that reads rows or experts of two Routes, and every Return of rows that did not come by its Route; by rank file.
+    """Yields every node that reads rows or experts of two Routes, and every Return of rows that did not come by its Route, by rank file.
 
-    Between a Route and a Return values have as many rows as came, a number that no file has: all of them must be of one Route.
+    Between a Route and a Return values have as many rows as were received, a number that is in no file: all of them must be of one Route.
     """
     for file, nodes in calls.items():
         lookups = {node.call.tag: node for node in nodes if isinstance(node.call, LookupCall)}
@@ -179,7 +180,7 @@ def check_routed(
 def _differs(
     manifest: Manifest, records: Mapping[int, Collective], push: CallNode, pull: CallNode, pulls: dict[int, CallNode]
 ) -> str:
-    """Why the rows of a Push do not match the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
+    """Returns the reason for which the rows of a Push do not match a Pull's ids on one rank, or ""; `pulls`: those of the Pushes seen."""
     one, other = push.call, pull.call
     assert isinstance(one, LookupCall)
     assert isinstance(other, LookupCall)
@@ -200,7 +201,7 @@ def _differs(
 def check_owners(
     record: Collective, call: LookupCall, ranks: Sequence[int], given: ShardLayout, made: ShardLayout
 ) -> None:
-    """Raises ValueError where the ranks of a list do not have the runs of rows that the call says."""
+    """Raises ValueError if the ranks of a list do not have the runs of rows that the call states."""
     table, asked = (given, made) if record.op == PULL else (made, given)
     if given.terms > 1 or made.terms > 1:
         raise ValueError("it looks up rows of a partial sum")

@@ -1,8 +1,8 @@
-"""Checks that the ranks' communication fits together: every Send has its Recv, in an order that ends.
+"""Checks that the ranks' communication matches: every Send has its Recv, in an order that terminates.
 
-The proof of the order is a run in which every transfer waits for both its ends, and every collective for all its ranks (a
-rendezvous): it happens when it is the next one of each. Buffered sends can only do more, so an order that ends here ends
-everywhere.
+The proof of the order is a simulated run in which every transfer waits for both its ends, and every collective for all its ranks (a
+rendezvous): it happens when it is the next one on each of them. Buffered sends can only allow more, so an order that terminates here
+terminates everywhere.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from partc.runtime.checker.graph.symbols import local_shape, same_dims
 from partc.runtime.errors import Violation
 
 _SHOWN = 2
-"""Rows of so many ranks that wait for each other are shown."""
+"""The number of ranks in a deadlock whose rows are shown."""
 
 
 @dataclass(frozen=True)
 class CommNode:
-    """A Send or Recv of a rank file: what it says of the transfer, and the type that the file declares."""
+    """A Send or Recv of a rank file: its transfer, and the type that the file declares."""
 
     kind: str
     rank: int
@@ -55,7 +55,7 @@ class CommNode:
     file: str
 
     def violation(self, fact: str, help: str = "") -> Violation:
-        """A violation at this node."""
+        """Returns a violation at this node."""
         return Violation(self.file, fact, self.title, self.path, help)
 
     @property
@@ -71,7 +71,7 @@ class CommNode:
 def comm_nodes(
     rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType], groups: Mapping[str, Sequence[int]]
 ) -> list[CommNode]:
-    """The Send and Recv nodes of a rank, in their order; `types` is what its file declares, `groups` the lists that have the rank."""
+    """Returns the Send and Recv nodes of a rank, in order; `types`: its file's declarations, `groups`: the lists that contain the rank."""
     found = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in (SEND, RECV):
@@ -86,7 +86,7 @@ def comm_nodes(
 def check_order(
     manifest: Manifest, models: Mapping[int, ModelProto], rows: Mapping[int, Row] | None = None
 ) -> list[Violation]:
-    """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read, `rows` their tasks."""
+    """Returns every disagreement between the ranks, and with the manifest; `models`: the readable rank files, `rows`: their tasks."""
     files = {manifest.program(rank): rank for rank in models}
     types = {file: declared_types(models[rank]) for file, rank in files.items()}
     programs = {
@@ -110,7 +110,7 @@ def check_order(
 
 
 def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    """Inputs and outputs as the manifest lists them; what ranks keep from step to step is looked at elsewhere."""
+    """Yields violations of inputs and outputs that the manifest lists differently; the state is checked elsewhere."""
     files = {manifest.program(rank): model for rank, model in models.items()}
     alone_in = {file: read_for_sizes_alone(model.graph) for file, model in files.items()}
     for rank, model in models.items():
@@ -144,7 +144,7 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
 
 
 def _check_sized(manifest: Manifest, rank: int, port: ValueInfoProto, record: Port) -> Iterator[Violation]:
-    """Violations of an input that is not fed because only its sizes are read: the symbols of fed inputs must determine them."""
+    """Yields violations of an input that is not fed because only its sizes are read: the symbols of fed inputs must determine them."""
     told = {dim for one in manifest.inputs if one.ranks for dim in one.shape or () if isinstance(dim, str)}
     type, shape = type_of(port.type)
     names = {name for dim in shape or () for name in symbols_in(dim, manifest.symbols)}
@@ -216,7 +216,7 @@ def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
 
 
 def _are_messages(model: ModelProto) -> list[bool]:
-    """Whether each communication node of a file, in their order, is a message; the others are of groups."""
+    """Returns, for each communication node of a file in order, whether it is a message; the others are of groups."""
     there = (node.op_type for node in model.graph.node if node.domain == DOMAIN)
     return [op_type in (SEND, RECV) for op_type in there if op_type in (SEND, RECV, *GROUP_OPS)]
 
@@ -224,7 +224,7 @@ def _are_messages(model: ModelProto) -> list[bool]:
 def _events(
     are_messages: Sequence[bool], nodes: Sequence[CommNode], calls: Sequence[CallNode]
 ) -> list[CommNode | CallNode]:
-    """The communication of a rank in the order of its file."""
+    """Returns the communication nodes of a rank in the order of its file."""
     messages, collectives = iter(nodes), iter(calls)
     return [next(messages) if is_message else next(collectives) for is_message in are_messages]
 

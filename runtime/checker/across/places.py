@@ -1,21 +1,21 @@
 """Proves the positions of shards and that partial sums are reduced: ranks that run one node on shards of values must agree on both.
 
-A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
-collectives make; nodes hand it on, by the letters that the file says of their operands (`partc.factors`). These are relied on: that they
-are right of each op is proven by the tests of the op table. Three facts follow:
+A rank's shard of a value begins, along each dim, at some element. That is known for inputs, weights, state, and results of collectives;
+nodes pass it on, by the letters that the file has for their operands (`partc.factors`). The letters are trusted: the tests of the op table
+prove them for each op. Three facts follow:
 
-    places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
-             ranks that run the node; so do an output and its box, and what a collective is given and its layout
-    whole    an output that all ranks have whole is made of none of which each has a shard, but by what ranks exchange
-    terms    a sum over a dim of which ranks have different parts is a term of a sum. Terms may be added, scaled and moved; a term
-             that goes through another function, is added to what is whole, or is an output, has missed its reduction
+    places   if two values meet in a node, element by element or in a sum of products, their distance is the same on all ranks that run the
+             node; so is that of an output and its box, and of a collective's operand and its layout
+    whole    an output that all ranks have replicated is not made of sharded outputs, except through communication
+    terms    a sum over a dim that is sharded over ranks is a partial sum. Partial sums may be added, scaled and moved; one that goes
+             through another function, is added to a complete value, or is an output, has missed its reduction
 
-    %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes terms; the file has to reduce them
+    %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes partial sums; the file has to reduce them
 
-Only nodes that say which factor is sharded (`partc.cut`) hand places on and make partial values: in a local map a value is each rank's own.
+Only nodes with sharded factors (`partc.cut`) pass places on and make partial values: in a local map a value is each rank's own.
 
-A node without letters is unknown, and never gives a reason for doubt. A value's places are by dim where the shards of some ranks begin in
-it, None along a dim of which that is not known.
+A node without letters is unknown, and never causes a violation. A value's places are, for each dim, the elements at which the shards of a
+file's ranks begin, or None if they are not known.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Places: TypeAlias = "Sequence[Begins | None] | None"
 Sizes: TypeAlias = "Sequence[int | None]"
 
 PARTIAL = {SUM: "a partial sum", MAX: "the largest of a shard", MIN: "the least of a shard"}
-"""What a value is that a reduction of several ranks makes whole, in words."""
+"""Descriptions of a value that still needs a reduction over ranks."""
 
 
 @dataclass(frozen=True)
 class Met:
-    """A dim of an operand that meets one of another operand."""
+    """A dim of an operand that corresponds to a dim of another operand."""
 
     name: str
     begins: Begins | None
@@ -77,7 +77,7 @@ class Ruled:
 
 
 def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
-    """What a node does with the places of its operands."""
+    """Returns the effect of a node on the places of its operands."""
     known: dict[str, Met] = {}
     found = Ruled([], [], [])
     for name, letters in zip(node.input, factors.inputs, strict=False):
@@ -105,7 +105,7 @@ def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes
 
 
 def _scaled(met: Met, size: int | None) -> Begins | None:
-    """Where shards begin along a dim of this size on a rank that corresponds to another one; None where that is within an element."""
+    """Returns the begins of shards along a dim of this size that corresponds to the dim `met`; None if one is within an element."""
     if met.begins is None or met.size == size:
         return met.begins
     if not met.size or not size or any(begin * size % met.size for begin in met.begins):
@@ -114,18 +114,18 @@ def _scaled(met: Met, size: int | None) -> Begins | None:
 
 
 def passes_partial(node: NodeProto, factors: Factors | None, reductions: Mapping[str, str]) -> str:
-    """The reduction of which a node makes a partial value of those that it reads; '' where it makes none, or where that is not known.
+    """Returns the reduction that a node's result still needs; '' if it needs none, or that is not known.
 
-    `reductions`: by value that is partial its reduction.
+    `reductions`: maps partial values to their reductions.
     """
     terms = {k: reductions[name] for k, name in enumerate(node.input) if reductions.get(name)}
     return partial_of(factors, terms) if terms and factors is not None else ""
 
 
 def misuse(node: NodeProto, factors: Factors | None, reductions: Mapping[str, str]) -> str:
-    """Why a node must not read the partial values that it reads; '' where it may, or where nothing is known of it.
+    """Returns the reason for which a node must not read its partial operands; '' if it may, or nothing is known of it.
 
-    `reductions`: by value of which it is known its reduction, '' of one that is not partial.
+    `reductions`: maps values to their reductions, '' for values known not to be partial.
     """
     terms = {k: reductions[name] for k, name in enumerate(node.input) if reductions.get(name)}
     if not terms or factors is None or factors.stacks:
@@ -151,7 +151,7 @@ _WHOLE = ""
 
 @dataclass
 class _File:
-    """A rank file, the ranks whose it is, and what is known of its values."""
+    """A rank file, its ranks, and the known facts about its values."""
 
     name: str
     model: ModelProto
@@ -161,11 +161,11 @@ class _File:
     factors: dict[tuple[str, ...], Factors] = field(default_factory=dict)
     """Maps each node to the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """Maps each value to the reduction that it still needs; nothing is known of other values."""
+    """Maps each value to the reduction that it still needs; other values are unknown."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """Shards that meet in the wrong place, and partial values that are not reduced; the files are sound, and fit together."""
+    """Returns violations of shards at wrong positions, and of partial values that are not reduced; the files are already checked."""
     return _Places(manifest, models).check()
 
 
@@ -217,7 +217,7 @@ class _Places:
         }
 
     def _begin(self, file: _File) -> None:
-        """The values that are there before the first node."""
+        """Sets the places of the values before the first node."""
         for tensor in file.model.graph.initializer:
             if (begins := _shard(tensor)) is not None:
                 file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
@@ -243,7 +243,7 @@ class _Places:
             self.violations.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
 
     def _place(self, file: _File, node: NodeProto) -> None:
-        """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
+        """Finds the places of a node's results, and checks that its operands meet at the same places on all ranks."""
         if node.domain == DOMAIN:
             if (record := self.records.get(integer_of(node, TAG, -1))) is not None and node.op_type not in (SEND, RECV):
                 self._place_call(file, node, record)
@@ -278,7 +278,7 @@ class _Places:
             file.places[call.result] = made
 
     def _begins_of(self, file: _File, name: str, layout: ShardLayout) -> Places:
-        """Where the shards of a layout begin on the ranks of a file."""
+        """Returns the elements at which the shards of a layout begin on the ranks of a file."""
         sizes = file.sizes.get(name)
         if sizes is None:
             return None
@@ -288,7 +288,7 @@ class _Places:
         return self.begun[key]
 
     def _end(self, file: _File) -> None:
-        """Outputs lie where the manifest says."""
+        """Checks that outputs have the places of the manifest."""
         nodes = {name: node for node in file.model.graph.node for name in node.output}
         for port in self.manifest.outputs:
             there = file.places.get(port.name)
@@ -302,7 +302,7 @@ class _Places:
         self._check_replicated(file, nodes)
 
     def _check_replicated(self, file: _File, nodes: Mapping[str, NodeProto]) -> None:
-        """An output that all ranks have whole is made of no other one of which each has a shard, but by what ranks exchange."""
+        """Checks that an output that all ranks have replicated is not made of a sharded output, except through communication."""
         boxes = {port.name: [port.box(rank) for rank in port.ranks] for port in self.manifest.outputs}
         made = {name: name for name, own in boxes.items() if any(box != own[0] for box in own)}
         for node in file.model.graph.node:
@@ -329,7 +329,7 @@ class _Places:
                 self.violations.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
 
     def _classify(self, file: _File, node: NodeProto) -> None:
-        """Whether the outputs of a node are partial."""
+        """Finds whether the outputs of a node are partial."""
         kinds = file.kinds
         if node.domain == DOMAIN and node.op_type == SEND:
             self.sent[integer_of(node, TAG, -1)] = kinds.get(node.input[0])
@@ -354,7 +354,7 @@ class _Places:
             kinds[name] = kind
 
     def _check_partials(self, file: _File) -> None:
-        """Partial values in places that take only reduced ones."""
+        """Adds violations of partial values that are read where only reduced ones may be."""
         kinds = file.kinds
         for node in file.model.graph.node:
             terms = [name for name in node.input if kinds.get(name)]
@@ -392,7 +392,7 @@ class _Places:
 
 
 def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
-    """Where boxes begin along each dim, in elements; None along a dim whose size, or an edge in it, is unknown."""
+    """Returns the elements at which boxes begin along each dim; None along a dim whose size, or an edge in it, is unknown."""
     found: list[Begins | None] = []
     for axis, size in enumerate(whole):
         edges = [(size or 0) * box[axis][0] / box[axis][2] for box in boxes if axis < len(box)]
@@ -402,7 +402,7 @@ def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
 
 
 def _shard(tensor: TensorProto) -> list[int] | None:
-    """Where a weight begins in its tensor; None where the file does not say."""
+    """Returns the elements at which a weight begins in its tensor; None if the file does not say."""
     text = metadata_of(tensor, PIECE)
     if not text:
         return None
@@ -421,7 +421,7 @@ def _key(node: NodeProto) -> tuple[str, ...]:
 
 
 def _laid(layout: ShardLayout, ranks: Sequence[int], sizes: Sizes) -> Places:
-    """Where the shards of a layout begin on some ranks, which have so many elements along each dim."""
+    """Returns the elements at which the shards of a layout begin on these ranks; `sizes`: the sizes of the value's dims."""
     if not all(rank in layout.shards for rank in ranks):
         return None
     found: list[Begins | None] = []

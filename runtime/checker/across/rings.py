@@ -1,8 +1,8 @@
-"""Proves that attention in a ring computes every pair of runs of tokens once: each rank reads the blocks that it needs, in their order.
+"""Proves that ring attention computes every pair of runs of tokens once: each rank reads the blocks that it needs, in their order.
 
-`partc.hop` of a node that begins with a block says which: `k 2` are the keys of hop 2, those of the rank two places before in the list of
-the ring; `causal` that a token sees those up to itself alone, and so a rank needs the blocks of earlier ranks and its own. A block is
-followed over as many messages as its hop says: it must end at what its owner reads in hop 0.
+The metadata `partc.hop` of a node that reads a block names the block: `k 2` is the keys of hop 2, which are those of the rank two places
+before in the list of the ring. `causal` says that a token sees only itself and earlier ones, so a rank needs only its own block and those
+of earlier ranks. The checker follows a block back over as many messages as its hop: it must be the value that its owner reads in hop 0.
 
     rank 3 of 0-1-2-3    k 2 <- message 9 <- rank 2: k 1 <- message 5 <- rank 1: k 0
 """
@@ -19,12 +19,12 @@ from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
 Ring = tuple[str, str, str, str]
-"""A function of the file, the path of an attention, its phase, and an operand."""
+"""A ring: a function of the file, the path of an attention, its phase, and an operand."""
 
 
 @dataclass
 class _Rank:
-    """The messages of a rank by what it receives, the values that it sends by tag, and for each ring the value and node of each hop."""
+    """A rank's messages by the values received, the values that it sends by tag, and for each ring the value and the node of each hop."""
 
     file: str
     received: dict[str, NodeProto] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class _Rank:
     causal: set[Ring] = field(default_factory=set)
 
     def add(self, nodes: Iterable[NodeProto], function: str) -> None:
-        """Notes the messages and hops among nodes."""
+        """Records the messages and hops among nodes."""
         for node in nodes:
             if node.op_type == EXCHANGE:
                 self.received |= dict.fromkeys(node.output, node)
@@ -49,7 +49,7 @@ class _Rank:
 
 
 def check_rings(subject: Subject) -> Iterator[Violation]:
-    """A violation for each block that is another than its hop says, and for each hop that is missing."""
+    """Yields a violation for each block that is not the one of its hop, and for each hop that is missing."""
     ranks = dict[int, _Rank]()
     for file, members in subject.manifest.by_file(subject.models).items():
         for rank in members:
@@ -76,13 +76,13 @@ def check_rings(subject: Subject) -> Iterator[Violation]:
 
 
 def _list_of(message: NodeProto | None, rank: int, subject: Subject) -> tuple[int, ...] | None:
-    """The list of a ring: the ranks of the message of the first hop, in which all take part."""
+    """The ranks of a ring in order: those of the first hop's message, in which all take part."""
     groups = subject.manifest.groups.get(text_of(message, GROUP), []) if message is not None else []
     return next((tuple(ranks) for ranks in groups if rank in ranks), None)
 
 
 def _strange(ranks: Mapping[int, _Rank], rank: int, ring: Ring, hop: int, value: str, group: tuple[int, ...]) -> str:
-    """In what a block is another than that of its hop; empty where it is that."""
+    """The difference between a block and the block of its hop; empty if they are the same."""
     owner, at = group[(group.index(rank) - hop) % len(group)], rank
     for step in range(hop):
         message = ranks[at].received.get(value)
@@ -99,7 +99,7 @@ def _strange(ranks: Mapping[int, _Rank], rank: int, ring: Ring, hop: int, value:
 
 
 def _missing(ranks: Mapping[int, _Rank], ring: Ring, group: tuple[int, ...]) -> Iterator[Violation]:
-    """Violations of ranks of a ring that lack a hop, or have one more than there are."""
+    """Yields violations of ranks that lack a hop of a ring, or have an additional one."""
     causal = any(rank in ranks and ring in ranks[rank].causal for rank in group)
     for place, rank in enumerate(group):
         if rank not in ranks:

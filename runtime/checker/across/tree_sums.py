@@ -1,8 +1,8 @@
-"""Proves that sums over the parts of a batch follow one tree (`artifact/tasks/sum_tree.py`), so that bits are those of any number of ranks.
+"""Proves that sums over the parts of a batch follow one tree (`artifact/tasks/sum_tree.py`), so that their bits do not depend on the ranks.
 
-What a task makes is of one part, that of its microbatch in the rank's run. Each value of a step is followed as the nodes of the tree that
-it has, in order: an Add has both halves of a node, in their order; what only moves elements has those of its operand; what ranks exchange
-has those of all ranks. The loss, and each gradient that an optimizer reads, are the whole tree, or rows of a table's parts in their order.
+A task computes values of one part, that of its microbatch in the rank's run. The checker maps each value of a step to the tree nodes that
+it has, in order: an Add has both halves of a node, in their order; an op that only moves elements has the nodes of its operand; an exchange
+has those of all ranks. The loss, and each gradient that an optimizer reads, must be the whole tree, or rows of all parts in their order.
 
     %g.of_0_2 = Add(%g.0, %g.1)      (0, 1) and (1, 2) are (0, 2)
     %g.of_0_3 = Add(%g.1, %g.2)      (1, 3) is not a node: on another number of ranks they are added otherwise
@@ -35,7 +35,7 @@ _MERGES = "MergeRows"
 
 
 def check_tree_sums(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    """The sums over parts that have another order than the tree; of a training whose plan has `parts`."""
+    """Yields violations of sums over parts in another order than the tree's; only for a training whose plan has `parts`."""
     training = manifest.training
     if training is None or not training.parts or len(models) < manifest.ranks:
         return
@@ -55,7 +55,7 @@ def check_tree_sums(manifest: Manifest, models: Mapping[int, ModelProto]) -> Ite
 
 
 class _Rank:
-    """A rank's program: `known` maps values to their nodes of the tree; `at` is the next node of the graph."""
+    """A rank's program: `known` maps values to their tree nodes; `at` is the next node of the graph."""
 
     def __init__(self, manifest: Manifest, rank: int, model: ModelProto, parts: int) -> None:
         self.rank, self.leaves, self.run = rank, parts, run_of(rank, manifest.ranks, parts)
@@ -64,7 +64,7 @@ class _Rank:
         self.known: dict[str, Nodes] = {}
         self.zeros: set[str] = set()
         self.wrong: dict[str, str] = {}
-        """Maps each value that is made of parts in another order to what makes it."""
+        """Maps each value whose parts are in another order to the reason."""
 
     def results(self, loss: str) -> Iterator[tuple[NodeProto, str]]:
         """The values that must be whole sums, each with its node."""
@@ -75,13 +75,13 @@ class _Rank:
                 yield node, loss
 
     def why(self, name: str) -> str:
-        """What puts the parts of a value in another order, where that is known."""
+        """The reason for which a value's parts are in another order, if it is known."""
         return f": {self.wrong[name]}" if name in self.wrong else ""
 
     def follow(self, sent: dict[tuple[int, int], Nodes | str]) -> bool:
-        """Follows nodes up to what other ranks have not sent yet; whether there was one.
+        """Follows nodes up to a collective for which other ranks have not sent their values; returns whether it followed any.
 
-        `sent`: by tag and rank the nodes of what the rank sends, or why that has none.
+        `sent`: maps a tag and a rank to the tree nodes of the value that the rank sends, or to the reason for which it has none.
         """
         begun = self.at
         while self.at < len(self.nodes):
@@ -100,7 +100,9 @@ class _Rank:
         return self.at > begun
 
     def _exchange(self, node: NodeProto, operands: Sequence[Nodes | str]) -> None:
-        """Joins what all ranks send, in their order; ranks with fewer nodes fill up with zeros, which are not a node."""
+        """Concatenates the tree nodes that all ranks send, in their order; ranks with fewer nodes are padded with zeros, which are not a
+        node.
+        """
         lists = [one for one in operands if not isinstance(one, str)]
         if len(lists) < len(operands):
             if reason := next((one for one in operands if one and isinstance(one, str)), ""):

@@ -1,24 +1,24 @@
 """Checks the manifest's record of generation (`artifact/generation.py`) against the inputs, outputs and caches of decode and prefill.
 
-slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run,
-          a narrow decode as many as it says
-ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
-          and logits [rows, vocabulary] where they are named, of which ranks together have each token of each row
-caches    one row for each slot that a step computes, and room for a chunk behind the last token of the longest sequence
+slots     the same number for each group of each run; a decode computes those of a group, a prefill one of each run,
+          a narrow decode the number in its name
+ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are distinct integer inputs; next [rows] is an output, and so is
+          logits [rows, vocabulary], if named; its shards on all ranks have each token of each row
+caches    one row for each slot that a step computes, and room for a chunk after the last token of the longest sequence
 stop      tokens of the vocabulary
 states    the caches that a step replaces, and no others; then a step has one token of each sequence
 
-A wrong number here is a write behind the end of a cache, or a step that every rank refuses.
+A wrong number here means a write beyond the end of a cache, or a step that every rank refuses.
 
-Checks what a manifest says of an encoder before a decoder (`artifact/generation.py`) against the inputs and caches of the programs.
+Also checks the manifest's record of an encoder before a decoder (`artifact/generation.py`) against the inputs and caches of the programs.
 
-programs  the one that computes it, `encode`, is there where the record is, and only there
-ports     of encode the input [runs, ..], of the record's type and shape; of decode and prefill, which read entries that are meant alone,
-          the count [rows], an input of integers, where the record names one
-length    the room of each cache that encode writes, and where the input is counted the size of the input
-tokens    those that the encoder knows have a row in each table that its input looks up; those that a decoder begins with are its own
+programs  the program `encode`, which computes the encoder, exists if and only if the record does
+ports     encode has the input [runs, ..], of the record's type and shape; decode and prefill, which read only valid entries, have the
+          count [rows], an integer input, if the record names one
+length    the room of each cache that encode writes, and if the input is counted the size of the input
+tokens    the encoder's tokens have a row in each table that its input looks up; the tokens with which a decoder begins are its own
 
-A wrong number here is a request that is refused for no reason, or a mask that ends behind the entries of a cache.
+A wrong number here means a request that is refused for no reason, or a mask that ends after the entries of a cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from partc.runtime.errors import Violation
 
 
 def encoder_faults(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:
-    """What is wrong with the record of an encoder by one of the programs, of which a step computes so many rows."""
+    """Yields the faults of an encoder's record for one of the programs; `rows`: the rows of the program's step."""
     encoder, manifest = record.encoder, subject.manifest
     if manifest.is_main and (ENCODE in subject.others) != (encoder is not None):
         there = f"there is {'a' if encoder is None else 'no'} program '{ENCODE}'"
@@ -76,7 +76,7 @@ def _input(what: str, name: str, given: Mapping[str, Port], kind: str, shape: Se
 
 
 def _room(subject: Subject, encoder: EncoderRecord) -> Iterator[str]:
-    """The first of several caches of one shape is told."""
+    """Yields the faults of the room in caches; for several caches of one shape only the first."""
     told = set[tuple[int, ...]]()
     for one in (one for one in subject.manifest.state if one.kind == CACHE and one.next and one.ranks):
         model = subject.models.get(one.ranks[0])
@@ -90,7 +90,7 @@ _AGAIN = "compile the model again"
 
 
 def check_generation(subject: Subject) -> list[Violation]:
-    """Violations of the manifest's `generation` section by one of the programs of a decoder."""
+    """Returns the violations of the manifest's `generation` section for one of a decoder's programs."""
     manifest, record = subject.manifest, subject.generation
     if record is None:
         kept = [one.value for one in manifest.state if one.kind == CACHE] if manifest.is_main else []
@@ -149,7 +149,7 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
 def _port(
     what: str, side: str, name: str, ports: dict[str, Port], shape: Sequence[int], bound: Manifest | None = None
 ) -> Iterator[str]:
-    """What is wrong with a port; with `bound`, if the last dim is above 1, it is a symbol of at most as much."""
+    """Yields the faults of a port; with `bound`, a last dim above 1 must be a symbol with at most this value."""
     port = ports.get(name)
     if port is None:
         yield f"{what}: there is no {side} '{name}'"
@@ -159,7 +159,7 @@ def _port(
 
 
 def _shards(what: str, name: str, ports: dict[str, Port], shape: list[int]) -> Iterator[str]:
-    """What is wrong with the shards of an output of which each rank tells what it has."""
+    """Yields the faults of the shards of an output that the ranks return in shards."""
     port = ports.get(name)
     if port is None or port.boxes is None or port.shape != shape:
         return
@@ -178,7 +178,9 @@ def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:
 
 
 def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
-    """States are not shared by prompts, and no token that is not meant may change them: the runtime knows them by the record."""
+    """Yields states that the record does not name, or names wrongly: prompts do not share states, and an invalid token must not change
+    them.
+    """
     found = set[str]()
     for rank, *_ in subject.manifest.by_file(subject.models).values():
         kept = [one for one in subject.manifest.state if rank in one.ranks]
@@ -192,7 +194,7 @@ def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
 
 
 def _adapters(manifest: Manifest, record: GenerationRecord) -> Iterator[str]:
-    """Each stack of weights of adapters has a place for each of them, and one of none; a module has both."""
+    """Yields the faults of adapters' stacks: each has a place for every adapter, and one for none; a module has both A and B."""
     stacks = [one for one in manifest.state if one.kind == ADAPTER]
     names = {one.tensor for one in stacks}
     pairs = ((name.replace(".lora_A.", ".lora_B."), name.replace(".lora_B.", ".lora_A.")) for name in sorted(names))
@@ -206,7 +208,7 @@ def _adapters(manifest: Manifest, record: GenerationRecord) -> Iterator[str]:
 
 
 def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:
-    """Room and rows of the caches; the first of several caches of one shape is told."""
+    """Yields the faults of the caches' room and rows; for several caches of one shape only the first."""
     needed = record.length + record.chunk - 1
     told = set[tuple[int, ...]]()
     for one in (one for one in subject.manifest.state if one.kind == CACHE and one.ranks):

@@ -1,21 +1,21 @@
 """Proves that updates in place are safe: no node reads an old value once it is overwritten.
 
-A node of the optimizer writes `x.next` where `x` lies. That is right if, for each tensor that is replaced so:
+A node of the optimizer writes `x.next` over `x`. That is correct if, for each tensor that is replaced so:
 
-    one maker    exactly one node makes `x.next`, and nothing but the graph's outputs reads that
-    readers      every other node that reads `x`, by itself or in a body, stands before that node in the file; and since a segment
-                 ends before an update, it has run when the update begins
-    as one       updates that follow each other directly may run as one: none of them reads what another one overwrites
-    in flight    a collective that reads `x` has ended: a node between the two, or the update, needs its result; no message carries
-                 `x`, and no Exchange, since these may be on their way until the step ends
-    element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
-    rows         or it writes rows at ids; these are distinct, as `MergeRows` makes them, or what it adds is linear in the rows
-    own place    the output takes the place of that operand which the function makes it of
-    guard        the node stands behind the one that makes the guard, if there is one: the runtime decides by it whether updates run
+    one maker    exactly one node makes `x.next`, and only the graph's outputs read that
+    readers      every other node that reads `x`, by itself or in a body, comes before that node in the file; and since a segment ends
+                 before an update, it has run when the update begins
+    as one       updates that directly follow each other may run as one: none of them reads a value that another one overwrites
+    in flight    a collective that reads `x` has ended: a node between the two, or the update, needs its result; no message has `x`, and no
+                 Exchange, since these may be in progress until the step ends
+    element      the node's function is element-wise, and reads a value that an output overwrites only on the way to that output
+    rows         or it writes rows at ids; these are distinct, as `MergeRows` makes them, or its addition is linear in the rows
+    own place    the output replaces the operand from which the function makes it
+    guard        the node comes after the one that makes the guard, if there is one: the runtime decides by it whether updates run
 
-A cache is written where it lies, too: the one node that reads it appends to it (`artifact/graph/cache_append.py`); in any other program a
-row could read what another node of its step has written, or lose it. What other nodes make in place of a tensor, such
-as running statistics, is copied when the step ends, and needs nothing of this.
+A cache is also written in place: the one node that reads it appends to it (`artifact/graph/cache_append.py`); in any other program a row
+could read an entry that another node of its step has written, or lose it. Replacements that other nodes make, such as running statistics,
+are copied when the step ends, and need none of this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _AGAIN = "compile the model again"
 
 @dataclass(frozen=True)
 class Replaced:
-    """How many tensors of all ranks are replaced in place, and how many by a copy when a step ends."""
+    """The numbers of all ranks' tensors that are replaced in place, and by a copy when a step ends."""
 
     in_place: int = 0
     copied: int = 0
@@ -53,7 +53,7 @@ class Replaced:
 
 
 def check_updates(subject: Subject) -> list[Violation]:
-    """Every reason why what is replaced in place is not safe, and the counts of both ways; the rank files are sound graphs."""
+    """Returns every reason for which an update in place is not safe, and the counts of both ways; the rank files are sound graphs."""
     manifest, total, found = subject.manifest, Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in subject.models.items():
@@ -68,7 +68,9 @@ def check_updates(subject: Subject) -> list[Violation]:
 
 
 def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
-    """Why what one rank keeps must not be laid out in memory and updated as its file says; for whoever loads that alone."""
+    """Returns the reasons for which one rank's state must not be laid out and updated as its file says; for callers that load only that
+    rank.
+    """
     file = manifest.program(rank)
     if found := [*check_state_of_rank(manifest, rank, model), *check_calls(file, model)]:
         return found
@@ -76,7 +78,7 @@ def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Viola
 
 
 class _Rank:
-    """The nodes of one rank file, and which of them replace what."""
+    """The nodes of one rank file, and the tensors that they replace."""
 
     def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord], guard: str) -> None:
         self.file, self.model, self.guard = file, model, guard
@@ -94,7 +96,7 @@ class _Rank:
         self.outputs = {port.name for port in model.graph.output}
 
     def check(self) -> tuple[Replaced, list[Violation]]:
-        """The count of both ways, and what is wrong."""
+        """Returns the counts of both ways, and the violations."""
         found = list[Violation]()
         in_place: dict[str, int] = {}
         appends = appended(self.model, self.records)
@@ -124,7 +126,7 @@ class _Rank:
         return Replaced(number, len(self.records) - number), found
 
     def _function(self, at: int) -> FunctionProto | None:
-        """The function with which a node updates in place; None for an ordinary node, whose result is copied."""
+        """Returns the function with which a node updates in place; None for an ordinary node, whose result is copied."""
         node = self.nodes[at]
         return self.updating.get(node.op_type) if node.domain == OPTIMIZER else None
 
@@ -185,7 +187,7 @@ class _Rank:
             yield self._violation(at, fact, "let MergeRows make its ids and rows")
 
     def _copied(self, name: str) -> str:
-        """The value itself, of a copy on another target."""
+        """Returns the original value of a copy on another target."""
         for at in self.makers.get(name, []):
             node = self.nodes[at]
             if is_copy(node) and node.input[0] != name:
@@ -193,7 +195,7 @@ class _Rank:
         return name
 
     def _check_in_flight(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
-        """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
+        """Yields violations that the order of nodes cannot show: in updates that run as one, and in communication that has not ended."""
         nodes = self.nodes
         for name, at in in_place.items():
             for reader in self.readers.get(name, []):
@@ -209,7 +211,7 @@ class _Rank:
                     yield self._violation(at, fact)
 
     def _runs(self) -> dict[int, int]:
-        """Maps each update to the first of the updates that it follows directly: they may run as one."""
+        """Maps each update to the first of the adjacent updates before it: they may run as one."""
         runs: dict[int, int] = {}
         first: int | None = None
         for at, node in enumerate(self.nodes):
@@ -221,7 +223,7 @@ class _Rank:
         return runs
 
     def _has_ended(self, node: NodeProto, begun: int, at: int) -> bool:
-        """Whether communication that begins at one node has ended before another: a node up to there needs a result of it."""
+        """Whether communication that begins at one node has ended before another: a node up to there needs its result."""
         if node.op_type in (SEND, EXCHANGE):
             return False
         if is_copy(node) or node.op_type in LOOKUPS:  # over before the next node begins

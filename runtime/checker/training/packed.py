@@ -1,9 +1,9 @@
-"""Proves that gradients that travel in eight bits are read as they were packed, and that what is left of them is what was not sent.
+"""Proves that gradients sent in eight bits are unpacked with their own scales, and that the stored rounding error is what was not sent.
 
     codes, scales of one QuantizeLinear, moved alike        what a DequantizeLinear reads
     rest.next = carried - DequantizeLinear(codes, scales)   where codes, scales pack carried = blocks + rest
 
-Codes beside the scales of another bucket have fitting shapes and types: nothing else would find them.
+Codes with the scales of another bucket have fitting shapes and types, so no other check would report them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AGAIN = "compile the model again"
 
 
 def check_packed(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    """Violations of each rank file whose gradients travel in eight bits; the files are sound."""
+    """Yields the violations of each rank file whose gradients are sent in eight bits; the files' graphs are already checked."""
     files = {manifest.program(rank): model for rank, model in models.items()}
     for file, model in (
         files.items() if any(node.op_type == _PACKS for one in models.values() for node in one.graph.node) else ()
@@ -29,7 +29,7 @@ def check_packed(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
 
 
 class _Packed:
-    """The nodes of a rank file by what they make."""
+    """The nodes of a rank file by the values that they make."""
 
     def __init__(self, file: str, model: ModelProto, manifest: Manifest) -> None:
         self.file, self.nodes, self.manifest = file, model.graph.node, manifest
@@ -37,7 +37,7 @@ class _Packed:
         self.packs = {node.output[0]: node for node in self.nodes if node.op_type == _PACKS}
 
     def violations(self) -> Iterator[Violation]:
-        """All of the file."""
+        """Yields all violations of the file."""
         for node in self.nodes:
             if node.op_type == _UNPACKS and (codes := self.origin(node.input[0]))[0] in self.packs:
                 pack, moves = self.packs[codes[0]], codes[1]
@@ -51,7 +51,7 @@ class _Packed:
                 yield Violation(self.file, fact, node_title(node), path_of(node), _AGAIN)
 
     def origin(self, name: str) -> tuple[str, tuple[object, ...]]:
-        """The value that a Reshape, or a collective, brings here as `name`, and the collectives on its way."""
+        """The value that Reshapes and collectives have brought here as `name`, and the collectives between."""
         moves: list[object] = []
         while (node := self.makers.get(name)) is not None and (node.op_type == "Reshape" or node.domain == DOMAIN):
             if node.domain == DOMAIN:
@@ -60,7 +60,7 @@ class _Packed:
         return name, tuple(moves)
 
     def is_left(self, node: NodeProto, rest: str) -> bool:
-        """Whether a node makes what is left of a sum with the last rest, of what was packed."""
+        """Whether a node computes the rounding error of the gradients that were packed with the error `rest` of the last step."""
         if node.op_type != "Sub" or (carried := self.makers.get(node.input[0])) is None:
             return False
         sent = self.makers.get(node.input[1])

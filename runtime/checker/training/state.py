@@ -1,8 +1,8 @@
-"""Checks what ranks keep from step to step: the records in themselves, and each rank file against them.
+"""Checks the state that ranks keep from step to step: the records in themselves, and each rank file against them.
 
-records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
-file       a state is an input, its `next` an output, both of the type and shape of the shard; a parameter has a first value
-optimizer  what it keeps of a parameter lies with it, shard by shard, or a part of each shard
+records    of one tensor: one type, shape and kind; boxes that fit, and together cover all of it
+file       a state is an input, its `next` an output, both of the type and shape of the shard; a parameter has an initial value
+optimizer  an optimizer's tensor is sharded like its parameter, or each rank has a part of its shard
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AGAIN = "compile the model again"
 
 
 def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """Everything wrong with what ranks keep; `models` holds the rank files that can be read."""
+    """Returns all faults of the ranks' state; `models` has the rank files that can be read."""
     malformed = [_violation(record, fact) for record in manifest.state for fact in _malformed(record, manifest)]
     if malformed:
         return malformed
@@ -47,7 +47,7 @@ def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
 
 
 def different_tensors(manifest: Manifest, other: Manifest, file: str) -> Iterator[Violation]:
-    """The tensors, and the training, in which the programs for another number of ranks, of the manifest `file`, differ."""
+    """Yields the tensors and training settings in which the programs for another number of ranks, of the manifest `file`, differ."""
     ours, theirs = _tensors(manifest), _tensors(other)
     for tensor in sorted({*ours, *theirs}):
         if (here := ours.get(tensor, "nothing")) != (there := theirs.get(tensor, "nothing")):
@@ -60,7 +60,7 @@ def different_tensors(manifest: Manifest, other: Manifest, file: str) -> Iterato
 
 
 def _tensors(manifest: Manifest) -> dict[str, str]:
-    """Maps each tensor of the state to what a checkpoint must know of it."""
+    """Maps each tensor of the state to a text of the facts that a checkpoint depends on."""
     return {
         record.tensor: f"{record.kind} {record.type} {record.shape}"
         + (f" of {record.parameter}" if record.parameter else "")
@@ -69,14 +69,14 @@ def _tensors(manifest: Manifest) -> dict[str, str]:
 
 
 def check_state_of_rank(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
-    """What is wrong with the state of one rank and the file that has it."""
+    """Returns the faults of one rank's state and file."""
     records = [record for record in manifest.state if rank in record.ranks]
     malformed = [_violation(record, fact) for record in records for fact in _malformed(record, manifest)]
     return malformed or [*_check_file(manifest, rank, model, records)]
 
 
 def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with a record alone."""
+    """Yields the faults of a record by itself."""
     if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
         yield f"it names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
     if len({*record.ranks}) < len(record.ranks) or not record.ranks:
@@ -102,7 +102,7 @@ def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
 
 
 def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
-    """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
+    """Yields violations of records of one tensor that disagree, or do not cover it, and of two values of one name on a rank."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
         if (shared := overlap(_regions([record]))) is not None:
@@ -132,12 +132,12 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
 
 
 def _regions(records: Iterable[StateRecord]) -> list[Region]:
-    """The shards of records of one tensor, those that several ranks hold once."""
+    """Returns the shards of records of one tensor, each once even if several ranks have it."""
     return sorted({region(record.shard(rank), record.shape) for record in records for rank in record.ranks})
 
 
 def _check_slots(manifest: Manifest) -> Iterator[Violation]:
-    """What an optimizer keeps of a parameter lies within shards of it that the same rank has."""
+    """Yields violations of optimizer's tensors that are not within a shard of the parameter on the same rank."""
     held: dict[tuple[str, int], list[Region]] = {}
     for record in manifest.state:
         for rank in record.ranks if record.kind == "parameter" else ():
@@ -167,7 +167,7 @@ def _is_of(slot: Sequence[int], parameter: Sequence[int]) -> bool:
 def _is_inside(
     record: StateRecord, rank: int, parameter: Sequence[int], held: Mapping[tuple[str, int], Sequence[Region]]
 ) -> bool:
-    """Whether a slot lies within one of the shards that its rank has of its parameter, in the dims that both have."""
+    """Whether a slot is within one of its rank's shards of its parameter, in the dims that both have."""
     own = region(record.shard(rank), record.shape)
     dims = [dim for dim, (one, size) in enumerate(zip(record.shape, parameter, strict=True)) if one == size]
     return any(_along(one, dims).contains(_along(own, dims)) for one in held.get((record.parameter, rank), ()))
@@ -224,12 +224,12 @@ def _check_file(
 
 
 def _is_tensor_of(said: str, record: StateRecord) -> bool:
-    """Whether a weight is named as a shard of a tensor, not of a part of a packed one, which has a name of its own."""
+    """Whether a weight is named as a shard of a tensor, and not of a part of a packed one, which has a name of its own."""
     return not said.startswith(f"{record.tensor}.")
 
 
 def _text(record: StateRecord, rank: int) -> str:
-    """A rank's shard as rank files write it: `fc1.weight[0:8, 16:32]`; of a whole tensor its name."""
+    """Returns a rank's shard as rank files write it: `fc1.weight[0:8, 16:32]`; a whole tensor's name."""
     shard = region(record.shard(rank), record.shape)
     spans = ", ".join(f"{begin}:{end}" for begin, end in zip(shard.begin, shard.end, strict=True))
     return record.tensor if shard == full_region(record.shape) else f"{record.tensor}[{spans}]"

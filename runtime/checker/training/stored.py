@@ -1,15 +1,16 @@
-"""Proves how stored parameters are gathered: a rank has at once what the manifest says, and reads what it gathered last.
+"""Proves the gathers of stored parameters: a rank never has more gathered bytes than the manifest says, and reads the latest gathered
+values.
 
 The laws hold in the order of each rank's file, with tasks in place of their calls:
 
-    own event    a node reads what the last event before it has gathered of a parameter: what an earlier one gathered is given up by then
+    own event    a node reads a parameter from the last event before it that gathered the parameter: earlier values are freed by then
     as often     a unit is gathered in as many events as the manifest says
     together     one event gathers parameters of one unit
-    peak         what is gathered is in memory from its event to its last reader, what the node before the next event reads still with that,
-                 since they may be of one session; what nothing reads is there at its event. The most at once is what the manifest says,
-                 or at most that where tasks have units that are kept and others that are freed
+    peak         a gathered value is in memory from its event to its last reader; those that the node before an event reads count at the
+                 event too, since both may be of one session; an unread value counts at its event. The peak is the manifest's, or at most
+                 the manifest's if tasks have both freed units and others
 
-That no gather comes after the update of what it gathers is a law of updates in place.
+A separate law, of updates in place, says that no gather comes after the update of its parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _AGAIN = "compile the model again"
 
 
 def check_stored(subject: Subject) -> Iterator[Violation]:
-    """Violations of what the manifest says of stored parameters, by the files of its ranks, which are sound graphs."""
+    """Yields violations of the manifest's record of stored parameters, for each rank file; the files' graphs are already checked."""
     stored = subject.manifest.stored
     if stored is None:
         return
@@ -51,7 +52,7 @@ def check_stored(subject: Subject) -> Iterator[Violation]:
 
 @dataclass
 class _Gathered:
-    """What an event made of a parameter, with the places of the event and of the last reader."""
+    """The value of a parameter that an event made, with the places of the event and of the value's last reader."""
 
     tensor: str
     begin: int
@@ -61,7 +62,7 @@ class _Gathered:
 
 @dataclass
 class _Gathers:
-    """The gathers of one rank file; `units`: by tensor the unit of the manifest."""
+    """The gathers of one rank file; `units` maps each tensor to its unit in the manifest."""
 
     file: str
     model: ModelProto
@@ -72,13 +73,13 @@ class _Gathers:
     gathered: dict[str, _Gathered] = field(default_factory=dict)
 
     def violations(self) -> Iterator[Violation]:
-        """Walks the file once."""
+        """Yields the violations; it walks the file once."""
         tensors = self._tensors()
         types = declared_types(self.model)
         latest: dict[str, str] = {}
         counts: Counter[str] = Counter()
         begins: list[tuple[int, int]] = []
-        """The place of the node before each event, and the event's own."""
+        """The place of the node before each event, and the place of the event."""
         before = -1
         for at, node in enumerate(self.model.graph.node):
             if node.op_type == "Cast" and node.input[0] in tensors:
@@ -120,7 +121,7 @@ class _Gathers:
         return {value: value if value in self.units else tensor for value, tensor in found.items()}
 
     def _count(self, begins: list[tuple[int, int]]) -> None:
-        """Finds the most bytes at once; `begins`: of each event the place of the node before it, and its own."""
+        """Finds the peak of the gathered bytes; `begins`: for each event the place of the node before it, and its own place."""
         for before, at in begins:
             alive = (
                 one for one in self.gathered.values() if one.begin == at or (one.begin < at and one.last >= before)

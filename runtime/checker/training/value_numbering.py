@@ -1,27 +1,26 @@
 """Numbers the values of all ranks, in the order of the files, so that equal numbers are equal values.
 
-A value's number is that of what made it:
+A value's number depends on its origin:
 
     state             the tensor and the shard: equal before the step
     a gradients' sum  its class: those of one class are equal, and two classes may differ
-    input             its name and the shard that the rank reads; of one that is not given, since only its sizes are read, its type
-    weight            its bytes; of a constant that differs by rank those that it has there
-    Recv, Identity    the number of what was sent
-    Shape, Size       where the file tells the input's shape, its dims: shards of another place, but as large, have one shape
+    input             its name and the shard that the rank reads; for one that is not fed, since only its sizes are read, its type
+    weight            its bytes; for a constant that differs by rank the bytes on the rank
+    Recv, Identity    the number of the value that was sent
+    Shape, Size       if the file states the input's shape, its dims: shards at other places of the same size have one shape
     Concat of sizes   the dims: one rank may ask the value for its shape, and another join the sizes of its inputs
-    Add, Mul, ...     an operand that is expanded to the size of another one is what it was expanded from: the op broadcasts by itself
-    AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another shard,
-                      the rank's place; of an Exchange the boxes and the numbers of what they are cut from
-    another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
+    Add, Mul, ...     an operand that was expanded to the size of another one counts as unexpanded: the op broadcasts by itself
+    AllReduce, ...    the op and the numbers of the operands of all ranks of the list, in its order; if each rank gets another shard, also
+                      the rank's place; for an Exchange the boxes and the numbers of the values from which they are cut
+    another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed equals no other
 
-Programs that are numbered with one `known` share their numbers: what both compute has one.
+Programs that are numbered with one `known` share their numbers: a value that both compute has one number.
 
-Proves that copies of a tensor stay equal: ranks that hold the same shard replace it by the same value.
+It also proves that copies of a tensor stay equal: ranks that have the same shard replace it by the same value.
 
-Values that are equal have equal numbers (`value_numbering.py`), under the assumption that copies were equal before the step. What is
-proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal inputs. That
-is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of shards that
-overlap without being the same nothing is said.
+Equal values have equal numbers, under the assumption that copies were equal before the step. The proof is the step of an induction: copies
+that are equal stay so, bit by bit, if equal ops make equal bits of equal inputs. That holds for ranks on one kind of machine, with the same
+number of threads. The initial values of copies are compared, too. Shards that overlap without being the same are not compared.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _RANDOM = (
 
 
 _OF_SHAPE = ("Shape", "Size")
-"""Ops that read nothing of their input but its shape."""
+"""Ops that read only the shape of their input."""
 
 _MOST_DIMS = 16
 
@@ -92,7 +91,7 @@ class ValueNumbering:
             rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
         }
         self.sent: dict[tuple[int, int], int] = {}
-        """Maps tag and target of a message to the number of its value."""
+        """Maps the tag and target of a message to the number of its value."""
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
         self.sources: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
@@ -113,7 +112,7 @@ class ValueNumbering:
         return self.known.setdefault(key, len(self.known))
 
     def _begin(self, rank: int) -> None:
-        """The values that are there before the first node."""
+        """Numbers the values before the first node."""
         numbers, graph = self.numbers[rank], self.models[rank].graph
         for tensor in graph.initializer:
             number = numbers[tensor.name] = self._number("weight", self.content(tensor))
@@ -133,7 +132,7 @@ class ValueNumbering:
                 numbers[value.name] = self._number("sized", value.type.SerializeToString(deterministic=True))
 
     def _run(self) -> bool:
-        """Numbers all values; False if a rank waits for a message that never comes."""
+        """Numbers all values; returns False if a rank waits for a message that never comes."""
         places = dict.fromkeys(self.models, 0)
         moved = True
         while moved:
@@ -146,7 +145,7 @@ class ValueNumbering:
         return all(places[rank] == len(model.graph.node) for rank, model in self.models.items())
 
     def _visit(self, rank: int, node: NodeProto) -> bool:
-        """Numbers what a node makes; False where another rank must come first."""
+        """Numbers a node's results; returns False if another rank must come first."""
         numbers = self.numbers[rank]
         if node.domain == DOMAIN and node.op_type == SEND:
             self.sent[integer_of(node, TAG, -1), peer_of(node, self.groups[rank])] = numbers[node.input[0]]
@@ -191,7 +190,7 @@ class ValueNumbering:
         return True
 
     def _before_expanded(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        """The operands' numbers, where one was expanded to the size of one that was not, of what it was expanded from."""
+        """Returns the operands' numbers; for an operand that was expanded to the size of another one, that of the unexpanded value."""
         if self._expanded.keys().isdisjoint(inputs):
             return inputs
         dims = [self._dims(rank, name, number) for name, number in zip(node.input, inputs, strict=True)]
@@ -200,7 +199,7 @@ class ValueNumbering:
         return tuple(self._expanded.get(number, number) if size in large else number for size, number in pairs)
 
     def _output_sizes(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> Items | None:
-        """The dims that a Shape gives, or a Concat of sizes; None for another node, or where they are not told."""
+        """Returns the dims that a Shape returns, or a Concat of sizes; None for another node, or if they are not stated."""
         if node.domain or node.op_type not in ("Shape", "Concat"):
             return None
         if node.op_type == "Concat":
@@ -212,7 +211,7 @@ class ValueNumbering:
         return None if shape is None else tuple(dims[ends.get("start", 0) : ends.get("end")] for dims in shape)
 
     def _shape(self, rank: int, name: str) -> Items | None:
-        """The dims of a value at a few sizes of the symbols; None where the file does not state them."""
+        """Returns the dims of a value at a few sizes of the symbols; None if the file does not state them."""
         model = self.models[rank]
         if id(model) not in self._declared:
             self._declared[id(model)] = declared_types(model)
@@ -229,7 +228,7 @@ class ValueNumbering:
         return tuple(found)
 
     def _dims(self, rank: int, name: str, number: int) -> int:
-        """The number of a value's shape: that of its dims, or of the value where these are unknown."""
+        """Returns the number of a value's shape: that of its dims, or of the value if these are unknown."""
         shape = self._shape(rank, name)
         return number if shape is None else self._number("sizes", shape)
 
@@ -255,7 +254,7 @@ class ValueNumbering:
         return True
 
     def _visit_lookup(self, rank: int, call: LookupCall, ranks: Sequence[int]) -> bool:
-        """Rows are those that the rank's ids name; what was asked follows from all givers' ids, what an owner gets from what all give."""
+        """Numbers a lookup's results: rows by the rank's ids, requests by all givers' ids, and an owner's rows by all givers' rows."""
         others = (self.sources[call.tag, other][0] for other in ranks)
         calls = [other for other in others if isinstance(other, LookupCall)]
         known = [self.numbers[other] for other in ranks]
@@ -293,14 +292,14 @@ class ValueNumbering:
         return True
 
     def attributes(self, node: NodeProto) -> tuple[bytes, ...]:
-        """The attributes of a node, in one order."""
+        """Returns the attributes of a node, in a fixed order."""
         if id(node) not in self._texts:
             texts = sorted(one.SerializeToString(deterministic=True) for one in node.attribute)
             self._texts[id(node)] = tuple(texts)
         return self._texts[id(node)]
 
     def content(self, tensor: TensorProto) -> Hashable:
-        """Type, shape and a hash of the bytes of a weight; the place of these where their file is absent or outside of the artifact."""
+        """Returns the type, shape and hash of a weight's bytes; their location if their file is absent or outside of the artifact."""
         copy = TensorProto()
         copy.CopyFrom(tensor)
         copy.name, copy.doc_string = "", ""
@@ -330,7 +329,7 @@ _AGAIN = "compile the model again"
 
 
 def check_copies(subject: Subject) -> Iterator[Violation]:
-    """The copies of tensors that are not proven to stay equal; all else is proven."""
+    """Yields violations of copies of tensors that are not proven to stay equal."""
     copies = copies_of(subject.manifest)
     if not copies:
         return
@@ -341,7 +340,7 @@ def check_copies(subject: Subject) -> Iterator[Violation]:
 
 
 def copies_of(manifest: Manifest) -> list[list[Holder]]:
-    """The shards that several ranks hold, each with all who do."""
+    """Returns the shards that several ranks have, each with all its ranks."""
     found: dict[tuple[str, str], list[Holder]] = {}
     for record in manifest.state:
         for rank in record.ranks:
@@ -350,13 +349,13 @@ def copies_of(manifest: Manifest) -> list[list[Holder]]:
 
 
 def check_replicas(numbering: ValueNumbering, copies: Sequence[Sequence[Holder]]) -> list[Violation]:
-    """The copies that may differ."""
+    """Returns violations of the copies that may differ."""
     comparison = _Comparison(numbering)
     return [one for holders in copies for one in comparison.compare(holders)]
 
 
 class _Comparison:
-    """Ranks side by side."""
+    """Compares values of ranks."""
 
     def __init__(self, numbering: ValueNumbering) -> None:
         self.numbering = numbering
@@ -384,7 +383,7 @@ class _Comparison:
         return next((self.numbering.content(one) for one in tensors if one.name == record.value), record.initial)
 
     def _difference(self, rank: int, name: str, other: int, twin: str) -> str:
-        """Where two values begin to differ, seen from what they have become."""
+        """Returns a text about the first difference of two values, found by going backward from them."""
         while True:
             one, two = self.numbering.makers[rank].get(name), self.numbering.makers[other].get(twin)
             if one is None or two is None or DOMAIN in (one.domain, two.domain):
@@ -402,7 +401,7 @@ class _Comparison:
 
 
 def _text(node: NodeProto, other: NodeProto) -> str:
-    """The attributes in which a node differs from another, as text."""
+    """Returns the attributes in which a node differs from another, as text."""
     theirs = {one.name: one.SerializeToString(deterministic=True) for one in other.attribute}
     different = [one for one in node.attribute if theirs.get(one.name) != one.SerializeToString(deterministic=True)]
     values = (

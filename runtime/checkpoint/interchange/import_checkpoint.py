@@ -1,8 +1,8 @@
 """Makes a checkpoint of an artifact from another library's training, so that `partc train --resume` continues it.
 
 Sources are a file of `torch.save` (`torch_file.py`), a folder of torch.distributed.checkpoint, a `.safetensors` file, and a folder of a
-Hugging Face model. Names and shapes are those of the model's modules, in the source as in partc. What the source lacks of the optimizer
-begins as in a new run.
+Hugging Face model. Names and shapes are those of the model's modules, in the source as in partc. Optimizer's tensors that the source lacks
+have their initial values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SUGGESTED = 20
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name, each with its shape and what reads it; the optimizer's are under the names that the artifact has for them.
+    """Tensors by name, each with its shape and its reader; the optimizer's tensors have the artifact's names.
 
-    `applied`: how many steps the optimizer has counted.
+    `applied`: the optimizer's number of steps.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Imported:
-    """The checkpoint that was written, its step, and the names in the source that the artifact keeps nothing under."""
+    """The written checkpoint, its step, and the names in the source that the artifact does not use."""
 
     path: Path
     step: int
@@ -67,7 +67,7 @@ def import_checkpoint(
 ) -> Imported:
     """Writes the checkpoint of a step into `folder` from a source, for the training of an artifact.
 
-    The step is the given one, else that of the source. UsageError for an artifact that does not train, CheckpointError with all
+    The step is the given one, else that of the source. Raises UsageError for an artifact that does not train, CheckpointError with all
     tensors that do not fit.
     """
     if manifest.training is None:
@@ -104,7 +104,7 @@ def _opened(path: Path, records: list[StateRecord], weights_only: bool) -> Sourc
 
 
 def _of_folder(path: Path) -> Source:
-    """The weights of a Hugging Face model: one file, or several with an index."""
+    """Returns the weights of a Hugging Face model: one file, or several with an index."""
     if not (path / _INDEX).is_file():
         if not (path / _WEIGHTS).is_file():
             raise UsageError(
@@ -141,7 +141,7 @@ def _of_torch(file: TorchFile, records: list[StateRecord], weights_only: bool) -
 
 
 def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Callable[[], Array]], tuple[str, ...]]:
-    """Maps each tensor of the records to its source; also returns the unused names. CheckpointError lists all that does not fit."""
+    """Maps each tensor of the records to its source; also returns the unused names. Raises CheckpointError with all that does not fit."""
     wanted = {one.tensor for one in records}
     unused = [name for name in source.shapes if name not in wanted]
     problems: list[str] = []
@@ -172,14 +172,14 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def _as(read: Callable[[], Array], record: StateRecord) -> Array:
-    """The source's tensor in the record's type and shape."""
+    """Returns the source's tensor in the record's type and shape."""
     dtype = dense(record.type)
     assert dtype is not None
     return np.ascontiguousarray(read().reshape(record.shape).astype(dtype.numpy, copy=False))
 
 
 def _first(record: StateRecord) -> Array:
-    """The value of an optimizer's tensor before the first step."""
+    """Returns the value of an optimizer's tensor before the first step."""
     dtype = dense(record.type)
     assert dtype is not None
     assert isinstance(record.initial, float)

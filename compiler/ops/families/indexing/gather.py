@@ -1,7 +1,7 @@
-"""Ops that look elements up: dims of the indices and of the data may be sharded, and the axis that is looked up into as well.
+"""Ops that look up elements: dims of the indices and of the data may be sharded, and so may the axis of the lookup.
 
-A table whose rows are sharded is looked up on every rank with the rows of the others masked out; the sum over the ranks is
-the result. Where ids are sharded by the same axes, or the plan says `pull`, each rank asks the others for its rows (`lower/pulls.py`).
+A lookup in a table with sharded rows runs on every rank, with the rows of other ranks masked out; the result is the sum over the ranks. If
+ids are sharded by the same axes, or the plan says `pull`, each rank asks the others for its rows (`lower/pulls.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partc.compiler.ops.rule import WHOLE, Local, Rule
 from partc.compiler.ops.work import Dims
 
 ROW = "v"
-"""The letter of an axis that is looked up into."""
+"""The letter of the axis of a lookup."""
 
 
 gather = op(
@@ -58,13 +58,13 @@ def _(node: ir.Node) -> Rule | None:
 
 @gather.row
 def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
-    """What is behind the axis."""
+    """The dims after the axis."""
     return inputs[0][axis_of(node, len(inputs[0]), 0) + 1 :]
 
 
 @gather.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
-    """dX = zeros to which dY is added where it was taken."""
+    """dX is zeros, with dY added at the indices."""
     axis = axis_of(g.node, g.rank(x), 0)
     return like(g, added_along(g, indices, dy, axis, x), x)
 
@@ -76,7 +76,7 @@ def _(node: ir.Node) -> bool:
 
 @gather.row_gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str) -> tuple[str, str]:
-    """dX has dY at the rows that were taken; a row that was taken twice stands there twice. Ids count from the first row."""
+    """dX is dY at the rows of the indices; an index that occurs twice has two rows. Negative ids are counted from the first row."""
     shape = g.static(x)
     if shape is None:
         raise NoGradient(f"the shape of the table {x!r} is not known")
@@ -119,7 +119,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @gather_elements.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
-    """dX = zeros to which dY is added element by element."""
+    """dX is zeros, with dY added element by element."""
     made = g.ScatterElements(g.zeros(x), indices, dy, axis=axis_of(g.node, g.rank(x), 0), reduction="add")
     return like(g, str(made), x)
 
@@ -156,7 +156,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @gather_nd.row
 def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
-    """What is behind the dims that an index has a component for."""
+    """The dims of the data after those that an index has a component for."""
     data, indices = inputs[:2]
     depth = indices[-1] if indices else 0
     return data[node.attributes.get_int("batch_dims", 0) + depth :] if isinstance(depth, int) else data
@@ -164,7 +164,7 @@ def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
 
 @gather_nd.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
-    """dX = zeros to which dY is added where it was taken; each index has that of its batch before it."""
+    """dX is zeros, with dY added at the indices; each index is prefixed with the index of its batch."""
     places, batch = vector(g, indices), g.attribute("batch_dims", 0)
     if batch:
         rank = g.rank(indices)
@@ -199,7 +199,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @one_hot.gradient
 def _(g: GradientBuilder, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
-    """dValues: the sum of dY where it is hot comes last, the rest first."""
+    """dValues: the sum of dY at the hot places is last, the sum of the rest first."""
     marks = g.OneHot(indices, depth, g.constant([0.0, 1.0], values), axis=g.attribute("axis", -1))
     hot = g.ReduceSum(g.Mul(dy, marks), keepdims=0)
     cold = g.Sub(g.ReduceSum(dy, keepdims=0), hot)
@@ -230,14 +230,14 @@ def _(node: ir.Node) -> Rule | None:
 
 @compress.row
 def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
-    """What is behind the axis; without one single elements."""
+    """The dims after the axis; without an axis, single elements."""
     data = inputs[0]
     return () if "axis" not in node.attributes else data[axis_of(node, len(data), 0) + 1 :]
 
 
 @compress.gradient
 def _(g: GradientBuilder, dy: str, x: str, condition: str) -> str:
-    """dX = zeros to which dY is added where it was kept."""
+    """dX is zeros, with dY added at the places of the selected elements."""
     kept, axis = g.reshape(g.NonZero(condition), [-1]), g.attribute("axis")
     if axis is not None:
         return like(g, added_along(g, kept, dy, counted(axis, g.rank(x)), x), x)
@@ -285,7 +285,7 @@ def _(local: Local) -> None:
 
 @gather_nd.local
 def _(local: Local) -> None:
-    """Components of an index into dims that are sharded count from the shard's begin; an element is there if all are."""
+    """Index components of sharded dims are counted from the shard's begin; an element is on this rank if all its components are."""
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""
     batch = local.node.attributes.get_int("batch_dims", 0)
     depth = (dims(local.node.inputs[1]) or (0,))[-1]
@@ -314,7 +314,7 @@ def _(local: Local) -> None:
 
 @one_hot.local
 def _(local: Local) -> None:
-    """The depth is this rank's; an index before its begin is moved behind its end, where no element is on."""
+    """The depth is this rank's; an index before its begin is moved beyond its end, so that it sets no element."""
     shards = local.num_shards(ROW)
     if shards == 1:
         local.same()

@@ -1,12 +1,12 @@
-"""The borders of a layer of experts that is on several ranks: rows go to the rank of their expert, and results come back.
+"""The border ops of an expert layer on several ranks: rows go to the rank of their expert, and results come back.
 
     ToExperts(rows [m, h], experts [m])              -> rows' [m, h], experts' [m], places [m]
     FromExperts(y [m, h], places [m], experts [m])   -> y' [m, h]: the results in the order of the rows
 
-On one rank both leave the rows as they are. Where the experts are sharded (`e`), a rank's shard of what is between the borders (`r`) has
-the rows of its own experts: a number that only the step knows, and at most all rows of the ranks that share the experts. Experts are then
-counted from the rank's first. Where these ranks have the same rows, each picks those of its experts, and its result has zeros in the
-others: a term of a sum. Where they have different rows, these travel (`lower/routes.py`).
+On one rank both pass the rows through. If the experts are sharded (`e`), a rank's shard of the values between the borders (`r`) has the
+rows of its own experts: their number is known only at run time, and is at most all rows of the ranks that share the experts. Expert numbers
+are then counted from the rank's first expert. If these ranks have the same rows, each selects the rows of its experts, and its result, a
+partial sum, has zeros in the other rows. If they have different rows, the rows are sent (`lower/routes.py`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 @to_experts.local
 def _(local: Local) -> None:
-    """The rows whose expert is in the rank's run, in their order."""
+    """Selects the rows whose expert is one of the rank's, in their order."""
     rows, made, own_experts, places = local.inputs[0], *local.outputs
     experts = as_int64(local, 1)
     if local.num_shards(EXPERT) == 1:
@@ -100,7 +100,7 @@ def _(local: Local) -> None:
 
 @from_experts.local
 def _(local: Local) -> None:
-    """Zeros, in which the results are where their rows were."""
+    """Scatters the results to the places of their rows, with zeros in the other rows."""
     rows, places, experts = local.inputs
     (made,) = local.outputs
     if local.num_shards(EXPERT) == 1:
@@ -120,12 +120,12 @@ def _(local: Local) -> None:
 
 @to_experts.gradient
 def _(g: GradientBuilder, dy: str, unused: None, none: None, rows: str, experts: str) -> str:
-    """dX = zeros, in which dY is where its rows were."""
+    """dX is dY at the places of its rows, and zero in the other rows."""
     places = g.unsqueeze(g.output(2), -1)
     return str(g.ScatterND(g.zeros(rows), places, dy))
 
 
 @from_experts.gradient
 def _(g: GradientBuilder, dy: str, y: str, places: str, experts: str) -> str:
-    """dY at the places of the rows."""
+    """The gradient of the results is dY at the places of their rows."""
     return str(g.Gather(dy, places))

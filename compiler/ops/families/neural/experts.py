@@ -1,19 +1,19 @@
-"""The product of rows with the matrix of each row's expert, as a router chooses it.
+"""The product of each row with the matrix of the expert that a router chose for it.
 
     ExpertMatMul(rows [m, a], weights [E, a, b], experts [m]) -> [m, b]      y[i] = rows[i] weights[experts[i]]
 
-With `transposed` the weights are [E, b, a]. Rows are in any order, and so is the result: only the form on a rank sorts them by expert, and
-multiplies each matrix by its rows alone:
+With `transposed` the weights are [E, b, a]. The result has the order of the rows, which is arbitrary; the local form on a rank sorts rows
+by expert, and multiplies each matrix by its own rows only:
 
     order = stable sort of rows by expert      y[order] = [rows[order] of expert e times weights[e], for each e]
 
-A rank that has some of the experts leaves zeros in the rows of the others: its term of the sum. Between the borders of `expert_rows.py`
-it has the rows of its own experts alone, which count from its first. The bits of a row are those of a product with one constant matrix,
-whichever rows come with it. The gradient is that of the nodes on a rank.
+A rank with a shard of the experts writes zeros in the rows of other experts: a partial sum. Between the borders of `expert_rows.py` a rank
+has the rows of its own experts only, numbered from its first expert. A row's bits are those of a product with one constant matrix, whatever
+rows are multiplied with it. The gradient is derived from the nodes of the local form.
 
     ExpertMatMulNBits(rows [m, k], blocks [E, n, k / block, bytes], experts [m], scales [E, n, k / block]) -> [m, n]
 
-has weights of a few bits, each matrix in the form of `MatMulNBits`.
+is the same product with quantized weights, each matrix in the form of `MatMulNBits`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 @expert_matmul.multiply_adds
 @expert_matmul_n_bits.multiply_adds
 def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
-    """Every row with the matrix of its expert."""
+    """Each row is multiplied by one matrix."""
     return [(*given[0], *made[-1:])]
 
 
@@ -103,7 +103,7 @@ def _(local: Local) -> None:
 
 @expert_matmul_n_bits.local
 def _(local: Local) -> None:
-    """Gives a product one row more than its expert has, or none: one row alone would have other bits than among others."""
+    """Multiplies an expert's rows with the first row repeated at the end: a single row alone would get other bits than among others."""
     rows, blocks, _, scales = local.inputs
     shape, options = (
         local.local_shapes[blocks] or (),
@@ -129,9 +129,10 @@ def _by_expert(
     columns: int,
     product: Callable[[str, Sequence[str], int], str],
 ) -> None:
-    """Sorts rows by integer keys, of which no two are equal, and writes back one product for each expert.
+    """Sorts the rows by expert, with unique integer keys, and writes one product for each expert.
 
-    `stacks`: of all experts the operands of a product, `columns` the dim of the first that the result has.
+    `stacks`: the operands of the product for all experts. `columns`: the dim of the first stack that is the result's last dim. `product`:
+    writes the product of rows with the k-th expert's operands.
     """
     experts, count = as_int64(local, 2), experts_of(local.node) // local.num_shards("e")
     out, runs = local.outputs[0], count
@@ -183,7 +184,7 @@ def is_transposed(node: ir.Node) -> bool:
 
 
 def experts_of(node: ir.Node) -> int:
-    """The number of experts that a product has the weights of."""
+    """The number of experts in a product's weights."""
     sizes = dims(node.inputs[1])
     assert sizes is not None
     assert isinstance(sizes[0], int)

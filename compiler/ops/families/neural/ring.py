@@ -1,9 +1,10 @@
-"""Attention whose keys and values pass from rank to rank: `lower/ring.py` writes it, uncut too, as plain ops and messages.
+"""`RingAttention`: attention whose keys and values pass from rank to rank; `lower/ring.py` writes it as plain ops and messages, on one rank
+too.
 
     RingAttention(q [b, h, s, d], k [b, g, s, d], v [b, g, s, e], mask) {scale, causal, hidden}    softmax(scale q kT, masked) v
 
-The tokens of queries and of keys are one factor: a rank has the same run of both. `causal`: each token sees those up to itself, and
-there is no mask. A mask of truth values gives scores that it hides the value `hidden`; one of numbers is added.
+The tokens of queries and of keys are one factor: a rank has the same shard of both. `causal`: each token sees itself and earlier ones, and
+there is no mask. A boolean mask sets hidden scores to `hidden`; a mask of numbers is added to the scores.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ ring = op(
 
 
 def is_ring(node: ir.Node) -> bool:
-    """Whether a node is an attention whose keys and values pass from rank to rank."""
+    """Whether a node is a `RingAttention`."""
     return node.domain == OWN and node.op_type == RING
 
 
 @ring.multiply_adds
 def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
-    """Every query with every key, and the shares of these with their values."""
+    """Each query is multiplied with each key, and the weights of the keys with their values."""
     return [(2, *given[0], given[1][-2])]
 
 

@@ -1,7 +1,7 @@
-"""Slice: dims that it takes as they are may be sharded, and those of which it takes every n-th element, in shards of whole runs of n.
+"""Slice: dims that it takes whole may be sharded, and dims of which it takes every n-th element, in shards of whole runs of n.
 
-A Slice that takes a dim from its begin to its end does so on a shard too, since it is clamped to the dim's extent: it needs
-no rewriting. So does one in steps, `x[1::2]` of two dims that an exporter has interleaved.
+A Slice that takes a dim from its begin to its end also does so on a shard, since it is clamped to the dim's extent: it needs no rewriting.
+The same holds for one with steps, such as `x[1::2]` of two dims that an exporter has interleaved.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _(
     axes: str | None = None,
     steps: str | None = None,
 ) -> str:
-    """dX = dY with zeros around it, and between its elements where steps were larger than 1."""
+    """dX is dY padded with zeros, and with zeros between its elements if steps are larger than 1."""
     begins, begin = numbers(g, starts, "starts"), starts and vector(g, starts)
     if begins is not None:
         begin = g.constant(np.array(begins, np.int64))
@@ -82,7 +82,7 @@ def _(
 
 
 def _padded(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...], begin: str) -> str:
-    """`dy` padded with zeros: before it as many as were left out there, after it up to the shape of `x`."""
+    """Pads `dy` with zeros: before it for the elements that the Slice skipped, after it up to the shape of `x`."""
     before, whole, kept = g.known(begin), g.shape(x), g.shape(dy)
     static = before is not None and whole is not None and kept is not None
     if static and before is not None and whole is not None and kept is not None:
@@ -104,7 +104,7 @@ def _padded(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...], begin: s
 
 
 def _spread(g: GradientBuilder, dy: str, x: str, axis: int, begin: str, step: str) -> str:
-    """`dy` spread out along an axis: each place of `x` takes the element made of it, or the row of zeros after the last."""
+    """Spreads `dy` out along an axis: each place of `x` gets the element of `dy` that was taken from it, or the zero after the last one."""
     dim, length = (_number(g, one, g.constant([0])) for one in (extents(g, x, [axis]), _lengths(g, dy, x, (axis,))))
     zero, one = g.constant(0), g.constant(1)
     last = g.Sub(dim, g.Cast(g.Less(step, zero), to=ir.DataType.INT64))
@@ -127,7 +127,7 @@ def _lengths(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...]) -> str:
 
 
 def _number(g: GradientBuilder, of: str, place: str) -> str:
-    """One of the numbers of a vector, without dims."""
+    """One of the numbers of a vector, as a scalar."""
     known, at = g.known(of), g.known(place)
     if known is not None and at is not None:
         return g.constant(int(known[at[0]]))
@@ -135,7 +135,7 @@ def _number(g: GradientBuilder, of: str, place: str) -> str:
 
 
 def _clamped(g: GradientBuilder, begin: str, dims: str, last: str) -> str:
-    """Starts counted from 0, within the dims."""
+    """The starts, counted from 0 and clamped to the dims."""
     known, zero = g.known(begin), g.constant(0)
     if known is not None and (known >= 0).all():
         return begin if not known.any() else str(g.Min(begin, last))
@@ -144,7 +144,7 @@ def _clamped(g: GradientBuilder, begin: str, dims: str, last: str) -> str:
 
 
 def _sliced(node: ir.Node, rank: int) -> tuple[int, ...] | None:
-    """The axes that a Slice names, in the order of its steps; None where they are dynamic."""
+    """The axes that a Slice names, in the order of its steps; None if they are dynamic."""
     given = node.attributes.get_ints("axes") or constant_ints(node, 3)
     if given is not None:
         return tuple(counted(axis, rank) for axis in given)
@@ -157,5 +157,5 @@ def _sliced(node: ir.Node, rank: int) -> tuple[int, ...] | None:
 
 
 def replicated_operands(node: ir.Node, begin: int) -> tuple[str | None, ...]:
-    """Letters of the operands from `begin` on: replicated where they are there."""
+    """The letters of the operands from `begin` on: replicated, or None for an absent operand."""
     return tuple(None if value is None else WHOLE * (rank_of(value) or 0) for value in node.inputs[begin:])
