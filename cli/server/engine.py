@@ -197,8 +197,10 @@ class Engine:
         """Records that the ranks have failed: every open request ends with this text."""
         if self.state is not State.DRAINING:
             self.state = State.FAILED
-        while self._changes:
-            if not (done := self._changes.popleft()[1]).done():
+        changes = [*self._changes]
+        self._changes.clear()
+        for _, done in changes:
+            if not done.done():
                 done.set_result(without_traceback(text))
         for ticket in [*self._open.values()]:
             self._forget(ticket, "error")

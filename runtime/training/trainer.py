@@ -57,7 +57,7 @@ SAVE_FAILED = 1 << 20
 class Trainer:
     """A training program and the evaluation of the same model, over one state.
 
-    Only one call runs at a time (`job/turn.py`). In a job of one rank, calls of other threads wait for it; with several ranks they are
+    One call is under way at a time (`job/turn.py`). In a job of one rank, calls of other threads wait for it; with several ranks they are
     refused with a UsageError, since threads have no order that all ranks know. Calls from inside of a schedule or of the batches of an
     evaluation are refused, too, and so are those in a fork of the process. After `close`, which waits for the current call, each call is a
     RankError.

@@ -10,6 +10,7 @@ UNPROVEN = {
     "partc.nn.ExpertMatMul": "test_experts.py compares each cut of it with the products that it replaces",
     "partc.nn.ExpertMatMulNBits": "test_experts.py compares it with the float model whose weights its blocks hold exactly",
     "partc.nn.FromExperts": "test_routes.py compares layers between the borders with those of one rank",
+    "partc.nn.RingAttention": "test_context.py compares rings of two to six ranks with the attention of one",
     "partc.nn.ToExperts": "test_routes.py compares layers between the borders with those of one rank",
     "partc.nn.Extreme": "test_training_extremes.py trains with what is cut along it",
 }

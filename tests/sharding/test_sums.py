@@ -130,7 +130,9 @@ STOPPED = {
     "a divisor": "p = Div(x, a)",
     "greatest": "p = Max(a, x)",
     "a narrower type": "h = Cast <to = 10> (a)\n p = Cast <to = 1> (h)",
-    "a body": """flag = Constant <value = bool {1}> ()
+    "a body": """count = Size (x)
+        none = Constant <value_int = 0> ()
+        flag = Greater (count, none)
         p = If (flag) <then_branch = t () => (float[batch, 6] o) { o = Neg(a) },
                        else_branch = e () => (float[batch, 6] q) { q = Neg(a) }>""",
 }
