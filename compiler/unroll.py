@@ -188,7 +188,10 @@ class _Unrolling:
         if condition is None:
             return _Stay("only the run says which branch there is", "take the node out of the branch")
         if any(use.node.op_type == "Range" for value in node.outputs for use in value.uses()):
-            return _Stay("a Range reads its result, and onnxruntime may refuse the shape that the branch gives it", "take the node out")
+            return _Stay(
+                "a Range reads its result, and onnxruntime may refuse the shape that the branch gives it",
+                "take the node out",
+            )
         name = "then_branch" if condition.all() else "else_branch"
         made = self._inlined(node, name, [], self._base(node), origin)
         self._replace(node, made)
