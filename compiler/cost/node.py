@@ -1,4 +1,4 @@
-"""The operations and bytes of a node, by the factors of its op's entry in the op table.
+"""The number of operations and bytes of a node, from the factors of its op's entry in the op table.
 
     MatMul *mk,*kn->*mn     the product of all factors, as k is contracted between two operands
     Conv, Attention, LSTM   what the entry itself says

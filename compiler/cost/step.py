@@ -1,4 +1,4 @@
-"""A step of an artifact on a machine: the actions of all ranks played, with the memory of each.
+"""Simulates a step of an artifact on a machine: the actions of all ranks, with the memory of each.
 
 simulated(artifact, machine, {"batch": 64})      what `partc simulate build/ --machine machine.yaml --set batch=64` shows
 

@@ -1,4 +1,4 @@
-"""The names of a program's values, given once, when its files are written: the hint, and strokes where another value has the name.
+"""Assigns the names of a program's values once, when its files are written: the hint, with primes where another value has the name.
 
     h            what an op makes, or ranks are given
     h.3          of the microbatch 3: after the value that it is named after

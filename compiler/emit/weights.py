@@ -1,7 +1,7 @@
-"""Writes weights as safetensors, streamed from where they are: hashed and written in one pass, never whole in memory.
+"""Writes weights as safetensors, streamed from their source: hashed and written in one pass, never completely in memory.
 
-A weight stands in the file of the lowest rank that holds it, once, however many ranks read it. Tensors follow one another in
-the order of `safetensors` itself (wider items first, then by name), and the header is padded so that the data starts on a page.
+A weight stands in the file of the lowest rank that holds it, once, however many ranks read it. Tensors follow one another in the order of
+`safetensors` itself (wider items first, then by name), and the header is padded so that the data starts on a page.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def members(ranks: Ranks) -> Group:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The groups that run a node, and the rule that chose them: `plan.yaml:8 'conv1'`. `follows`: it runs at its readers, as constants do."""
+    """The groups that run a node, and the rule that chose them: `plan.yaml:8 'conv1'`. `follows`: it runs at its readers, as constants."""
 
     groups: tuple[Group, ...]
     rule: str

@@ -1,4 +1,4 @@
-"""Over how many ranks a proposal shards a layer, the batch and the layers: the axes of its mesh."""
+"""The degrees of a proposal: the numbers of ranks that share a layer, the batch and the stages, which are the axes of its mesh."""
 
 from __future__ import annotations
 

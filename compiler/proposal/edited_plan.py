@@ -1,4 +1,4 @@
-"""A given plan with proposed targets: the section `target` at its end, `target: cpu` in its optimizer, all else as it was written."""
+"""An existing plan with proposed targets: the section `target` at its end, `target: cpu` in its optimizer, all else as it was written."""
 
 from __future__ import annotations
 

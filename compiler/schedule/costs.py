@@ -1,4 +1,4 @@
-"""What tasks take and keep: times per stage and kind, messages per edge, what one microbatch saves from F for its backward pass.
+"""The costs of tasks: times per stage and kind, messages per edge, and the bytes that one microbatch saves from F for its backward pass.
 
 Units are the caller's: seconds or any other for times, bytes or microbatches for what is saved. Times that were measured of single tasks
 stand in `measured` and win. Where forward nodes are computed again, B takes their time too, and less is saved.

@@ -1,4 +1,4 @@
-"""What rows keep: saved values of microbatches per home, and the limit that a plan sets on them.
+"""The memory of a schedule's rows: saved values of microbatches per home, and the limit that a plan sets on them.
 
 A microbatch is saved from the begin of F to the end of B; where B and W are apart, its deferred part from the end of B to that of W. While
 B ends both may be there, so the larger of the two counts. Rows alone decide this, not times:

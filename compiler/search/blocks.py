@@ -1,12 +1,13 @@
-"""A model as a chain of blocks, each with one way of a sharding over `tp`: what is sharded there, and with what comes behind.
+"""A model as a chain of blocks, each with one choice of a sharding over `tp`: the tensors that it shards, and the transition to the next
+block.
 
     records    the batch is cut over tp, too: a rank computes its records, with all weights
     whole      every rank of tp computes all
     sharded    the dims that are linked are cut: an AllReduce of what is summed over them, forward, and of the cotangents of what made them
 
 A block is a set of linked dims that can be cut, with the nodes behind it up to the next set. Records come before all else, since a plan
-says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each
-step has the time of its collective.
+says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each step
+has the time of its collective.
 """
 
 from __future__ import annotations

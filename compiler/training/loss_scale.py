@@ -1,4 +1,4 @@
-"""The loss scale in a training step: the factor of the seed, its inverse for the gradients, and what it is in the next step.
+"""The loss scale in a training step: the factor of the seed, its inverse for the gradients, and its value in the next step.
 
 A dynamic scale is state on every rank, as PyTorch's GradScaler has it:
 

@@ -1,4 +1,4 @@
-"""Finds the system of a file by its ending, or by its keys.
+"""Identifies the system that wrote a file by the file's suffix or its keys.
 
 MindSpore's strategy files, as `strategy_ckpt_config={"save_file": "strategy.json"}` writes them, one for each pipeline stage.
 
@@ -6,8 +6,8 @@ MindSpore's strategy files, as `strategy_ckpt_config={"save_file": "strategy.jso
      "parallel_strategy_item": {"MatMul_layers.0.dense.weight": {"stage": 0, "parallel_strategy": [[2, 4], [4, 1]]}},
      "parallel_layout_item": {"layers.0.dense.weight": {"dev_matrix": [2, 4], "tensor_map": [0, -1], "tensor_shape": [64, 32], ...}}}
 
-An operator's name is its kind and the parameter that it reads; its strategy has the number of shards of each dim of each input, as
-`in` of a rule of `sharding` has. Layouts follow from strategies: of them the shapes are read, and the sharding of an optimizer.
+An operator's name is its kind and the parameter that it reads; its strategy has the number of shards of each dim of each input, as `in` of
+a rule of `sharding` has. Layouts follow from strategies: of them the shapes are read, and the sharding of an optimizer.
 
 A `parallelize_plan` of torch.distributed.tensor.parallel, as `parallelize_module` takes it, in a file of Python.
 

@@ -1,4 +1,4 @@
-"""Pooling: images and channels are free; over all positions, positions are contracted too."""
+"""Pooling: images and channels are free; global pooling also contracts the positions."""
 
 from __future__ import annotations
 

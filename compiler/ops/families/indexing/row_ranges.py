@@ -1,8 +1,8 @@
-"""Indices into a sharded axis: each rank answers for the rows that it has, and the others are masked out.
+"""Indices into a sharded axis: each rank reads or writes the rows that it holds, and masks out the others.
 
-With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
-and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for constants. An index of V or more is taken
-for one of the last shard, where the lookup itself refuses it, as that of the unsharded model does: masked, it would be zeros.
+With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added, and has it if
+that is in 0 .. V/n - 1. The program is the same on every rank but for constants. An index of V or more is taken for one of the last shard,
+where the lookup itself refuses it, as that of the unsharded model does: masked, it would be zeros.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ops that write elements: dims that indices do not reach are free; updates that are added up may be spread over ranks.
+"""Ops that write elements: dims that are not indexed are free; updates that are summed may be sharded over ranks.
 
-Along a sharded dim of the data, a rank writes the rows that it has; the others go into one more row, which is cut off again.
-With a reduction of max or min, updates sharded over ranks leave results that await the same; with a sum, the data are counted once.
+Along a sharded dim of the data, a rank writes the rows that it has; the others go into one more row, which is cut off again. With a
+reduction of max or min, updates sharded over ranks leave results that await the same; with a sum, the data are counted once.
 """
 
 from __future__ import annotations

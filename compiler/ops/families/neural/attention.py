@@ -1,11 +1,10 @@
-"""Attention of the standard and rotary embedding: batch and heads are free, and queries where none waits for another.
+"""The ONNX standard's attention and rotary embedding: batch and heads are free, and queries where none depends on another.
 
-Heads of queries and of keys are sharded together, so that every rank keeps their ratio: the shards must divide the number of keys'
-heads; a single head is replicated. Where heads lie in the hidden dim, the attributes that count them are
-divided.
+Heads of queries and of keys are sharded together, so that every rank keeps their ratio: the shards must divide the number of keys' heads; a
+single head is replicated. Where heads lie in the hidden dim, the attributes that count them are divided.
 
-For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the
-backward pass instead of being kept, which for long sequences would be the largest value.
+For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the backward
+pass instead of being kept, which for long sequences would be the largest value.
 """
 
 from __future__ import annotations
