@@ -60,7 +60,7 @@ class Pricing:
         self._segments: dict[object, tuple[float, dict[str, float], float]] = {}
 
     def node(self, node: NodeProto, given: Sequence[Operand | None], made: Sequence[Operand | None]) -> NodeCost:
-        """What a node costs."""
+        """Returns the cost of a node."""
         attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
         key = node.domain, node.op_type, attributes, tuple(given), tuple(made)
         if key not in self._nodes:

@@ -174,7 +174,7 @@ class Machine:
         return replace(self, processors={name: one.among(busy) for name, one in self.processors.items()})
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What connects these ranks: the one that was measured at their stride, else the first."""
+        """The link that connects these ranks: the one that was measured at their stride, else the first."""
         strides = {later - one for one, later in itertools.pairwise(ranks)}
         stride = strides.pop() if len(strides) == 1 else 0
         return next((one for one in self.links if one.stride == stride), self.links[0])

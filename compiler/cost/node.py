@@ -57,7 +57,7 @@ def multiply_adds(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Know
 
 
 def work(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known], moved: int) -> int:
-    """What a node costs, in multiply-adds; `moved`: the bytes of its operands."""
+    """The cost of a node in multiply-adds; `moved`: the bytes of its operands."""
     entry = entry_of(node)
     if entry is not None and entry.work.kernel == VIEW:
         return 0

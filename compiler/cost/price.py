@@ -91,7 +91,7 @@ class NodeCost:
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
-    """What a node computes and moves, of the sizes of its operands, None where these are absent."""
+    """The operations and bytes of a node, from the sizes of its operands; None for an absent operand."""
     entry = entry_of(node)
     kernel = entry.work.kernel if entry is not None else FALLBACK
     given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
@@ -194,7 +194,7 @@ def _windows(
 
 
 def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
-    """How many matrices a product multiplies: one where the second operand is a matrix."""
+    """The number of matrices that a product multiplies: one where the second operand is a matrix."""
     if kernel != PRODUCT or len(inputs) < 2 or not inputs[1] or len(inputs[1]) < 3 or not outputs or not outputs[0]:
         return 1
     return max(1, math.prod(map(int, outputs[0][:-2])))

@@ -156,7 +156,7 @@ class Simulation:
 
     @property
     def critical(self) -> list[tuple[str, float]]:
-        """Where the step's time goes on its critical path: modules, messages and collectives by their source names, the longest first."""
+        """The durations on the step's critical path: modules, messages and collectives by their source names, the longest first."""
         total = defaultdict[str, float](float)
         for _, action, seconds in self.played.critical:
             match action:

@@ -105,7 +105,7 @@ def _listing(title: str, rows: Sequence[str]) -> list[str]:
 
 
 def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value, list[int]]]:
-    """Per input the ranks that read it, and per weight those that hold it, rising."""
+    """Maps each input to the ranks that read it, and each weight to the ranks that hold it, ascending."""
     readers: dict[ir.Value, list[int]] = {}
     holders: dict[ir.Value, list[int]] = {}
     sized = sized_inputs(program)

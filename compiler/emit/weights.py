@@ -325,7 +325,7 @@ def _write_all(out: FileIO, data: memoryview) -> None:
 def owners(
     held_by: Mapping[int, Sequence[RankTensor]], shards: WeightShards, known: Collection[Stored] = ()
 ) -> dict[int, list[RankTensor]]:
-    """Per rank the weights that stand in its file: those that no lower rank holds, without the `known` and the inline ones."""
+    """Maps each rank to the weights that its file holds: those that no lower rank holds, without the `known` and the inline ones."""
     seen = set(known)
     owned: dict[int, list[RankTensor]] = {}
     for rank in sorted(held_by):

@@ -36,7 +36,7 @@ class Precedence:
 
 
 def precedence(schedule: Schedule) -> Precedence:
-    """What waits for what in a schedule whose rows have every task that is read, each once."""
+    """Returns the precedence between the tasks of a schedule; its rows must have every task that is read, each once."""
     before: dict[Task, list[Task]] = {}
     for row in schedule.rows:
         for k, task in enumerate(row):

@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per home the time of the step in which it runs no task: its bubble."""
+        """The time of the step in which each home runs no task: its bubble."""
         return tuple(self.total - busy for busy in self.busy)
 
     @property

@@ -30,7 +30,7 @@ from partc.runtime.units import first_of
 
 @dataclass(frozen=True)
 class WrongCell:
-    """What is wrong with one cell of a row; `cell` is its place from 0, or the row's length where something is missing at the end."""
+    """A violation in one cell of a row; `cell` is its position from 0, or the row's length where something is missing at the end."""
 
     row: int
     cell: int
