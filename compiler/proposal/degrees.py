@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
+    """The numbers of ranks that share a layer, of shards of the batch, and of stages."""
 
     tp: int = 1
     dp: int = 1

@@ -48,6 +48,6 @@ def with_optimizer(text: str, option: str) -> str:
 
 
 def _entry(node: Node | None, name: str) -> Node | None:
-    """What a mapping has under a key."""
+    """Returns the entry of a mapping under a key."""
     pairs = node.value if isinstance(node, MappingNode) else ()
     return next((value for key, value in pairs if key.value == name), None)

@@ -33,7 +33,7 @@ from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, RE
 
 
 class Placing(IntEnum):
-    """How a block is sharded over `tp`."""
+    """A choice of the sharding of a block over `tp`."""
 
     RECORDS = 0
     WHOLE = 1
@@ -56,11 +56,11 @@ class Block:
     weights: float
     hands_on: float
     cost_key: Hashable
-    """What blocks that cost the same have in common."""
+    """A key that is equal for blocks of equal cost."""
 
 
 def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
-    """What comes before all sets, and the blocks of the sets, in order."""
+    """Returns the nodes before all sets, and the blocks of the sets, in order."""
     work = estimates.work
     of: dict[ir.Node, int] = {node: k for k, one in enumerate(sets) for node in one.nodes}
     for node in work.program.model.graph:

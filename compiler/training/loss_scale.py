@@ -48,7 +48,7 @@ class _Writer:
         return value
 
     def compute(self, word: str, op_type: str, operands: Sequence[ir.Value], kind: ir.DataType) -> ir.Value:
-        """What a node over numbers makes."""
+        """Adds a node over numbers and returns its output."""
         return self.put(op_type, operands, number(f"{self.base.name}.{word}", kind))
 
     def put(self, op_type: str, operands: Sequence[ir.Value], made: ir.Value, **attributes: int) -> ir.Value:

@@ -178,7 +178,7 @@ _KINDS = (
 
 
 def read_imported(files: Sequence[Path]) -> Imported:
-    """What the files say, all of one system; several are MindSpore's. CompileError where they are of no known one."""
+    """Reads files that are all of one system (only MindSpore has several). CompileError where the system is not known."""
     first, source = files[0], ", ".join(file.name for file in files)
     if len(files) == 1 and first.suffix == ".py":
         return read_torch_plan(first)

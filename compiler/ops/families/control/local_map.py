@@ -66,7 +66,7 @@ def is_collective(node: ir.Node) -> bool:
 
 
 def specs(node: ir.Node) -> tuple[tuple[str, ...], ...]:
-    """Per dim of a border's value the mesh axes that shard it, major first; () where none does."""
+    """For each dim of a border's value the mesh axes that shard it, major first; () for an unsharded dim."""
     return tuple(tuple(filter(None, text.split(","))) for text in node.attributes.get_strings("spec") or ())
 
 

@@ -67,7 +67,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> RowRange:
 
 
 def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> LocalIndices:
-    """Where `indices`, of int64, lie in this rank's shard."""
+    """Computes the positions of `indices`, of int64, in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
     def emit(op_type: str, inputs: list[str], word: str) -> str:

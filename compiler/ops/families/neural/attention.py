@@ -250,7 +250,7 @@ def _repeated(g: GradientBuilder, x: str, heads: Dim) -> str:
 
 
 def _causal(g: GradientBuilder, query: str, keys: str, past: str | None) -> str:
-    """Which keys a query may see: those up to its own place, which the past ones come before."""
+    """The mask of the keys that a query may attend to: those up to its own position, counted after the past keys."""
     here, there = (g.reshape(extents(g, one, [_LENGTH]), []) for one in (query, keys))
     rows = g.Range(g.constant(0), here, g.constant(1))
     if past:

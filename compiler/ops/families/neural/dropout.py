@@ -39,7 +39,7 @@ _WEYL = 0x9E3779B1
 """2**32 over the golden ratio: multiples of it stay as far apart as numbers can."""
 _STEP = {"rows": 0x85EBCA77, "columns": 0xC2B2AE3D}
 _ROUNDS = ((2**16, 0x7FEB352D), (2**15, 2 * 0x046CA68B))
-"""Per round what is divided by, as a shift to the right, and the factor; the last one leaves an even number."""
+"""For each round the right shift and the factor; the last round leaves an even number."""
 _SIZE_OF_A_SYMBOL = 64
 
 dropout = op(
