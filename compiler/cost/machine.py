@@ -87,7 +87,7 @@ class Processor:
         return self.kernels.get(name) or self.kernels[FALLBACK]
 
     def among(self, busy: int) -> Processor:
-        """The speeds where so many ranks of a host work."""
+        """The speeds of the processor when `busy` ranks of a host compute at the same time."""
         one = self.alone
         if one is None:
             return self
@@ -170,7 +170,7 @@ class Machine:
         return min(-(-ranks // hosts), self.cores or most, most)
 
     def among(self, busy: int) -> Machine:
-        """The machine as a plan finds it of whose ranks so many work on a host at the same time."""
+        """The machine with the speeds that hold when `busy` ranks of a host compute at the same time."""
         return replace(self, processors={name: one.among(busy) for name, one in self.processors.items()})
 
     def link(self, ranks: Sequence[int]) -> Link:

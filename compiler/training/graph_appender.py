@@ -95,7 +95,7 @@ class GraphAppender:
         return made
 
     def sums(self, size: int, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """The node that makes `<path>`: so many float32 sums, which become an output of the graph."""
+        """Appends the node that computes `<path>`: `size` float32 sums, which become an output of the graph."""
         made = self.op("", op_type, *inputs, **attributes)
         made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([size])
         self.graph.outputs.append(made)

@@ -106,7 +106,7 @@ def _is_likely(value: ir.Value) -> bool:
 
 
 def _is_of_layer(node: ir.Node, k: int) -> bool:
-    """Whether operand `k` is a layer's weight, or the bias that is added behind one."""
+    """Whether operand `k` is a layer's weight, or the bias that is added after one."""
     if node.op_type == "Add":
         other = node.inputs[1 - k]
         producer = other.producer() if other is not None else None
