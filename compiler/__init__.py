@@ -1,4 +1,4 @@
-"""The compiler: one single-device model and a plan become one ONNX program per rank.
+"""The compiler: compiles one single-device model and a plan into one ONNX program per rank.
 
 What a `model.py` needs: `from partc.compiler import Symbol, nn, place, shard`; communication of its own: `partc.compiler.collectives`.
 """

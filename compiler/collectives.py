@@ -1,4 +1,4 @@
-"""Collectives in a `model.py`: a function that speaks of one rank's shards, and what ranks do together inside of it.
+"""Collectives in a `model.py`: a function that is written for one rank's shards, and the collectives that its ranks call inside it.
 
     from partc.compiler.collectives import all_reduce, local_map
 
@@ -8,11 +8,10 @@
 
     y = local_map(normalized, in_specs=(("dp", None),), out_specs=("dp", None))(op, x)
 
-Axes are those of the plan's mesh. A spec says of a tensor, per dim, which axis cuts it, as the cuts of `shard` do; None for the
-whole tensor: every rank has all of it. The meaning is that of the function run once for each coordinate of the axes, on its
-shards, and of the results joined as `out_specs` says; on one rank an axis has one coordinate. A result that a spec leaves uncut
-along an axis must be the same along it, which is proven: it is made of whole values and of results of all_reduce, all_gather
-and broadcast.
+Axes are those of the plan's mesh. A spec says of a tensor, per dim, which axis cuts it, as the cuts of `shard` do; None for the whole
+tensor: every rank has all of it. The meaning is that of the function run once for each coordinate of the axes, on its shards, and of the
+results joined as `out_specs` says; on one rank an axis has one coordinate. A result that a spec leaves uncut along an axis must be the same
+along it, which is proven: it is made of whole values and of results of all_reduce, all_gather and broadcast.
 """
 
 from __future__ import annotations

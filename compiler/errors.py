@@ -1,4 +1,4 @@
-"""Compile errors: every violation of one kind together, each with where, the fact, the law and the remedy.
+"""Compile errors: all violations of one kind are reported together, each with its place, the fact, the law and the remedy.
 
 plan.yaml:14: 'conv9' matches nothing in the model
   help: the nearest names are 'conv1', 'conv2'

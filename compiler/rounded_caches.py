@@ -1,4 +1,4 @@
-"""Rounds the new keys and values of a decoder whose plan has `generate: {cache: int8}`, by scales that are measured.
+"""Rounds the new keys and values of a decoder whose plan has `generate: {cache: int8}`, with measured scales.
 
     present = Concat(past, k)     ->     present = Concat(past, rounded(k))           `rewrite/generation/rounding.py`
 

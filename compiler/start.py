@@ -1,4 +1,4 @@
-"""The program before any pass: the model, the plan, and what the model declares, as they were loaded."""
+"""The program before any pass: the model, the plan and the model's declarations, as they were loaded."""
 
 from __future__ import annotations
 

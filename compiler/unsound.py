@@ -1,4 +1,4 @@
-"""Whose fault it is that a pass cannot go on: the model's, where onnx or onnxruntime refuse it as it came.
+"""Decides whether the model is at fault when a pass fails: it is where onnx or onnxruntime refuse the model as it was loaded.
 
 Passes take the model for sound ONNX. To prove that before each compile would cost every user for a few models that are not, and would
 refuse some that onnxruntime runs; so a model is looked at when a pass has stumbled over it.

@@ -1,1 +1,1 @@
-"""Analysis of the unsharded model: names of dims, types and shapes, entries of shape arithmetic, nodes where a size was lost."""
+"""Analysis of the unsharded model: names of dims, types and shapes, entries of shape arithmetic, nodes at which a size becomes unknown."""

@@ -23,10 +23,10 @@ _LEFT_OUT = "; inputs that neither the loss nor a metric reads are left out"
 
 
 def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
-    """Writes the plan's dims into the shapes of the graph's inputs; gives the program's symbols by name.
+    """Writes the plan's dims into the shapes of the graph's inputs; returns the program's symbols by name.
 
-    Raises CompileError, all violations at once: an unknown input, another rank, a fixed dim that the plan changes, a
-    symbol that no input has.
+    Raises CompileError, all violations at once: an unknown input, another rank, a fixed dim that the plan changes, a symbol that no input
+    has.
     """
     graph, plan = program.model.graph, program.plan
     problems = _input_problems(graph, plan)
@@ -47,7 +47,7 @@ def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
 
 
 def promised(program: Loaded) -> dict[str, Facts]:
-    """What is promised of the inputs' dims before they are bound, by the names that the model gives them, or `x_dim_1` without one."""
+    """Maps dims of the inputs to their promised facts before they are bound, by the model's names, or `x_dim_1` for unnamed dims."""
     graph, plan = program.model.graph, program.plan
     promises, found = _promises(program), dict[str, Facts]()
     for value in graph.inputs:
@@ -74,12 +74,12 @@ def unknown_input(name: str, where: str, graph: ir.Graph, plan: Plan) -> Problem
 
 
 def unnamed(value: ir.Value, axis: int) -> str:
-    """The name of a dim to which the model gives none."""
+    """Returns the name for a dim that the model does not name."""
     return f"{value.name}_dim_{axis}"
 
 
 def dim_name(value: ir.Value, axis: int) -> int | str:
-    """The size or the name that an input's dim has where no plan names it."""
+    """Returns the size or the name of an input's dim that the plan does not name."""
     assert value.shape is not None
     dim = value.shape[axis]
     if isinstance(dim, int):
@@ -107,7 +107,7 @@ def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]
 
 
 class _Names:
-    """Gives dims their names, one after the other; `bound` and `used` say which symbols came of it."""
+    """Names dims, one after another; `bound` and `used` record the symbols that result."""
 
     def __init__(self, promises: dict[str, SymbolInfo]) -> None:
         self.promises = promises
@@ -116,7 +116,7 @@ class _Names:
         self._given: dict[str, int | str] = {}
 
     def give(self, value: ir.Value, axis: int, asked: int | str | None) -> int | str:
-        """The size or name of a dim: the model's size, else the plan's, else the model's name, else one made here."""
+        """Returns the size or name of a dim: the model's size, else the plan's, else the model's name, else a new name."""
         assert value.shape is not None
         dim = value.shape[axis]
         if isinstance(dim, int):
@@ -145,7 +145,7 @@ class _Names:
 
 
 def _promises(program: Loaded) -> dict[str, SymbolInfo]:
-    """Symbols by name: the model's own first, then the plan's over them."""
+    """Maps names to symbols: the model's own, overridden by the plan's."""
     found = {
         name: SymbolInfo(symbol.facts(), f"{program.name}, Symbol", symbol.unique)
         for name, symbol in program.declared.symbols.items()

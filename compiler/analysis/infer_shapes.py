@@ -1,7 +1,8 @@
 """Shape inference for the whole compiler: the rules of `shape_rules.py`, with the plan's promises about dims.
 
 The promises for the dims decide not only the result, but also how long inference takes: where a Split is known to be exact, the sizes of
-its outputs are products instead of nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.
+its outputs are products instead of nested roundings. Shapes that a model declares for its own values are not trusted, since nothing checks
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _SCALAR_TYPE = {
 
 
 def infer_shapes(model: ir.Model, known: Known) -> dict[ir.Node, str]:
-    """Gives every value of a model the type and the shape that follow from its inputs', with what is `known` of these inputs' dims.
+    """Sets the type and shape of every value of a model, inferred from its inputs' with the facts `known` of these inputs' dims.
 
-    Shapes that cannot be told are None, and dims that cannot are without a name. By node whose rule failed, the reason is returned.
+    Unknown shapes are None, and unknown dims have no name. Returns the reason for each node whose rule failed.
     """
     _forget_declared_shapes(model.graph)
     for value in model.graph.inputs:
@@ -41,7 +42,7 @@ def infer_shapes(model: ir.Model, known: Known) -> dict[ir.Node, str]:
 
 
 def type_text(kind: ir.TypeProtocol | None) -> str:
-    """A type as onnxruntime writes it: `tensor(float)`, `seq(tensor(int64))`; `unknown` where nothing says."""
+    """Returns a type as onnxruntime writes it: `tensor(float)`, `seq(tensor(int64))`; `unknown` where it is not known."""
     match kind:
         case ir.TensorType(dtype=dtype):
             return f"tensor({_SCALAR_TYPE.get(dtype, dtype.name.lower())})"
@@ -68,7 +69,7 @@ def _forget_declared_shapes(graph: ir.Graph) -> None:
 
 
 def _fill_missing_types(model: ir.Model) -> None:
-    """Types that the symbolic engine leaves open are taken from onnx's own inference, which knows every standard op."""
+    """Fills types that the symbolic engine leaves open from onnx's own inference, which knows every standard op."""
     missing = {
         value.name: value
         for node in model.graph

@@ -1,13 +1,13 @@
-"""The least legal sizes of symbols, where the model itself needs more than 1: the plan need not say them.
+"""The least legal sizes of symbols, where the model itself needs more than 1: the plan need not state them.
 
 A size is not legal where a node would make a dim below 0, or windows (of a convolution, a pool, a Resize) no longer fit, or a computed
-entry of a Reshape becomes 0 and so copies the input's dim in place of saying a size. Empty slices are legal.
+entry of a Reshape becomes 0, which means a copy of the input's dim. Empty slices are legal.
 
     Conv 3x3 without padding over [h, w]      h - 2 windows     h is at least 3
     AveragePool 2x2 over [h, w]               floor(h/2)        h is at least 2
 
-A size counts as not legal if it breaks a law with the other symbols small as well as large; one that only some of them make wrong
-(`past + seq - 1`) is left to the run.
+A size counts as not legal if it breaks a law with the other symbols small as well as large; a law that depends on the others (`past + seq -
+1`) is checked at run time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ WINDOWED = frozenset({"AveragePool", "Conv", "ConvInteger", "ConvTranspose", "Fu
 _MOST = 4096
 """The most sizes of a symbol that are tried."""
 _FAR = (0, 1, 64)
-"""At how many steps above their least the other symbols are."""
+"""The numbers of steps above their minimum at which the other symbols are tested."""
 
 
 @dataclass(frozen=True)
 class _Law:
-    """A dim that is at least `least`, or an entry of a Reshape that is 0 only where the dim that it then copies is 0, too."""
+    """A law: a dim is at least `least`, or a Reshape entry is 0 only where the dim that it then copies is 0, too."""
 
     node: ir.Node
     dim: Expression
@@ -46,7 +46,7 @@ class _Law:
     copied: Expression | None = None
 
     def broken_by(self, sizes: str, path: str) -> str:
-        """What breaks it, in words, at these sizes."""
+        """Describes how these sizes break the law."""
         at = f"{self.node.op_type} '{path}'"
         if self.node.op_type == "Reshape" and self.least:
             return f"{sizes} make an entry of {at} 0, which copies a dim of its input"
@@ -63,7 +63,7 @@ class _Law:
 def with_least_sizes(
     graph: ir.Graph, symbols: Mapping[str, SymbolInfo], paths: Mapping[ir.Node, str], name: str
 ) -> dict[str, SymbolInfo]:
-    """The symbols with at least the sizes that the model needs, and why; CompileError where it needs more than one may be.
+    """Raises the symbols' minimums to the sizes that the model needs, with the reason; CompileError where a symbol's maximum is smaller.
 
     The shapes of the graph's values are known; `name` is the model's.
     """
@@ -109,14 +109,14 @@ def _without_windows(graph: ir.Graph, paths: Mapping[ir.Node, str], name: str) -
 
 
 def _sizes(facts: Facts, least: int) -> Iterator[int]:
-    """Sizes from the least one above 0, in steps that the facts allow, also above their largest."""
+    """Yields sizes from the least one above 0, in steps that the facts allow, also beyond their maximum."""
     first = max(least, 1)
     first += (facts.remainder - first) % facts.divisor
     return iter(range(first, first + _MOST * facts.divisor, facts.divisor))
 
 
 def _breaks(law: _Law, name: str, size: int, symbols: Mapping[str, SymbolInfo]) -> bool:
-    """Whether a law does not hold at a size of a symbol, whatever the others are."""
+    """Whether a size of a symbol breaks a law, whatever the other symbols are."""
     others = {other: symbols[other].facts for other in _names(law) if other != name and other in symbols}
     for steps in _FAR if others else _FAR[:1]:
         sizes = {other: _above(facts, steps) for other, facts in others.items()}
@@ -139,7 +139,7 @@ def _above(facts: Facts, steps: int) -> int:
 
 
 def _laws(graph: ir.Graph, symbols: Mapping[str, SymbolInfo]) -> Iterator[_Law]:
-    """What the sizes of all symbols must keep, first the nodes that read the inputs."""
+    """Yields the laws on the sizes of all symbols, first those of nodes that read the inputs."""
     seen: set[tuple[str, int]] = set()
     for node in graph:
         if node.op_type == "Reshape" and not node.attributes.get_int("allowzero", 0):
@@ -156,7 +156,7 @@ def _laws(graph: ir.Graph, symbols: Mapping[str, SymbolInfo]) -> Iterator[_Law]:
 
 
 def _entries(node: ir.Node, symbols: Mapping[str, SymbolInfo]) -> Iterator[_Law]:
-    """The computed entries of a Reshape."""
+    """Yields the laws on the computed entries of a Reshape."""
     data, target = node.inputs[0], node.inputs[1]
     noted = None if target is None else target.metadata_props.get(SYM_DATA_KEY)
     dims = () if data is None or data.shape is None else data.shape.dims
@@ -169,7 +169,7 @@ def _entries(node: ir.Node, symbols: Mapping[str, SymbolInfo]) -> Iterator[_Law]
 
 
 def _read(text: int | str, symbols: Mapping[str, SymbolInfo]) -> Expression | None:
-    """The expression of a dim over symbols alone."""
+    """Returns the expression of a dim; None unless all of its names are symbols."""
     try:
         found = parse(text, symbols)
     except ValueError:

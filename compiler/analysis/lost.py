@@ -19,7 +19,7 @@ _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit",
 
 
 def dim_of(program: Typed, value: ir.Value, dim: int) -> int | str | None:
-    """A dim of a value, also where other dims of it are unknown; None where this one is."""
+    """Returns a dim of a value, even where its other dims are unknown; None where this one is."""
     shape = program.values[value].shape if value in program.values else None
     if shape is not None:
         return shape[dim] if dim < len(shape) else None
@@ -30,12 +30,12 @@ def dim_of(program: Typed, value: ir.Value, dim: int) -> int | str | None:
 
 
 def unknown_dims(program: Typed, value: ir.Value) -> list[int]:
-    """The dims of a value that only a run tells; [] also where its rank is not known."""
+    """Returns the dims of a value that are known only at run time; also [] where its rank is not known."""
     return [k for k in range(len(value.shape or ())) if dim_of(program, value, k) is None]
 
 
 def how_lost(program: Typed, value: ir.Value, dim: int | None = None) -> tuple[str, str]:
-    """Why the size of a dim is not known, or without `dim` why the rank is not, and the remedy."""
+    """Returns the reason why the size of a dim (or, without `dim`, the rank) is not known, and the remedy."""
     node = _where(program, value, dim)
     if node is None:
         return "its size is known only at run time", "leave it whole"
@@ -71,7 +71,7 @@ def _where(program: Typed, value: ir.Value, dim: int | None) -> ir.Node | None:
 
 
 def _first_without_rank(value: ir.Value) -> ir.Node | None:
-    """The node behind which no rank is known, though it was before."""
+    """Returns the first node after which the rank is unknown, though it was known before."""
     producer = value.producer()
     while producer is not None:
         before = next(
@@ -97,7 +97,7 @@ def _names_in(value: ir.Value) -> set[str]:
 
 
 def _different(program: Typed, node: ir.Node) -> list[str]:
-    """Two symbols that a node would have to broadcast."""
+    """Returns two symbols that a node would have to broadcast."""
     shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
     for place in range(1, max(map(len, shapes), default=0) + 1):
         dims = [shape[-place] for shape in shapes if len(shape) >= place]

@@ -25,7 +25,7 @@ from partc.compiler.plan.training.rules import TrainRules
 def part_symbols(
     program: Prepared, symbols: Mapping[str, SymbolInfo], along: Mapping[ir.Value, int]
 ) -> dict[str, SymbolInfo]:
-    """The program's symbols with the batch dims, by input in `along`, of one microbatch; CompileError if the batch does not divide."""
+    """The program's symbols, with the batch dims (`along`, by input) those of a microbatch; CompileError if the batch does not divide."""
     training = program.training
     if training is None or training.rules.accumulate == 1 or not program.kind.divides:
         return dict(symbols)
@@ -48,7 +48,7 @@ def part_symbols(
 def part_facts(
     graph: ir.Graph, rules: TrainRules, part: ProgramKind, said: Mapping[str, BatchDim], known: Mapping[str, Facts]
 ) -> dict[str, Facts]:
-    """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
+    """Same as `part_symbols`, before the training exists, by the model's names of the dims."""
     if rules.accumulate == 1 or not part.divides:
         return dict(known)
     batch = batch_symbols(batch_dims(graph, rules.loss.labels, said))
@@ -79,7 +79,7 @@ def quotient(facts: Facts, count: int) -> Facts | None:
 
 
 def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
-    """A symbol of the whole batch, of which a microbatch has one of `count` equal parts."""
+    """Returns the symbol of the whole batch, given that of one of its `count` equal microbatches."""
     facts = info.facts
     if facts.value is not None:
         return replace(info, facts=Facts.constant(facts.value * count), parts=1, global_facts=None)
@@ -102,7 +102,7 @@ class BatchDims:
         self._made: dict[tuple[str, int], int | str] = {}
 
     def shape(self, shape: Shape | None, along: int | None = None) -> Shape | None:
-        """The shape of a value of a microbatch; one that holds records `along` a dim has those of all microbatches there."""
+        """The shape of a microbatch's value; if it holds records `along` a dim, that dim covers all microbatches."""
         if shape is None:
             return None
         times = [self.count if dim == along else 1 for dim in range(len(shape))]
@@ -111,7 +111,7 @@ class BatchDims:
         )
 
     def text(self, expression: str) -> str:
-        """An expression of a microbatch, such as bytes."""
+        """Converts an expression of a microbatch, such as bytes."""
         return str(self._dim(expression, 1))
 
     def normal(self, shape: Shape | None) -> tuple[str, ...]:

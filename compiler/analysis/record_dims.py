@@ -23,12 +23,12 @@ from partc.compiler.dims.reading import read
 
 ONE = sympy.Integer(1)
 KEEPS_ORDER = ("Reshape", "Flatten")
-"""Ops that merge dims and take them apart, and keep the elements in their order."""
+"""Ops that merge and split dims without reordering the elements."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A value that holds the records of a batch along `dim`: `stride` times, one behind the other, all `size` of them.
+    """A value that holds the `size` records of a batch along `dim`, all of them `stride` times in sequence.
 
     `size` is None where the dims of the records are not known, and `stride` None where records are alike, so that it may be any number.
     """
@@ -41,7 +41,7 @@ class Shard:
 def reshaped(
     shard: Shard, source: ir.Value | None, target: ir.Value | None, known: Mapping[str, Facts]
 ) -> Shard | None:
-    """How the records of `source` lie in `target`, which has the same elements in the same order; None where no dim has them."""
+    """Returns the position of `source`'s records in `target`, which has the same elements in the same order; None where no dim has them."""
     here, there = dims_of(source), dims_of(target)
     if here is None or there is None or shard.size is None or shard.stride is None:
         return None
@@ -57,7 +57,7 @@ def reshaped(
 
 
 def together(shards: Iterable[Shard]) -> Shard | None:
-    """How operands that are read by one factor hold records, all alike; None where they do not."""
+    """Returns the common position of records in operands read by one factor; None where the positions differ."""
     found = [*shards]
     told = [one for one in found if one.stride is not None] or found[:1]
     return told[0] if told and all(one.stride == told[0].stride for one in told) else None

@@ -11,7 +11,7 @@
     x (seq, batch, 8), labels (batch,)    dim 1 and dim 0
     x (batch, 8), y (3, batch), t (1,)    dim 0, dim 1 and none
 
-A training and a program that streams ask here both.
+Both training and streaming programs use this module.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from partc.compiler.plan.rules import BatchDim, Plan
 OF_PIECES = "partc.of_pieces"
 """Key of `ir.Node.meta`: marks the Reshape that gives each microbatch a row with its records."""
 BatchDims: TypeAlias = Mapping[ir.Value, int]
-"""Maps each input that has records to the dim along which the records are."""
+"""Maps each input with records to the dim of the records."""
 
 
 def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] | None = None) -> dict[ir.Value, int]:
-    """The inputs that hold records, each with the dim along which it does: dim 0 for an input of unknown shape."""
+    """Maps each input that holds records to their dim: dim 0 for an input of unknown shape."""
     said = said or {}
     dims = {value: tuple(value.shape.dims) for value in graph.inputs if value.shape is not None and len(value.shape)}
     batch = _batch(dims, labels, said)

@@ -22,7 +22,7 @@ Known = Mapping[str, Facts]
 
 
 def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """The branch that runs, where the condition is known; else what both branches agree on."""
+    """Sets the outputs to those of the branch that runs, where the condition is known; else to the common part of both branches."""
     branches = {name: node.attributes[name].as_graph() for name in ("then_branch", "else_branch")}
     condition = scalar_of(ctx, node.inputs[0])
     if isinstance(condition, sympy.Integer):
@@ -38,7 +38,7 @@ def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> N
 
 
 def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Carried values as they begin, if the body leaves them so; scanned outputs with a row for each trip."""
+    """Carried values keep their initial shape if the body preserves it; scanned outputs have a row for each trip."""
     body = node.attributes["body"].as_graph()
     first = list(node.inputs[2:])
     inside, given = body.inputs[2:], body.outputs[1:]
@@ -58,7 +58,7 @@ def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> 
 
 
 def settle(ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | None], inside: Any, given: Any) -> None:
-    """Gives a body's carried inputs shapes that hold in every turn: as they begin, but unknown where the body changes them."""
+    """Sets shapes of a body's carried inputs that hold in every iteration: the initial ones, with dims unknown that the body changes."""
     for start, value in zip(first, inside, strict=False):
         if start is not None:
             value.type = value.type or start.type
@@ -75,7 +75,7 @@ def settle(ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | No
 
 
 def _common(ctx: ShapeInferenceContext, first: ir.Shape | None, last: ir.Shape | None) -> ir.Shape | None:
-    """What two shapes agree on; `first` itself where that is all of it."""
+    """Returns the shape that two shapes have in common; `first` itself if it covers both."""
     if first is None or last is None or len(first) != len(last):
         return None
     if all(a == b or _is_new(ctx, a) for a, b in zip(first.dims, last.dims, strict=True)):
@@ -98,7 +98,7 @@ def _read_again(ctx: ShapeInferenceContext, body: ir.Graph) -> None:
 
 
 def _trips(ctx: ShapeInferenceContext, node: ir.Node, body: ir.Graph, known: Known) -> int | ir.SymbolicDim | None:
-    """How often the body runs; None where it may end early."""
+    """Returns the number of iterations; None where the loop may end early."""
     count = scalar_of(ctx, node.inputs[0])
     begins = node.inputs[1] is None or scalar_of(ctx, node.inputs[1]) == 1
     goes_on = body.outputs[0]
@@ -110,7 +110,7 @@ def _trips(ctx: ShapeInferenceContext, node: ir.Node, body: ir.Graph, known: Kno
 
 
 def scan(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """States as they begin, if the body leaves them so."""
+    """States keep their initial shape if the body preserves it."""
     body = node.attributes["body"].as_graph()
     carried = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
     settle(ctx, body, list(node.inputs[:carried]), body.inputs[:carried], body.outputs[:carried])

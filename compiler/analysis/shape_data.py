@@ -1,6 +1,6 @@
 """The contents of small integer tensors: the entries of shapes, indices and sizes, followed through the ops that compute them.
 
-An entry is an expression over the symbols, or None where only a run tells. Booleans are 0 and 1. Numbers of float tensors are
+An entry is an expression over the symbols, or None where it is known only at run time. Booleans are 0 and 1. Numbers of float tensors are
 followed while they are exact: whole numbers, and products with fractions of a power of two.
 
     Shape(x) = [batch, 2*seq, 64]    Gather(_, 1) = 2*seq    Div(_, 2) = seq    Equal(_, -1) = 0
@@ -27,9 +27,9 @@ from partc.compiler.ir.computed import is_absent
 LARGEST = 256
 FINEST = 1024
 MOST_COMPARED = 16
-"""The largest of more symbolic entries is not followed: `normal` compares each with each."""
+"""A maximum of more symbolic entries than this is not followed: `normal` compares every pair."""
 NAMED = "partc.named_entry"
-"""Key of a tensor's meta: a name for its one entry, which only a run tells, so that sizes that have it are known to be equal."""
+"""Key of a tensor's meta: a name for its single entry, known only at run time, so that sizes equal to it are known to be equal."""
 Entry: TypeAlias = "sympy.Expr | None"
 Entries: TypeAlias = npt.NDArray[Any]
 """An array of entries."""
@@ -40,7 +40,7 @@ _INTEGERS = frozenset(
 )
 _FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE})
 _WIDE = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}) | _FLOATS
-"""Types that hold every size."""
+"""Types that can represent every size."""
 
 
 def entries_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entries | None:
@@ -60,27 +60,27 @@ def entries_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entries | 
 
 
 def may_have_entries(value: ir.Value | None) -> bool:
-    """Whether `entries_of` can know anything of a value: it is a constant, or something was noted of it."""
+    """Whether `entries_of` can know entries of a value: it is a constant, or entries were recorded for it."""
     if value is None:
         return False
     return SYM_DATA_KEY in value.metadata_props or ir.convenience.get_const_tensor(value) is not None
 
 
 def scalar_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entry:
-    """The one entry of a value; None where it is not known, or not one."""
+    """Returns the single entry of a value; None where it is unknown, or there is not exactly one."""
     entries = entries_of(ctx, value)
     return entries.ravel()[0] if entries is not None and entries.size == 1 else None
 
 
 def integers_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> list[int] | None:
-    """The entries of a value where all are numbers."""
+    """Returns the entries of a value if all are integers; else None."""
     entries = entries_of(ctx, value)
     found = [] if entries is None else [one for one in entries.ravel() if isinstance(one, sympy.Integer)]
     return None if entries is None or len(found) != entries.size else [int(one) for one in found]
 
 
 def follow(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
-    """Notes what a node's outputs hold, in place of what the engine noted."""
+    """Records the entries of a node's outputs, replacing those of the engine."""
     rule = FOLLOWED.get(node.op_type) if node.domain == "" else None
     found = rule(_Node(ctx, node, known)) if rule else None
     outputs = [found] if isinstance(found, np.ndarray) else found or []
@@ -99,7 +99,7 @@ def follow(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
 
 
 class _Node:
-    """A node whose inputs' entries are asked for."""
+    """A node, with access to its inputs' entries."""
 
     def __init__(self, ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
         self.ctx, self.node, self.known = ctx, node, known
@@ -108,7 +108,7 @@ class _Node:
         return entries_of(self.ctx, self.value(k))
 
     def integers(self, k: int, name: str) -> list[int] | None:
-        """A list that is an attribute in older opsets and an input in newer ones."""
+        """Returns a list of integers that is an attribute in older opsets and an input in newer ones."""
         if name in self.node.attributes:
             return list(self.node.attributes[name].as_ints())
         return integers_of(self.ctx, self.value(k))
@@ -120,7 +120,7 @@ class _Node:
         return self.node.attributes.get_int("axis", default)
 
     def facts(self, entry: sympy.Expr) -> Facts:
-        """The facts about an entry; none if a name in it is not a symbol."""
+        """Returns the facts about an entry; those of any integer if a name in it is not a symbol."""
         names = {str(name) for name in entry.free_symbols}
         return facts_of(entry, self.known) if names <= set(self.known) else Facts(1, 0, None, None)
 
@@ -133,7 +133,7 @@ def _number(value: float) -> Entry:
 
 
 def _numbers(value: ir.Value) -> tuple[int, ...] | None:
-    """A shape that is all numbers."""
+    """Returns a shape if all dims are integers; else None."""
     dims = [] if value.shape is None else [dim for dim in value.shape.dims if isinstance(dim, int)]
     return None if value.shape is None or len(dims) != len(value.shape) else tuple(dims)
 
@@ -145,7 +145,7 @@ def _array(entries: Sequence[Entry], shape: Sequence[int]) -> Entries:
 
 
 def _each(rule: Callable[[_Node, list[Any]], Entry]) -> Callable[[_Node], Entries | None]:
-    """A rule of entries, broadcast; where an operand has an unknown entry, so has the result."""
+    """Turns a rule for single entries into one that broadcasts; where an operand's entry is unknown, so is the result's."""
 
     def whole(at: _Node) -> Entries | None:
         if not all(
@@ -182,7 +182,7 @@ def _power(at: _Node, row: list[Any]) -> Entry:
 
 
 def _compare(least: float, most: float) -> Callable[[_Node, list[Any]], Entry]:
-    """Whether the difference of two entries is within bounds; None where that depends on the symbols' values."""
+    """Returns a rule: whether the difference of two entries is within bounds; None where that depends on the symbols' values."""
 
     def rule(at: _Node, row: list[Any]) -> Entry:
         q = math.lcm(*(int(number.q) for one in row for number in one.atoms(sympy.Rational)))
@@ -244,7 +244,7 @@ def _same_order(at: _Node) -> Entries | None:
 
 
 def _concat(at: _Node) -> Entries | None:
-    """Where the entries of an operand are not known but its length is, the others are."""
+    """Concatenates entries; an operand of known length but unknown entries contributes unknown entries."""
     parts = []
     for k, value in enumerate(at.node.inputs):
         shape = None if value is None else _numbers(value)

@@ -1,7 +1,7 @@
-"""Shape rules of ops whose extents are computed: ranges, slices, splits, pads, fills, and whatever broadcasts.
+"""Shape rules of ops whose extents are computed: ranges, slices, splits, pads, fills, and broadcasting ops.
 
-What an operand holds is asked of `shape_data`; where it is not known, or a law of the op leaves two sizes open, the dim is
-unknown. With n any size:
+`shape_data` knows the entries of operands; where they are unknown, or the op's law leaves two sizes open, the dim is unknown. With n any
+size:
 
     x[a:b:c]       Max(0, ceil((end - start)/c)), both ends brought within the dim
     Range(a, b, c) Max(0, ceil((b - a)/c))
@@ -25,7 +25,7 @@ from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 
 Known = Mapping[str, Facts]
-"""What is promised of the dims that the inputs name."""
+"""The facts promised for the dims that the inputs name."""
 
 _FAR = 2**31 - 1
 _OPEN_ENDS = (_FAR, 2**63 - 1)
@@ -37,11 +37,11 @@ BROADCASTING = frozenset(
         *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
     }
 )
-"""Ops of ai.onnx whose output is as large as its inputs broadcast."""
+"""Ops of ai.onnx whose output shape is the broadcast of their input shapes."""
 
 
 def broadcast(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Either of two different dynamic dims may be 1; the engine takes the first."""
+    """Broadcasts, given that either of two different dynamic dims may be 1; the engine takes the first."""
     rule(ctx, node)
     out = node.outputs[0]
     if any(value is not None and value.shape is None for value in node.inputs):
@@ -80,7 +80,7 @@ def _length(value: ir.Value | None) -> int | None:
 
 
 def _together(ctx: ShapeInferenceContext, dims: Sequence[int | ir.SymbolicDim], known: Known) -> int | ir.SymbolicDim:
-    """What dims broadcast to."""
+    """Returns the dim to which dims broadcast."""
     different = list(dict.fromkeys(dim for dim in dims if dim != 1))
     fixed = [dim for dim in different if isinstance(dim, int)]
     if fixed or len(different) < 2:
@@ -134,7 +134,7 @@ def _facts(dim: int | ir.SymbolicDim, known: Known) -> Facts:
 
 
 def constant_of_shape(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """The shape is what the operand holds."""
+    """The output's shape is the operand's entries."""
     rule(ctx, node)
     entries, length = entries_of(ctx, node.inputs[0]), _length(node.inputs[0])
     if entries is not None:
@@ -144,7 +144,7 @@ def constant_of_shape(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, know
 
 
 def range_(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """As many as there are steps from start to limit."""
+    """The size is the number of steps from start to limit."""
     start, limit, step = (scalar_of(ctx, value) for value in node.inputs)
     size: sympy.Expr | None = None
     if start is not None and limit is not None and isinstance(step, sympy.Rational) and step != 0:
@@ -180,7 +180,7 @@ def _has(node: ir.Node, k: int) -> bool:
 
 
 def _bounds(ctx: ShapeInferenceContext, node: ir.Node, k: int, name: str) -> list[Any] | None:
-    """Entries of an operand, which older opsets have as an attribute."""
+    """Returns the entries of an operand, which is an attribute in older opsets."""
     if name in node.attributes:
         return [sympy.Integer(one) for one in node.attributes[name].as_ints()]
     entries = entries_of(ctx, node.inputs[k]) if k < len(node.inputs) else None
@@ -202,7 +202,7 @@ def _sliced(dim: int | ir.SymbolicDim, start: Any, end: Any, step: Any, known: K
 
 
 def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> sympy.Expr | None:
-    """A bound counted from 0 and brought within the dim; None where its sign is not known."""
+    """Returns a bound counted from 0 and clamped to the dim; None where its sign is not known."""
     names = {str(name) for name in bound.free_symbols}
     facts = facts_of(bound, known) if names <= set(known) else Facts(1, 0, None, None)
     if facts.low >= _FAR:
@@ -217,7 +217,7 @@ def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> s
 
 
 def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Given sizes, or equal parts of which the last ones are smaller."""
+    """Splits by the declared sizes, or into equal parts of which the last ones may be smaller."""
     data = node.inputs[0]
     assert data is not None
     if data.shape is None:
@@ -247,7 +247,7 @@ def _split_sizes(ctx: ShapeInferenceContext, node: ir.Node, dim: int | ir.Symbol
 
 
 def pad(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """What is added before and behind each of the padded axes."""
+    """Adds the padding before and after each padded axis."""
     data = node.inputs[0]
     assert data is not None
     if data.shape is None or "pads" in node.attributes or "paddings" in node.attributes:

@@ -76,7 +76,7 @@ def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 
 def _named(text: str) -> ir.TypeProtocol | None:
-    """The type of a text such as `seq(tensor(float))`; None where it is of another kind."""
+    """Parses a type such as `seq(tensor(float))`; None for other kinds."""
     head, _, rest = text.partition("(")
     inner = rest.removesuffix(")")
     match head:
@@ -116,7 +116,7 @@ def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset:
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
 Known = Mapping[str, Facts]
-"""What is promised of the dims that the inputs name."""
+"""The facts promised for the dims that the inputs name."""
 Correction = Callable[[ShapeInferenceContext, ir.Node, Rule, Known], None]
 NEWEST = 1000
 
@@ -171,7 +171,7 @@ def _product(dims: Iterable[int | ir.SymbolicDim]) -> sympy.Expr | None:
 
 
 def _normalize_outputs(node: ir.Node, known: Known) -> None:
-    """Brings what a rule found into normal form, so that later nodes see equal dims as equal and numbers as numbers."""
+    """Normalizes the dims that a rule inferred, so that later nodes see equal dims as equal and numbers as numbers."""
     for out in node.outputs:
         if out.shape is not None:
             dims = [normal_dim(dim, known) for dim in out.shape.dims]
@@ -212,7 +212,7 @@ def group_query_attention(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule,
 
 
 def matmul_n_bits(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
-    """As many columns as the attribute says; the engine has no rule."""
+    """The last dim is the attribute N; the engine has no rule."""
     source, columns = node.inputs[0], node.attributes.get_int("N", 0)
     if source is not None:
         shape = None if source.shape is None else ir.Shape([*source.shape.dims[:-1], columns])
@@ -220,7 +220,7 @@ def matmul_n_bits(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: 
 
 
 def gather_block_quantized(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
-    """As many columns as packed elements, or as elements; the engine has no rule."""
+    """The last dim is the number of elements, packed or not; the engine has no rule."""
     data, indices, scales = node.inputs[0], node.inputs[1], node.inputs[2]
     if data is None or indices is None or scales is None:
         return

@@ -66,7 +66,7 @@ def by_element(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Know
 
 
 def _mapped_type(node: ir.Node, dtype: ir.DataType | None) -> ir.DataType | None:
-    """The type of what a map of elements makes: that of the attribute that lists the values."""
+    """The output type of an elementwise map: that of the attribute that lists the values."""
     if node.op_type == "Binarizer":
         return dtype
     listed = {"values_strings": _STRING, "values_int64s": _INT64, "values_floats": _FLOAT}
@@ -113,7 +113,7 @@ def _times(ctx: ShapeInferenceContext, one: int | ir.SymbolicDim, other: int | i
 
 
 def _rows(x: ir.Value, *columns: int | ir.SymbolicDim) -> ir.Shape | None:
-    """The shape of what is computed of every record; an input of one dim is one record."""
+    """The shape of a result computed per record; an input of one dim is one record."""
     if x.shape is None:
         return None
     return ir.Shape([1 if len(x.shape) == 1 else x.shape[0], *columns])

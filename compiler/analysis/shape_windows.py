@@ -120,7 +120,7 @@ class _Windows:
         return self.ints("strides", k, 1)
 
     def reach(self, k: int, kernel: Any) -> Any:
-        """How many places a kernel covers."""
+        """The number of positions that a dilated kernel covers."""
         return (kernel - 1) * self.ints("dilations", k, 1) + 1
 
     def pads(self, k: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Pass: every value gets its type and its global shape, dims as expressions over the dynamic dims of the inputs.
 
-Dims that the inputs name are the program's symbols; the plan's Symbols say what is promised of them. A shape counts as known when
-every dim is an integer or an expression over symbols: only then can a rank post a receive without being told the size.
+Dims that the inputs name are the program's symbols; the plan's Symbols hold their promised facts. A shape counts as known when every dim is
+an integer or an expression over symbols: only then can a rank post a receive without receiving the size.
 
     x: (batch, 1, 28, 28), batch = 64N   Reshape(x, [-1, 784])   ->   (batch, 784), batch = 64N
 
@@ -77,9 +77,9 @@ T = TypeVar("T", bound=Typed)
 
 
 def shapes(program: Prepared) -> Typed:
-    """Pass: every value of the model with its type and global shape.
+    """Pass: sets the type and global shape of every value of the model.
 
-    Raises CompileError where the plan contradicts the model's inputs, or an op takes no operands of such a type.
+    Raises CompileError where the plan contradicts the model's inputs, or an operand has a type that its op does not take.
     """
     symbols, batch_dims = bind_inputs(program), _batch_dims(program)
     symbols = part_symbols(program, symbols, batch_dims)
@@ -95,7 +95,7 @@ def shapes(program: Prepared) -> Typed:
 
 
 def _too_small(name: str, said: SymbolInfo, needed: SymbolInfo) -> str:
-    """A warning that a plan allows smaller sizes than the model has; none where nothing is said of the symbol."""
+    """A warning that a plan allows smaller sizes than the model; empty where it allows 0 or nothing is promised."""
     if said.facts.min == 0:
         return ""
     least = needed.facts.min
@@ -120,7 +120,7 @@ def _batch_dims(program: Prepared) -> dict[ir.Value, int]:
 
 
 def inferred(program: T) -> T:
-    """The program with the `values` that follow from its inputs' shapes and its symbols."""
+    """Returns the program with `values` inferred from its inputs' shapes and its symbols."""
     graph, symbols = program.model.graph, program.symbols
     facts = {name: info.facts for name, info in symbols.items()}
     if program.generation is not None:

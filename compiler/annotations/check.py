@@ -1,15 +1,13 @@
-"""Pass: compares the model's own annotations of every node with the graph, and reports all violations at once.
+"""Pass: checks the model's own annotations of every node against the graph, and reports all violations at once.
 
-A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage: the
-devices that other nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage
-goes over all devices of the configuration, in order. Without a plan nothing says what divides a symbol that is cut: the
-annotation promises it.
+A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage: the devices that other
+nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage goes over all devices of the
+configuration, in order. Without a plan nothing says what divides a symbol that is cut: the annotation promises it.
 
 One spec of the standard held against the tensor that it speaks of: the spread that it describes, or all that is wrong.
 
-The laws: an axis is one of the tensor's and stands once; a cut makes equal shards of the size that the tensor has; there are
-as many devices, or groups of devices, as shards, each device once and all groups of one size; a tensor that is not cut
-is on every device named.
+The laws: an axis is one of the tensor's and stands once; a cut makes equal shards of the size that the tensor has; there are as many
+devices, or groups of devices, as shards, each device once and all groups of one size; a tensor that is not cut is on every device named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Shardings from annotations: the axes of each factor, and outputs annotated with another layout than the node makes.
+"""Shardings from annotations: the axes of each factor, and outputs whose annotated layout differs from the one that the node produces.
 
-The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another
-way than the cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over
-annotations.
+The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another way than the
+cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over annotations.
 """
 
 from __future__ import annotations

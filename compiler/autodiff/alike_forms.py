@@ -1,4 +1,4 @@
-"""Local forms that are equal except for the handles of their values, such as those of equal layers: their gradients are found once.
+"""Local forms that are equal except for the handles of their values, such as those of equal layers: their gradients are computed once.
 
 In a gradient that is kept, places stand for handles, in the order in which the key meets them:
 

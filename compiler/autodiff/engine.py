@@ -1,7 +1,8 @@
-"""Gradients: the engine that runs the rules of the op table on a list of nodes, undoes broadcasting and adds up; it knows no op.
+"""Gradients: the engine that runs the rules of the op table on a list of nodes, reduces over broadcast dims and sums cotangents; it
+contains no rule of any op.
 
-A rule takes the cotangents of its node's outputs and the node's inputs, all as names, and gives one name an input. It sees one
-node on one rank, whose shapes are those of the shards; it never speaks of broadcasting, layouts or ranks.
+A rule takes the cotangents of its node's outputs and the node's inputs, all as names, and gives one name an input. It sees one node on one
+rank, whose shapes are those of the shards; it never speaks of broadcasting, layouts or ranks.
 
     @matmul.gradient
     def _(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The scope into which a gradient's nodes are emitted: values by name with their types and shapes, each inferred as its node is made.
+"""The scope into which a gradient's nodes are emitted: values by name with their types and shapes, each inferred when its node is emitted.
 
 Values of the forward program come in as copies, so that nothing here touches its graph; the nodes that go out name them.
 """

@@ -1,4 +1,4 @@
-"""The body of a branch or a loop while it is differentiated: its nodes under names of its own, then its gradient.
+"""The body of a branch or a loop while it is differentiated: first its nodes under separate names, then its gradient.
 
 A name that is made in a body may stand nowhere around it, so whatever a body makes begins with the path of the node that it will be in.
 What it reads from around keeps the name that it has there. Constants are nodes, so that a body needs nothing but what it reads.

@@ -1,1 +1,1 @@
-"""The cost of a program: the work of nodes by the op table, a machine's speeds, and the simulation of a step of all ranks."""
+"""The cost of a program: the work of nodes according to the op table, a machine's speeds, and the simulation of a step on all ranks."""

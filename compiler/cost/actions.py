@@ -1,4 +1,4 @@
-"""The actions of a rank in a step with their seconds: from its file, at sizes of the symbols, on a machine.
+"""The actions of a rank in a step with their durations, computed from the rank's file, the sizes of the symbols and a machine.
 
 A segment is one run of a session, and the seconds of its nodes; an update is its function over flat memory, shard by shard, as the runtime
 runs it. A message or a collective gives the bytes that the runtime gives the transport. A collective of several values copies them side by
@@ -60,7 +60,7 @@ class Pricing:
         self._segments: dict[object, tuple[float, dict[str, float], float]] = {}
 
     def node(self, node: NodeProto, given: Sequence[Operand | None], made: Sequence[Operand | None]) -> NodeCost:
-        """What a node costs."""
+        """Returns the cost of a node."""
         attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
         key = node.domain, node.op_type, attributes, tuple(given), tuple(made)
         if key not in self._nodes:

@@ -87,7 +87,7 @@ class Processor:
         return self.kernels.get(name) or self.kernels[FALLBACK]
 
     def among(self, busy: int) -> Processor:
-        """The speeds where so many ranks of a host work."""
+        """The speeds of the processor when `busy` ranks of a host compute at the same time."""
         one = self.alone
         if one is None:
             return self
@@ -170,11 +170,11 @@ class Machine:
         return min(-(-ranks // hosts), self.cores or most, most)
 
     def among(self, busy: int) -> Machine:
-        """The machine as a plan finds it of whose ranks so many work on a host at the same time."""
+        """The machine with the speeds that hold when `busy` ranks of a host compute at the same time."""
         return replace(self, processors={name: one.among(busy) for name, one in self.processors.items()})
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What connects these ranks: the one that was measured at their stride, else the first."""
+        """The link that connects these ranks: the one that was measured at their stride, else the first."""
         strides = {later - one for one, later in itertools.pairwise(ranks)}
         stride = strides.pop() if len(strides) == 1 else 0
         return next((one for one in self.links if one.stride == stride), self.links[0])

@@ -1,4 +1,4 @@
-"""The operations and bytes of a node, by the factors of its op's entry in the op table.
+"""The number of operations and bytes of a node, from the factors of its op's entry in the op table.
 
     MatMul *mk,*kn->*mn     the product of all factors, as k is contracted between two operands
     Conv, Attention, LSTM   what the entry itself says
@@ -57,7 +57,7 @@ def multiply_adds(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Know
 
 
 def work(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known], moved: int) -> int:
-    """What a node costs, in multiply-adds; `moved`: the bytes of its operands."""
+    """The cost of a node in multiply-adds; `moved`: the bytes of its operands."""
     entry = entry_of(node)
     if entry is not None and entry.work.kernel == VIEW:
         return 0

@@ -1,4 +1,4 @@
-"""Plays a step of all ranks: what each does in its own order, on a clock of its computation and one of its communication.
+"""Simulates a step of all ranks: each performs its actions in order, with one clock for computation and one for communication.
 
     compute    takes its seconds of the clock of computation
     send       leaves at once: the message arrives when those sent before it have left, and it has travelled

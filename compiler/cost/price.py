@@ -1,4 +1,4 @@
-"""The seconds of a node on a target: of its work, by the curve that was measured of what bounds such an op.
+"""The duration of a node on a target: computed from its work with the measured curve of the resource that bounds such an op.
 
     view           what calling any node takes; a constant nothing, as sessions fold it
     product        the operations of each matrix, or what it moves if that takes longer; and behind it `pack`: its second operand laid
@@ -10,9 +10,8 @@
     sort           the first that it makes, such as the values of TopK, and what it reads
     others         what it moves
 
-What a node moves are its operands and what it makes. Nothing is faster than an elementwise op that moves as much, nor is a copy.
-A function over flat memory, as an optimizer's, and one of rows are the nodes of their body, of which each makes as much as its largest
-operand has.
+What a node moves are its operands and what it makes. Nothing is faster than an elementwise op that moves as much, nor is a copy. A function
+over flat memory, as an optimizer's, and one of rows are the nodes of their body, of which each makes as much as its largest operand has.
 
 A core computes the columns of a product in blocks of 16, so that 4 columns take as long as 16. A convolution is, for each record, a product
 whose columns are the pixels of its image.
@@ -92,7 +91,7 @@ class NodeCost:
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
-    """What a node computes and moves, of the sizes of its operands, None where these are absent."""
+    """The operations and bytes of a node, from the sizes of its operands; None for an absent operand."""
     entry = entry_of(node)
     kernel = entry.work.kernel if entry is not None else FALLBACK
     given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
@@ -195,7 +194,7 @@ def _windows(
 
 
 def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
-    """How many matrices a product multiplies: one where the second operand is a matrix."""
+    """The number of matrices that a product multiplies: one where the second operand is a matrix."""
     if kernel != PRODUCT or len(inputs) < 2 or not inputs[1] or len(inputs[1]) < 3 or not outputs or not outputs[0]:
         return 1
     return max(1, math.prod(map(int, outputs[0][:-2])))

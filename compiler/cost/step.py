@@ -1,4 +1,4 @@
-"""A step of an artifact on a machine: the actions of all ranks played, with the memory of each.
+"""Simulates a step of an artifact on a machine: the actions of all ranks, with the memory of each.
 
 simulated(artifact, machine, {"batch": 64})      what `partc simulate build/ --machine machine.yaml --set batch=64` shows
 
@@ -156,7 +156,7 @@ class Simulation:
 
     @property
     def critical(self) -> list[tuple[str, float]]:
-        """Where the step's time goes on its critical path: modules, messages and collectives by their source names, the longest first."""
+        """The durations on the step's critical path: modules, messages and collectives by their source names, the longest first."""
         total = defaultdict[str, float](float)
         for _, action, seconds in self.played.critical:
             match action:

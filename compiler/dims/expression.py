@@ -1,8 +1,8 @@
 """Facts of whole dim expressions: `floor(batch/2) + 1`, `Max(seq, 8)`, `784*batch/49`.
 
-A name with facts (d, r, min, max) is replaced by `min + d*N`, N from 0 on, and sums and products are multiplied out to
-a polynomial in these N, so that what the parts have in common cancels. What is not a polynomial becomes a further variable
-with the facts that the arithmetic of `Facts` gives it:
+A name with facts (d, r, min, max) is replaced by `min + d*N`, N from 0 on, and sums and products are multiplied out to a polynomial in
+these N, so that common parts cancel. A subexpression that is not a polynomial becomes a new variable whose facts the arithmetic of `Facts`
+computes:
 
     floor(p/q)   the terms of p that q divides leave it exactly; the rest is constant, or a variable
     Max, Min     arguments that another one always exceeds are dropped
@@ -34,15 +34,15 @@ Bindings: TypeAlias = tuple[tuple[str, Facts], ...]
 
 
 class _Unread(Exception):
-    """No rule reads this expression, or it is too large to be read."""
+    """Raised where no rule reads an expression, or where it is too large."""
 
 
 def facts_of(dim: int | ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
-    """What is known of a dim's value, from what is `known` of the names in it; a name not in `known` is any dim.
+    """Returns the facts of a dim's value, given the facts `known` of the names in it; a name not in `known` may be any dim.
 
-    A dim is an integer for every legal binding, so `batch/2` with an odd batch does not occur. Where the expression has
-    functions that no rule reads, or is unknown, the facts say so (`[-inf,inf]`, `[0,inf]`); nothing is raised. The result
-    is remembered by the expression and by what is known of its names.
+    A dim is an integer for every legal binding, so `batch/2` with an odd batch does not occur. Where the expression has functions that no
+    rule reads, or is unknown, the facts say so (`[-inf,inf]`, `[0,inf]`); nothing is raised. The result is cached by the expression and the
+    facts of its names.
     """
     if isinstance(dim, int):
         return Facts.constant(dim)
@@ -69,7 +69,7 @@ def _facts_of(expression: sympy.Expr, bindings: Bindings) -> Facts:
 
 
 def _read(expression: sympy.Basic, known: Mapping[str, Facts]) -> Polynomial:
-    """The polynomial whose values are the expression's; _Unread where there is none."""
+    """The polynomial whose values are the expression's; raises _Unread where there is none."""
     if isinstance(expression, sympy.Symbol):
         return Polynomial.having(known[expression.name], expression.name)
     if isinstance(expression, sympy.Rational):
@@ -81,7 +81,7 @@ def _read(expression: sympy.Basic, known: Mapping[str, Facts]) -> Polynomial:
 
 
 def _divided(expression: sympy.Basic, known: Mapping[str, Facts]) -> Polynomial:
-    """As `_read`, of an expression that is rounded down or is an integer, so that it may divide by names."""
+    """Same as `_read` for an expression that is rounded down or is known to be an integer, so that it may divide by names."""
     try:
         return _read(expression, known)
     except _Unread:
@@ -135,7 +135,7 @@ def _ceiling(args: tuple[sympy.Basic, ...], known: Mapping[str, Facts]) -> Polyn
 
 
 def floor_of(p: Polynomial) -> Polynomial:
-    """The polynomial rounded down: exact where its congruence says how much is lost, else with a variable."""
+    """The polynomial rounded down: exact where its congruence determines the remainder, else with a new variable."""
     q = p.denominator
     whole: dict[Monomial, Fraction] = {}
     rest: dict[Monomial, Fraction] = {}

@@ -1,4 +1,4 @@
-"""Max and Min of expressions, not compared: sympy compares each two of them, for seconds where there are 64, and `normal` does by facts."""
+"""Max and Min of expressions without sympy's pairwise comparison, which takes seconds for 64 arguments; `normal` compares by facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def smallest(*args: Any) -> sympy.Expr:
 
 
 def _extreme(of: Any, number_of: Any, args: Iterable[Any]) -> sympy.Expr:
-    """One inside another becomes part of it, numbers become one, and of equal arguments one stays."""
+    """Returns an extreme of `args` unevaluated: nested extremes are flattened, numbers are combined, and equal arguments are dropped."""
     parts = [part for arg in map(sympy.sympify, args) for part in (arg.args if isinstance(arg, of) else (arg,))]
     numbers = [part for part in parts if part.is_Rational]
     rest = dict.fromkeys(part for part in parts if not part.is_Rational)

@@ -1,19 +1,18 @@
 """`Facts`: the known properties of an integer, a congruence and a range, with the arithmetic that carries it through dims.
 
-The law: a value v has facts (divisor, remainder, min, max) when `v == remainder (mod divisor)` and `min <= v <= max`;
-None means unbounded. Congruence modulo 0 is equality, so a constant c is divisor 0, remainder c, and no formula needs a
-case for it:
+The law: a value v has facts (divisor, remainder, min, max) when `v == remainder (mod divisor)` and `min <= v <= max`; None means unbounded.
+Congruence modulo 0 is equality, so a constant c is divisor 0, remainder c, and no formula needs a case for it:
 
     v + w    (gcd(d1, d2), r1 + r2)                        max, min    (gcd(d1, d2, r1 - r2), r1)
     v * w    (gcd(d1*d2, d1*r2, d2*r1), r1*r2)             v mod w     (gcd(d1, d2, r2), r1)
     v // k   (d1/k, r1//k) where k divides d1, else (1, 0)
 
-Every result holds for all pairs of values of the operands for which the operation is defined. An operation knows
-nothing of what its operands have in common: that is the work of `facts_of` (`expression.py`), which reads whole expressions.
+Every result holds for all pairs of values of the operands for which the operation is defined. An operation does not see that its operands
+have parts in common: `facts_of` (`expression.py`), which reads whole expressions, does.
 
-Facts are kept in one form: the bounds are values that the congruence allows, the remainder is in 0 .. divisor - 1, and
-a range of one value is a constant. The text of a dump is `[64,512]|64N`, `[9,inf]|8N+1`, `[0,inf]`, and `784` for a
-constant; in it N is any integer that the range allows.
+Facts are kept in one form: the bounds are values that the congruence allows, the remainder is in 0 .. divisor - 1, and a range of one value
+is a constant. The text of a dump is `[64,512]|64N`, `[9,inf]|8N+1`, `[0,inf]`, and `784` for a constant; in it N is any integer that the
+range allows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Bound: TypeAlias = int | float  # a float only as an infinity
 
 @dataclass(frozen=True)
 class Facts:
-    """The integers `divisor*N + remainder` within [min, max]; None means unbounded. ValueError where there is none."""
+    """The integers `divisor*N + remainder` within [min, max]; None means unbounded. ValueError where no integer is allowed."""
 
     divisor: int = 1
     remainder: int = 0
@@ -61,7 +60,7 @@ class Facts:
 
     @property
     def value(self) -> int | None:
-        """The integer itself where it is known, else None."""
+        """The integer itself where the facts allow only one, else None."""
         return None if self.divisor else self.remainder
 
     @property
@@ -112,7 +111,7 @@ class Facts:
         return _facts(d, self.remainder * b.remainder, min(corners), max(corners))
 
     def __floordiv__(self, other: Facts | int) -> Facts:
-        """The quotient rounded down; nothing is known where the divisor may have either sign."""
+        """The quotient rounded down; ANY where the divisor may have either sign."""
         b = _not_zero(_as_facts(other))
         if b.high < 0:
             return -self // -b
@@ -124,7 +123,7 @@ class Facts:
         return _facts(*steps, min(corners), max(corners))
 
     def __mod__(self, other: Facts | int) -> Facts:
-        """The remainder in 0 .. other - 1; nothing is known where the modulus may be negative."""
+        """The remainder in 0 .. other - 1; ANY where the modulus may be negative."""
         b = _not_zero(_as_facts(other))
         if b.low <= 0:
             return ANY
@@ -141,28 +140,28 @@ class Facts:
 
 
 ANY = Facts(1, 0, None, None)
-"""Nothing is known but that it is an integer."""
+"""Facts of an integer of which nothing else is known."""
 
 ANY_DIM = Facts()
-"""Nothing is known but that it is a dim: an integer from 0 on."""
+"""Facts of a dim of which nothing else is known: an integer from 0 on."""
 
 
 def maximum(values: Iterable[Facts]) -> Facts:
-    """The facts of the largest of some values."""
+    """The facts of the maximum of some values, given the facts of each."""
     some = list(values)
     d, r = _either(some)
     return _facts(d, r, max(v.low for v in some), max(v.high for v in some))
 
 
 def minimum(values: Iterable[Facts]) -> Facts:
-    """The facts of the smallest of some values."""
+    """The facts of the minimum of some values, given the facts of each."""
     some = list(values)
     d, r = _either(some)
     return _facts(d, r, min(v.low for v in some), min(v.high for v in some))
 
 
 def meet(a: Facts, b: Facts) -> Facts:
-    """The facts of a value that has both `a` and `b`; ValueError where no integer has."""
+    """The facts of a value that satisfies both `a` and `b`; ValueError where no integer does."""
     low, high = max(a.low, b.low), min(a.high, b.high)
     if a.divisor == 0 or b.divisor == 0:
         one, other = (a, b) if a.divisor == 0 else (b, a)

@@ -1,8 +1,8 @@
-"""The normal form of a dim: one text for equal dims, as far as the facts of the names tell, and a number where it is one.
+"""The normal form of a dim: equal dims get the same text, as far as the facts of the names show, and a constant dim becomes a number.
 
-Sums and products are multiplied out; functions are resolved by what is known of the names in them:
+Sums and products are multiplied out; functions are resolved with the facts of the names in them:
 
-    floor(p/q)   the terms of p that q divides leave it; it vanishes where the congruence of the rest tells what is lost
+    floor(p/q)   the terms of p that q divides leave it; it vanishes where the congruence of the rest determines the remainder
     ceiling      floor((p + q - 1)/q), and so is -floor(-p/q)
     Max, Min     arguments that another one always exceeds are dropped
     Mod(p, m)    p where it never reaches m; else p - m*floor(p/m) where that floor vanishes
@@ -44,7 +44,7 @@ def as_dim(expression: sympy.Expr) -> int | ir.SymbolicDim:
 
 
 def normal(expression: sympy.Expr, known: Mapping[str, Facts]) -> sympy.Expr:
-    """The expression in normal form; a name that is not known may have any value, below 0 too."""
+    """The expression in normal form; a name not in `known` may have any value, including negative ones."""
     return _normal_of(expression, tuple((name, known.get(name, ANY)) for name in sorted(names_in(expression))))
 
 
@@ -97,7 +97,7 @@ def _ceiling(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
 
 
 def _cancelled(value: sympy.Expr) -> sympy.Expr:
-    """A quotient with its common factors cancelled."""
+    """The expression with the common factors of its quotients cancelled."""
     if not any(power.exp.is_negative for power in value.atoms(sympy.Pow)):
         return value
     try:
@@ -107,12 +107,12 @@ def _cancelled(value: sympy.Expr) -> sympy.Expr:
 
 
 def quotient(value: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
-    """A quotient that is known to be exact."""
+    """The quotient `value / by`, which must be exact, in cancelled form."""
     return _cancelled(value / by)
 
 
 def is_integral(expression: Any, known: Mapping[str, Facts]) -> bool:
-    """Whether the values are integers, by the form and by what is known of the names."""
+    """Whether all values of an expression are integers, judging by its form and the facts of its names."""
     match type(expression).__name__:
         case "Symbol" | "Integer" | "One" | "Zero" | "NegativeOne" | "floor" | "ceiling":
             return True

@@ -1,11 +1,11 @@
 """Polynomials with rational coefficients over integer variables, and the facts of their values.
 
-The congruence is read from values, not from coefficients: by Newton's forward differences every value of a polynomial
-of degree k is an integer combination of its values at 0 .. k, so the gcd of `p(x) - p(0)` over a box of degree + 1
-points per variable is the largest number that divides all differences of values: `N*N + N` is even. Where the box is
-large, the gcd of the coefficients stands in; it divides that number.
+The congruence is read from values, not from coefficients: by Newton's forward differences every value of a polynomial of degree k is an
+integer combination of its values at 0 .. k, so the gcd of `p(x) - p(0)` over a box of degree + 1 points per variable is the largest number
+that divides all differences of values: `N*N + N` is even. Where the box is large, the gcd of the coefficients, which divides that number,
+is used instead.
 
-The range adds up the ranges of the terms. Variables count from 0, so that most terms are least together.
+The range adds up the ranges of the terms. Variables start from 0, so that most terms have their minimum at the same point.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ LARGEST_BOX = 256
 
 @dataclass(frozen=True, order=True)
 class Variable:
-    """An integer from 0 to `high` (None: without end); if `signed`, any integer. The key says what it stands for."""
+    """An integer from 0 to `high` (None: unbounded); if `signed`, any integer. `key` names the expression that it represents."""
 
     key: str
     high: int | None = None
     signed: bool = False
 
     def powers(self, exponent: int) -> tuple[Bound, Bound]:
-        """The range of the variable to this power."""
+        """The range of the variable to the power `exponent`."""
         low: Bound = -math.inf if self.signed and exponent % 2 else 0
         return low, math.inf if self.high is None or self.signed else self.high**exponent
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of terms; a monomial is a tuple of (variable, power) in order, and the constant's is ()."""
+    """A sum of terms: maps each monomial, a tuple of (variable, power) in order, to its coefficient; the constant's monomial is ()."""
 
     terms: Mapping[Monomial, Fraction]
 
@@ -56,7 +56,7 @@ class Polynomial:
 
     @staticmethod
     def having(facts: Facts, key: str) -> Polynomial:
-        """A polynomial in one variable of this key that has just the values that the facts allow."""
+        """A polynomial in one variable of this key that has exactly the values that the facts allow."""
         if facts.divisor == 0:
             return Polynomial.constant(facts.remainder)
         steps = None if facts.min is None or facts.max is None else (facts.max - facts.min) // facts.divisor
@@ -71,7 +71,7 @@ class Polynomial:
 
     @property
     def key(self) -> str:
-        """A text that equal polynomials, and only they, have."""
+        """A text that is the same for equal polynomials only."""
         return " + ".join(
             "*".join([str(coefficient), *(f"{variable.key}**{power}" for variable, power in monomial)])
             for monomial, coefficient in sorted(self.terms.items())
@@ -79,7 +79,7 @@ class Polynomial:
 
     @property
     def value(self) -> Fraction | None:
-        """The number that the polynomial is, None where it has variables."""
+        """The polynomial's value if it is constant; None where it has variables."""
         return self.offset if not any(self.terms) else None
 
     @property
@@ -89,7 +89,7 @@ class Polynomial:
 
     @property
     def denominator(self) -> int:
-        """The least number whose product with the polynomial has integer coefficients."""
+        """The common denominator of the coefficients."""
         return math.lcm(*(coefficient.denominator for coefficient in self.terms.values()))
 
     def __add__(self, other: Polynomial) -> Polynomial:
@@ -114,7 +114,7 @@ class Polynomial:
         return Polynomial({monomial: coefficient for monomial, coefficient in product.items() if coefficient})
 
     def range(self) -> tuple[Bound, Bound]:
-        """Bounds of the values, exact where no two terms pull against each other; the coefficients must be integers."""
+        """Bounds of the values, exact where no two terms have opposite trends; the coefficients must be integers."""
         low: Bound = 0
         high: Bound = 0
         for monomial, coefficient in self.terms.items():

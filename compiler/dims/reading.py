@@ -1,7 +1,7 @@
-"""Texts of dims as sympy expressions in which a name is an integer and no more.
+"""Reads texts of dims as sympy expressions in which a name is only assumed to be an integer.
 
-onnx-ir's own reader makes every name positive, and sympy then drops the 1 of `Max(1, n)`; but a dynamic dim may be 0. What
-is known of a name are its facts, and nothing else may decide.
+onnx-ir's own reader assumes that every name is positive, so that sympy drops the 1 of `Max(1, n)`; but a dynamic dim may be 0. Only the
+facts of a name may decide.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read(text: str) -> sympy.Expr | None:
 
 @functools.lru_cache(maxsize=8192)
 def symbol(name: str) -> sympy.Symbol:
-    """The dim of this name."""
+    """The sympy symbol of the dim with this name."""
     return sympy.Symbol(name, integer=True)
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from partc.compiler.dims.facts import Facts
 
 LARGEST = 1 << 40
-"""No dim is larger: what is computed of several dims stays within 64 bits for all that a machine can hold."""
+"""The largest legal dim: it keeps results over several dims within 64 bits for every size that a machine can hold."""
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A dynamic dimension; with `unique` all uses are equal, without it they share the constraints only.
+    """A dynamic dimension; with `unique` all uses have the same size, without it they only share the constraints.
 
-    Raises TypeError where a number is not an int (a bool is not) or `unique` is not a bool, ValueError where no size is legal.
+    Raises TypeError where a number is not an int (a bool is not) or `unique` is not a bool, ValueError where it allows no size.
     """
 
     max: int = 0
@@ -65,11 +65,11 @@ class Symbol:
         return least + (self.remainder - least) % self.divisor
 
     def facts(self) -> Facts:
-        """What is known of every legal size; `max` is rounded down to a legal one."""
+        """The facts of the legal sizes; `max` is rounded down to a legal one."""
         return Facts(self.divisor, self.remainder, self.smallest, self.max or None)
 
 
 def identifier(text: str) -> str:
-    """A text as a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
+    """Converts a text to a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
     return f"dim_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name

@@ -1,4 +1,4 @@
-"""The calls of `place` and `shard` as they are recorded: what each speaks of and says, and the regions that its target became.
+"""The calls of `place` and `shard` as they are recorded: the target and the arguments of each, and the regions that its target became.
 
 The region of a module is all that is inside. That of a function is what one call of it emits, that of an op is its node (`traced.py`).
 """

@@ -1,4 +1,4 @@
-"""`place`: a `model.py` says where a module, a function, a single op or the matches of a pattern run.
+"""`place`: with it a `model.py` declares where a module, a function, a single op or the matches of a pattern run.
 
     self.fc1.place("MS_WORKER", 0)                   # as in MindSpore: the role, the rank
     self.conv1 = place(nn.Conv2d(1, 6, 5), rank=3)

@@ -1,11 +1,11 @@
-"""`shard`: a `model.py` says how a module, a function or a single op is cut, and what of the graph that speaks of.
+"""`shard`: with it a `model.py` declares the sharding of a module, a function or a single op; finds the nodes that this applies to.
 
     self.block1.shard(in_strategy=((1, 8),), parameter_plan={"self.block1.dense2.weight": (8, 1)})
     shard(dense_relu, in_strategy=((4, 2), None, None))(op, x, weight, bias)
     shard(op.MatMul, in_strategy=((2, 4), (4, 1)))(x, weight)
 
-Strategies speak of the tensors in the order of the call: one entry each, a number of shards or mesh axes for each dim, None where
-the entry, or the cut of the dim beside axes, is left out. Regions (`calls.py`) of shard do not nest.
+Strategies speak of the tensors in the order of the call: one entry each, a number of shards or mesh axes for each dim, None where the
+entry, or the cut of the dim beside axes, is left out. Regions (`calls.py`) of shard do not nest.
 """
 
 from __future__ import annotations

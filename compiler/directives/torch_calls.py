@@ -1,4 +1,4 @@
-"""Calls of functions that `shard` or `place` speaks of, in the forward of a torch model.
+"""Calls of the functions that `shard` or `place` targets, in the forward of a torch model.
 
 While torch traces the model each tensor that enters such a function goes through a marker, and each that leaves it through another one:
 
@@ -6,8 +6,8 @@ While torch traces the model each tensor that enters such a function goes throug
     ...                                               what the function computes
     y = partc.region::Leave(h2) {call: 0, place: 0}
 
-`frontend/torch/function_regions.py` reads the regions off the exported graph and takes the markers out. Regions of `shard` do not nest,
-and none is called inside of `torch.func.vmap`, where a tensor has fewer dims than its strategy; `vmap` inside of a region is as any code.
+`frontend/torch/function_regions.py` reads the regions off the exported graph and takes the markers out. Regions of `shard` do not nest, and
+none is called inside of `torch.func.vmap`, where a tensor has fewer dims than its strategy; `vmap` inside of a region is as any code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The texts of an artifact's `ir/` folder: made to be read before a run, searched by op or path, and diffed in CI.
+"""The texts of an artifact's `ir/` folder: written to be read before a run, searched by op or path, and diffed in CI.
 
-Stable and deterministic: no counters, times, machine paths or hash order; a line changes only where the program does. The grammar
-is described in `compiler/README.md`, section "The dumps".
+Stable and deterministic: no counters, times, machine paths or hash order; a line changes only where the program does. The grammar is
+described in `compiler/README.md`, section "The dumps".
 
     %conv1.Conv = Conv(%x, %conv1.weight) {kernel_shape: [5, 5]} {rank: 3}
         : (<tensor(float), (batch, 1, 32, 32)>, <tensor(float), (6, 1, 5, 5)>) -> (<tensor(float), (batch, 6, 28, 28)>)
@@ -105,7 +105,7 @@ def _listing(title: str, rows: Sequence[str]) -> list[str]:
 
 
 def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value, list[int]]]:
-    """Per input the ranks that read it, and per weight those that hold it, rising."""
+    """Maps each input to the ranks that read it, and each weight to the ranks that hold it, ascending."""
     readers: dict[ir.Value, list[int]] = {}
     holders: dict[ir.Value, list[int]] = {}
     sized = sized_inputs(program)

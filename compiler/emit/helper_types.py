@@ -61,7 +61,7 @@ class HelperTypes:
         return found
 
     def _outputs(self, step: Compute, known: dict[Value, onnx.TypeProto | None]) -> Sequence[onnx.TypeProto | None]:
-        """What the op's schema infers of an op's outputs; nothing where it cannot."""
+        """The outputs' types as the op's schema infers them; empty where it cannot."""
         given: dict[Value, onnx.TypeProto] = {}
         for value in dict.fromkeys(one for one in step.inputs if one is not None):
             if value not in known:

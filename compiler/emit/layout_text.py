@@ -56,7 +56,7 @@ def _shard_text(layout: Layout, place: int, sizes: tuple[int, ...], together: bo
 
 
 def strategies(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterator[str]:
-    """How a node's inputs are cut, per group, or of the groups that a rank is in: ` {in_strategy: ((2, 4), (4, 1))}`."""
+    """The sharding of a node's inputs, for each group, or for the groups of one rank: ` {in_strategy: ((2, 4), (4, 1))}`."""
     return (f" {{in_strategy: {choice.strategy()}}}" for choice in _choices(program, node, rank))
 
 

@@ -1,4 +1,4 @@
-"""The names of a program's values, given once, when its files are written: the hint, and strokes where another value has the name.
+"""Assigns the names of a program's values once, when its files are written: the hint, with primes where another value has the name.
 
     h            what an op makes, or ranks are given
     h.3          of the microbatch 3: after the value that it is named after
@@ -76,7 +76,7 @@ class Names(dict[Value, str]):
                 places[value] = places.get(value, 0) | place
 
     def _give(self, value: Value, calls: Sequence[tuple[int, Sequence[int]]] = ()) -> str:
-        """The name of a value; one that has none gets it, behind that of the value after which it is named."""
+        """Returns the name of a value; assigns one if it has none, after the value from which its name is derived."""
         if value in self:
             return self[value]
         hint = value.hint if value.base is None else self._give(value.base) + value.hint

@@ -1,7 +1,7 @@
-"""Opens what was written before it takes its place: rank files are sound, and onnxruntime loads them.
+"""Checks written files before they replace the artifact: rank files are sound, and onnxruntime loads them.
 
-What is wrong is told as whose fault it is. A model that onnx or onnxruntime refuses as it came is the user's to change: onnx's refusal
-is a warning, since onnxruntime may well run it, onnxruntime's an error. All else is a bug in partc.
+What is wrong is told as whose fault it is. A model that onnx or onnxruntime refuses as it came is the user's to change: onnx's refusal is a
+warning, since onnxruntime may well run it, onnxruntime's an error. All else is a bug in partc.
 """
 
 from __future__ import annotations

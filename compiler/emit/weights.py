@@ -1,7 +1,7 @@
-"""Writes weights as safetensors, streamed from where they are: hashed and written in one pass, never whole in memory.
+"""Writes weights as safetensors, streamed from their source: hashed and written in one pass, never completely in memory.
 
-A weight stands in the file of the lowest rank that holds it, once, however many ranks read it. Tensors follow one another in
-the order of `safetensors` itself (wider items first, then by name), and the header is padded so that the data starts on a page.
+A weight stands in the file of the lowest rank that holds it, once, however many ranks read it. Tensors follow one another in the order of
+`safetensors` itself (wider items first, then by name), and the header is padded so that the data starts on a page.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _write_all(out: FileIO, data: memoryview) -> None:
 def owners(
     held_by: Mapping[int, Sequence[RankTensor]], shards: WeightShards, known: Collection[Stored] = ()
 ) -> dict[int, list[RankTensor]]:
-    """Per rank the weights that stand in its file: those that no lower rank holds, without the `known` and the inline ones."""
+    """Maps each rank to the weights that its file holds: those that no lower rank holds, without the `known` and the inline ones."""
     seen = set(known)
     owned: dict[int, list[RankTensor]] = {}
     for rank in sorted(held_by):

@@ -1,1 +1,1 @@
-"""The program that passes take and give."""
+"""The program: the data that passes receive and return."""

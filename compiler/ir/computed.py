@@ -1,4 +1,4 @@
-"""Tensors whose shards are computed when they are read, each without the rest: a converted or quantized part of a mapped weight."""
+"""Tensors whose elements are computed shard by shard when they are read: a converted or quantized shard of a memory-mapped weight."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from partc.compiler.ir.value_info import Array
 from partc.runtime.files.regular import open_regular
 
 Box: TypeAlias = "tuple[slice, ...]"
-"""The shard of a tensor: a slice of each dim, with begin and end."""
+"""The slice of a tensor that a shard has: per dim its begin and end."""
 
 
 _READING = threading.Lock()
 
 
 class ComputedTensor(ir.LazyTensor):
-    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory.
+    """A tensor whose elements within a box `compute` returns on each call; the elements do not stay in memory.
 
-    `rows_of`: a tensor whose rows have the same bytes in another shape: an artifact has those of both once.
+    `rows_of`: a tensor that has the same bytes in another shape; an artifact stores the bytes of the two once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ComputedTensor(ir.LazyTensor):
 
 
 class WidenedTensor(ComputedTensor):
-    """A tensor whose elements are those of `source`, a tensor of 16-bit floats, in a wider type: the artifact has them in their own."""
+    """A tensor with the elements of `source`, a tensor of 16-bit floats, in a wider type; the artifact stores those of `source`."""
 
     def __init__(self, source: ir.TensorProtocol, dtype: ir.DataType, name: str) -> None:
         self.source = source
@@ -49,7 +49,7 @@ class WidenedTensor(ComputedTensor):
 
 
 class BoxTensor(ComputedTensor):
-    """The elements of `source` within a `box`, read when they are asked for."""
+    """The elements of `source` within `box`, read from `source` on each access."""
 
     def __init__(self, source: ir.TensorProtocol, box: Box, name: str) -> None:
         def compute(inner: Box) -> Array:
@@ -60,7 +60,9 @@ class BoxTensor(ComputedTensor):
 
 
 def box_of(tensor: ir.TensorProtocol, box: Box, name: str) -> ir.TensorProtocol:
-    """A part of a tensor that is read when it is asked for: of a part another part of its source, of a widened tensor a widened one."""
+    """Returns a lazy tensor of a tensor's elements in a box: a box of a `BoxTensor` refers to its source, one of a widened tensor is
+    widened.
+    """
     if isinstance(tensor, WidenedTensor):
         return WidenedTensor(box_of(tensor.source, box, name), tensor.dtype, name)
     if isinstance(tensor, BoxTensor):
@@ -69,7 +71,7 @@ def box_of(tensor: ir.TensorProtocol, box: Box, name: str) -> ir.TensorProtocol:
 
 
 def in_file(tensor: ir.TensorProtocol) -> tuple[ir.ExternalTensor, Box] | None:
-    """The tensor of a file and the box in it that are a tensor's elements in the tensor's own type; None where they are not in a file."""
+    """Returns the tensor of a file, and the box in it, that hold a tensor's elements in its own type; None where they are not in a file."""
     source, box = (tensor.source, tensor.box) if isinstance(tensor, BoxTensor) else (tensor, None)
     if not isinstance(source, ir.ExternalTensor) or source.dtype.bitwidth < 8:
         return None
@@ -77,23 +79,23 @@ def in_file(tensor: ir.TensorProtocol) -> tuple[ir.ExternalTensor, Box] | None:
 
 
 def _within(outer: Box, inner: Box) -> Box:
-    """A box of a box, in the dims of the whole."""
+    """Returns a box of a box (`inner` relative to `outer`) in the dims of the full tensor."""
     return tuple(
         slice(one.start + begin.start, one.stop + begin.start) for one, begin in zip(inner, outer, strict=True)
     )
 
 
 def widens(source: ir.DataType, dtype: ir.DataType) -> bool:
-    """Whether the artifact keeps the elements of a tensor in `source` where they are computed in `dtype`."""
+    """Whether the artifact stores a tensor computed in `dtype` in the type `source`: true for a 16-bit float widened to float."""
     return dtype == ir.DataType.FLOAT and source in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class AbsentError(CompileError):
-    """A pass needs the numbers of a weight of a model that is compiled without weights."""
+    """Raised where a pass needs the numbers of a weight of a model that is compiled without weights."""
 
 
 class AbsentTensor(ComputedTensor):
-    """A weight of which only name, type and shape are known; AbsentError where its numbers are read."""
+    """A weight of which only name, type and shape are known; a read of its numbers raises AbsentError."""
 
     def __init__(self, dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
         def compute(box: Box) -> Array:
@@ -105,17 +107,17 @@ class AbsentTensor(ComputedTensor):
 
 
 def is_absent(tensor: object) -> bool:
-    """Whether a tensor is a weight whose numbers are not known, in whichever type it is stored."""
+    """Whether a tensor is a weight whose numbers are not known, widened or not."""
     return isinstance(tensor.source if isinstance(tensor, WidenedTensor) else tensor, AbsentTensor)
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """Returns the box that covers a full tensor of this shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def shard_of(tensor: ir.TensorProtocol, box: Box) -> Array:
-    """The elements of a tensor within a box."""
+    """Returns the elements of a tensor within a box."""
     if isinstance(tensor, ComputedTensor):
         return tensor.compute(box)
     if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and box and tensor.nbytes:
@@ -126,7 +128,7 @@ def shard_of(tensor: ir.TensorProtocol, box: Box) -> Array:
 
 
 def _read(tensor: ir.ExternalTensor, box: Box) -> Array:
-    """A box of a tensor in a file, whose pages are mapped for no longer than that: what stays mapped counts as memory of the process."""
+    """Reads a box of a tensor from its file. The pages are mapped only during the read, as mapped pages count as the process's memory."""
     rows, shape = box[0], tensor.shape.numpy()
     row = tensor.nbytes // shape[0]
     count = len(range(*rows.indices(shape[0])))
@@ -139,7 +141,7 @@ def _read(tensor: ir.ExternalTensor, box: Box) -> Array:
 
 
 def runs_of(tensor: ComputedTensor, most_bytes: int) -> Iterator[Array]:
-    """The tensor in runs of its first dim, each of at most `most_bytes` where a row has no more."""
+    """Yields the tensor in runs of rows of its first dim, each run of at most `most_bytes` unless a single row has more."""
     shape = tensor.shape.numpy()
     rows = max(1, most_bytes * shape[0] // max(1, tensor.nbytes)) if shape else 1
     for begin in range(0, shape[0] if shape else 1, rows):

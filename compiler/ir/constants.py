@@ -1,4 +1,4 @@
-"""Constants of ranks' programs: arrays, and those that differ by rank."""
+"""Constants of the rank programs: arrays, and constants that differ by rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RankConstant:
 
     @staticmethod
     def of(group: str, items: Sequence[str], dtype: npt.DTypeLike = np.int64) -> RankConstant:
-        """A vector of these items."""
+        """Returns a vector constant with these expressions as its items."""
         return RankConstant(group, np.dtype(dtype), (len(items),), tuple(items))
 
     @staticmethod
     def first(group: str, dtype: npt.DTypeLike) -> RankConstant:
-        """1 on the first rank of each list, 0 on the others."""
+        """Returns the constant that is 1 on the first rank of each list of `group` and 0 on the other ranks."""
         return RankConstant(group, np.dtype(dtype), (), ("Max(1 - place, 0)",))
 
 

@@ -1,4 +1,4 @@
-"""A model's declarations of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
+"""What a model declares of its own distribution: placements, shardings, constraints of its dims, annotations, and its inputs' dataset."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes that match `pattern` run on this rank or group; `where` is the line that says so, such as `model.py:12`.
+    """A placement of the nodes that match `pattern` on a rank or group; `where` is the source line that requests it, such as `model.py:12`.
 
-    With a `role` the ranks of that role of the plan have its parameters instead, and `on` names none.
+    With a `role`, the ranks with that role in the plan hold the parameters of these nodes instead, and `on` names no ranks.
     """
 
     pattern: str
@@ -32,7 +32,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class TpPlanEntry:
-    """A line of the `tp_plan` of a model of `transformers`: a pattern, one of its styles, and the class that has the line."""
+    """A line of the `tp_plan` of a `transformers` model: a pattern, its style, and the class that declares the line."""
 
     pattern: str
     style: str
@@ -44,10 +44,12 @@ WINDOW = "window"
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `defaults`: options of requests,
-    such as `{"temperature": 0.6}`. `ignored`: settings that change
-    tokens, and that no program follows, such as `num_beams: 4`. `longest`: the most tokens of a sequence for which its rotary
-    `positions`, such as `longrope`, have the same frequencies, or, of `WINDOW`, before its cache is cut; 0 where all are alike.
+    """The way in which a model's configuration says that tokens are generated.
+
+    `stop`: the tokens after which a sequence ends. `defaults`: options of requests, such as `{"temperature": 0.6}`. `ignored`: settings
+    that change tokens but that no program follows, such as `num_beams: 4`. `longest`: the largest number of tokens of a sequence for which
+    its rotary `positions`, such as `longrope`, have the same frequencies, or, where `positions` is `WINDOW`, before its cache is cut; 0
+    where all lengths have the same ones.
     """
 
     stop: tuple[int, ...] = ()
@@ -61,11 +63,10 @@ class Decoding:
 class Declared:
     """All declarations of one model.
 
-    `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
-    `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes,
-    `warnings` what the user should know of the file. `tp_plan` is what a proposal begins with; no program follows it by itself. `start`:
-    the tokens with which a decoder behind an encoder begins. `adapters`: maps each module of a
-    decoder to which adapters of the plan add to their stacks A and B.
+    `placements` and `sharding` are in the order of the calls in a `model.py`. `symbols`: maps each dim to its constraints. `annotations`:
+    the annotations of the ONNX standard in the model. `dataset`: how its inputs arrive. `targets`: the devices of its nodes. `warnings`:
+    lines about the file for the user. `tp_plan`: where a proposal begins; no program follows it by itself. `start`: the tokens with which a
+    decoder begins after an encoder. `adapters`: maps each module of a decoder to the adapters of the plan that add to its stacks A and B.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -82,6 +83,6 @@ class Declared:
 
     @property
     def least_ranks(self) -> int:
-        """The number of ranks that the model's placements need at least; slices of a mesh that only a plan has count one."""
+        """The least number of ranks that the model's placements need; mesh slices, whose mesh only a plan has, count as one rank."""
         named = [(one.on,) if isinstance(one.on, int) else one.on for one in self.placements if not one.role]
         return 1 + max((rank for ranks in named if isinstance(ranks, tuple) for rank in ranks), default=0)

@@ -1,7 +1,7 @@
-"""Finds equal nodes: a key of everything that rules of sharding and of shapes may read of a node.
+"""Finds equal nodes: computes a key of all facts that the rules of sharding and of shapes may read of a node.
 
-Equal layers have equal nodes, so what a rule says of one is kept under its key, and said of the others without asking the rule. The law:
-a rule reads of a node no more than is in its key.
+Equal layers have equal nodes, so the result of a rule for one node is stored under its key and reused for the others. The law: a rule reads
+no fact about a node that is not in its key.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NUMBERS_AND_TEXTS = frozenset(
 
 
 def key_of(node: ir.Node) -> Hashable | None:
-    """The facts about a node that rules may read; None where they are too much to compare.
+    """Returns the facts about a node that rules may read, as a key; None where they are too large to compare.
 
-    It is the op with its opset and attributes, per operand its dims, type and numbers if it is a constant, and per output its dims
-    and whether it has a name. Of a constant of more than 64 elements, or without numbers, a rule reads the dims alone, unless these
-    are integers: then, as for texts and for a node with bodies or tensors as attributes, there is no key.
+    The key is the op with its opset and attributes, for each operand its dims, type and, if it is a constant, its numbers, and for each
+    output its dims and whether it has a name. Of a constant with more than 64 elements, or without numbers, a rule reads only the dims,
+    except of integers. Such large integer constants, texts, and nodes with bodies or tensors as attributes have no key.
     """
     domain, graph = node.domain, node.graph
     opsets = {} if graph is None else graph.opset_imports
@@ -55,7 +55,7 @@ def key_of(node: ir.Node) -> Hashable | None:
 
 
 def _constant(value: ir.Value) -> ir.TensorProtocol | None:
-    """As `get_const_tensor`, which is asked only of what a Constant makes."""
+    """Same as `ir.convenience.get_const_tensor`, but calls it only for the outputs of Constant nodes."""
     if (tensor := value.const_value) is not None:
         return tensor
     producer = value.producer()

@@ -1,7 +1,7 @@
-"""A weight that is a law: its numbers follow from a seed, and any part of it can be drawn by itself.
+"""A weight that is a law: its numbers follow from a seed, and any part of it can be drawn without the rest.
 
-Large ones are never drawn by the compiler: the artifact has the law, and each rank draws its own shard (`runtime/artifact/tensors/law.py`).
-Smaller ones are written as bytes, as all other weights, so that the rank file of a small model runs in any onnxruntime.
+The compiler never draws large weights: the artifact stores the law, and each rank draws its own shard (`runtime/artifact/tensors/law.py`).
+Smaller weights are written as bytes, like all other weights, so that the rank file of a small model runs in any onnxruntime.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from partc.runtime.artifact.format import Law
 from partc.runtime.artifact.tensors.law import full_tensor
 
 LAW_BYTES = 64 << 20
-"""Drawn weights of more bytes are laws in the artifact."""
+"""Drawn weights with more bytes than this are stored in the artifact as laws."""
 
 
 class DrawnTensor(ir.LazyTensor):
-    """A tensor of the numbers that a law gives, drawn when they are asked for, each time anew where it is large.
+    """A tensor of the numbers that a law generates; they are drawn when they are read, and a large tensor is drawn again on each read.
 
-    `law` is called when it is needed. `always`: whether the artifact has the law, whatever the size.
+    `law` is called only when it is needed. `always`: whether the artifact stores the law whatever the size.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class DrawnTensor(ir.LazyTensor):
 
     @property
     def is_law(self) -> bool:
-        """Whether the artifact has the law in place of the numbers."""
+        """Whether the artifact stores the law instead of the numbers."""
         return self.always or self.nbytes > LAW_BYTES
 
     def cast(self, kind: ir.DataType) -> DrawnTensor:
-        """The same numbers, rounded to another type."""
+        """Returns the tensor with the same numbers, rounded to another type."""
         return DrawnTensor(self.law, kind, self._drawn_shape, always=self.always)
 
 
 def law_of(value: ir.Value) -> Law | None:
-    """The law of a weight whose numbers the artifact does not have; None of any other."""
+    """Returns the law of a weight that the artifact stores as a law; None for any other value, and for a law that is not finite."""
     tensor = value.const_value
     if not isinstance(tensor, DrawnTensor) or not tensor.is_law:
         return None

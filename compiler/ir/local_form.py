@@ -1,6 +1,6 @@
-"""The local form of a node: the nodes that stand for it on one rank, or on several that differ only in constants by their place.
+"""The local form of a node: the nodes that replace it on one rank, or on several ranks that differ only in constants by their place.
 
-Within a form values have handles: names of operands, of outputs and of what is between them, which are good there alone.
+Within a form, values have handles: names of operands, outputs and intermediate values that are valid only in this form.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from partc.compiler.ir.value_info import Array
 
 @dataclass
 class LocalForm:
-    """A node on one rank, or on several that differ only in constants by their place: its local nodes and constants, by handles.
+    """The local form of a node on one rank, or on several that differ only in constants by their place: its local nodes and constants, by
+    handle.
 
-    `values`: by handle of an operand or an output its value; of the `outputs` the handles alone. `captured`: by the name in the node's
-    bodies the handle of what they read. `ends`: what constants by a rank's place are on the first and the last rank. `ops`: the nodes over
-    values, once they are written.
+    `values`: maps the handle of each operand and output to its value; `outputs` lists the outputs' handles. `captured`: maps each name that
+    the node's bodies read from outside to its handle. `ends`: the values of rank-dependent constants on the first and the last rank. `ops`:
+    the nodes over values instead of handles, once they are built.
     """
 
     source: ir.Node
@@ -49,7 +50,7 @@ class LocalForm:
 
     @property
     def inner(self) -> list[str]:
-        """The handles of constants and intermediate values: all but the node's outputs."""
+        """The handles of constants and intermediate values: all values but the operands and the node's outputs."""
         made = (operand_name(out) for node in self.nodes for out in node.outputs)
         return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.outputs]
 
@@ -65,7 +66,7 @@ def over_values(
     captured: Mapping[str, str] | None = None,
     target: str = "",
 ) -> list[Compute]:
-    """Nodes, whose operands have handles, over the values of these."""
+    """Converts nodes whose operands are handles to nodes over the values of these handles."""
     found = []
     for node in nodes:
         inputs = tuple([None if one is None or not one.name else values[one.name] for one in node.inputs])

@@ -1,4 +1,4 @@
-"""Weights that are packed in the model's file, several in one tensor, and are separate values in the program."""
+"""Weights that are packed in the model's file, several in one tensor, and that are separate values in the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PART = "partc.part_of"
 
 @dataclass(frozen=True)
 class PackedBox:
-    """The position of a weight in a packed weight: the name and shape of that, and per dim begin and end."""
+    """The position of a weight in a packed weight: the packed weight's name and shape, and per dim the begin and end."""
 
     tensor: str
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
 """The ranks of nodes and values: groups of ranks, and each value's versions on them.
 
-x on 0-3 [2, 1]    the version of x whose first dim is cut in 2, on ranks 0 to 3
+x on 0-3 [2, 1]    the version of x whose first dim is sharded in 2, on ranks 0 to 3
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.ranks import order_text
 
 Group = tuple[int, ...]
-"""Ranks in order that share values; a group of one is a rank."""
+"""Ranks that share values, in order; a group of length one is a single rank."""
 Ranks: TypeAlias = int
 """A set of ranks as the bits of an integer: intersections of thousands of ranks are a few machine operations."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    """Facts that follow from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
+    """Facts about the ranks of a group, which may be thousands; computed once. Equal groups share one object (`facts_of`)."""
 
     group: Group
 
@@ -54,7 +54,7 @@ _KNOWN: dict[tuple[int, int, int], list[GroupFacts]] = {}
 
 
 def facts_of(group: Group) -> GroupFacts:
-    """The facts of a group, found by its ends and its size, then by itself: hashing all of its ranks would cost more."""
+    """Returns the facts of a group. Looks it up by its ends and size, then compares: hashing all of its ranks would cost more."""
     key = (group[0], group[-1], len(group)) if group else (0, 0, 0)
     for one in _KNOWN.get(key, ()):
         if one.group is group or one.group == group:
@@ -74,7 +74,7 @@ def ranks_of(group: Group | Ranks) -> Ranks:
 
 
 def all_ranks(count: int) -> Ranks:
-    """The set of the ranks from 0 to before `count`."""
+    """Returns the set of the ranks 0 to `count` - 1."""
     return (1 << count) - 1
 
 
@@ -84,7 +84,7 @@ def lowest(ranks: Ranks) -> int:
 
 
 def split(ranks: Ranks, sets: Iterable[Ranks]) -> list[Ranks]:
-    """The parts of a set of ranks that are each within, or apart from, every one of `sets`; by their lowest rank."""
+    """Splits a set of ranks into parts, each of them inside or disjoint from every set of `sets`; sorted by lowest rank."""
     parts = [ranks]
     for some in sets:
         parts = [one for part in parts for one in (part & some, part & ~some) if one]
@@ -98,7 +98,7 @@ def members(ranks: Ranks) -> Group:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The group of a node, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: it runs wherever it is read, as constants do."""
+    """The groups that run a node, and the rule that chose them: `plan.yaml:8 'conv1'`. `follows`: it runs at its readers, as constants."""
 
     groups: tuple[Group, ...]
     rule: str
@@ -116,7 +116,7 @@ def _members(groups: tuple[Group, ...]) -> Group:
 
 
 Way: TypeAlias = tuple[tuple[Group, Layout], tuple[Group, Layout]]
-"""A group and a layout on it, before and after."""
+"""A reshard of a value: its group and layout before, and its group and layout after."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ShardedValue:
 
     @property
     def across(self) -> tuple[str | None, Group, Layout]:
-        """The identity of the version in all programs of a plan: each has values of its own, with the names of the model."""
+        """The version's identity across the programs of a plan: each program has its own values, with the names of the model."""
         return self.value.name, self.group, self.layout
 
     @property
@@ -143,12 +143,12 @@ class ShardedValue:
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
-        """Maps each shard to the index of the first rank that has it, and to all ranks that have it."""
+        """Lists for each shard the index of the first rank that holds it, and all ranks that hold it."""
         return _holders(facts_of(self.group), self.layout)
 
 
 @functools.lru_cache(maxsize=1024)
 def _holders(facts: GroupFacts, layout: Layout) -> tuple[tuple[int, Group], ...]:
-    """Computed once for all values with this layout: there may be thousands of ranks."""
+    """Same as `ShardedValue.holders`; cached for all values with this group and layout, as there may be thousands of ranks."""
     group = facts.group
     return tuple([(held[0], tuple([group[index] for index in held])) for held in layout.holders.values()])

@@ -1,8 +1,8 @@
-"""Inputs of which a rank reads only the sizes: they are not fed, since all ranks agree on the symbols of a step.
+"""Inputs of which a rank reads only the sizes: they are not fed to it, since all ranks agree on the symbols of a step.
 
     rank 1:  %n = Shape(%past_0) {start: 2, end: 3}     past_0 (batch, 4, past, 8) is fed on rank 0, and past is known everywhere
 
-Not in a program that trains or that is in tasks. What alone tells a symbol is fed where it is read.
+Does not apply to programs that train or that consist of tasks. An input that is the only one with some symbol is fed where it is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sized_inputs(program: Lowered) -> dict[int, frozenset[Value]]:
 
 
 def _for_sizes_alone(part: RankProgram) -> set[Value]:
-    """The inputs of a program that nothing but Shape and Size reads."""
+    """Returns the inputs of a program that only Shape and Size nodes read."""
     inputs = {held.value for held in part.inputs} - {held.value for held in part.outputs}
     for step in part.steps:
         if not inputs:

@@ -29,19 +29,19 @@ class ProgramKind(Enum):
     """The kind of a program of a plan; its name in the artifact."""
 
     STEP = ""
-    """A whole step, with the update of a training; of a plan that generates, one token of each slot."""
+    """A whole step, with the update if the plan trains; for a plan that generates, one token of each slot."""
     EVALUATION = "evaluate"
-    """The loss and the metrics alone, of a batch of any size."""
+    """Only the loss and the metrics, of a batch of any size."""
     STREAMED_EVALUATION = "evaluate_streamed"
-    """The same of a batch in the microbatches of the step, which stages run at the same time."""
+    """The loss and the metrics of a batch in the microbatches of the step, which the stages run at the same time."""
     TOTALS = "totals"
-    """The inputs that microbatches get from the global batch; it becomes part of the step."""
+    """The inputs that microbatches get from the global batch; this program becomes part of the step."""
     PREFILL = "prefill"
-    """A chunk of a prompt of one slot, over the caches of a step of one token."""
+    """A chunk of one slot's prompt, over the caches of the one-token step."""
     DECODE_ROWS = "decode"
-    """One token of some of the slots, over the same caches."""
+    """One token of some of the slots, over the caches of the one-token step."""
     ENCODE = "encode"
-    """The encoder on the input of one slot, which writes what the decoder's steps read of it."""
+    """The encoder on the input of one slot; it writes the values that the decoder's steps read."""
 
     @property
     def backward(self) -> bool:
@@ -50,68 +50,68 @@ class ProgramKind(Enum):
 
     @property
     def evaluates(self) -> bool:
-        """Whether nodes have the forms of an evaluation."""
+        """Whether nodes have their evaluation forms."""
         return self in (ProgramKind.EVALUATION, ProgramKind.STREAMED_EVALUATION)
 
     @property
     def divides(self) -> bool:
-        """Whether the microbatches of a plan divide its batch."""
+        """Whether the batch is divided into the microbatches of the plan."""
         return self in (ProgramKind.STEP, ProgramKind.STREAMED_EVALUATION)
 
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """The training of one parameter; frozen parameters are kept as they are."""
+    """The training options of one parameter; a frozen parameter is not updated."""
 
     frozen: bool = False
     weight_decay: float | None = None
     lr: float = 1.0
     """The factor of the learning rate."""
     optimizer: Optimizer | None = None
-    """The optimizer that updates it; None for the optimizer of the training."""
+    """The optimizer that updates the parameter; None for the optimizer of the training."""
     staleness: int = 0
-    """The number of steps by which its updates are late."""
+    """The number of steps by which its updates are delayed."""
     where: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Maps each key to the line of the plan that has it."""
+    """Maps each key to the line of the plan that sets it."""
 
 
 @dataclass(frozen=True)
 class BatchRecords:
-    """The layouts of a batch's records in the inputs and the outputs of a training."""
+    """The way in which a training's inputs and outputs hold the records of a batch."""
 
     fixed: tuple[str, ...] = ()
-    """Inputs that hold one value for all records."""
+    """Inputs whose value is the same for all records."""
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
     """Maps each input of labels to its valid labels."""
     summed: frozenset[str] = frozenset()
-    """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
+    """Outputs whose value for a batch is the sum over its microbatches; other outputs are means over them."""
     totals: tuple[str, ...] = ()
-    """The values that microbatches get from the global batch, which another program makes of the inputs alone."""
+    """The values that microbatches get from the global batch; another program computes them from the inputs alone."""
     shards: int = 1
-    """Into how many shards a batch is dealt out that have means of their own."""
+    """The number of shards into which a batch is split that have means of their own."""
 
 
 @dataclass(frozen=True)
 class TrainingNotes:
-    """Lines for the user."""
+    """Lines about the training for the user."""
 
     shared: tuple[str, ...] = ()
-    """About weights that several modules read."""
+    """Lines about weights that several modules read."""
     tables: tuple[str, ...] = ()
-    """About parameters that are looked up: which form their gradient has, and why."""
+    """Lines about parameters that are looked up: the form of their gradient, and why."""
     not_streamed: str = ""
-    """Why evaluations of a pipeline run each batch whole, one group of ranks after the other; empty where they do not."""
+    """Why evaluations of a pipeline run each batch whole, one group of ranks after another; empty where stages run at the same time."""
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Dims and types of a model's outputs by name, None where they are not known, as they follow from what is promised of dims."""
+    """Maps each output of the model to its dims and type, None where unknown, as inferred from the promises about dims."""
 
     promised: Mapping[str, Facts]
     types: Mapping[str, tuple[tuple[int | ir.SymbolicDim, ...] | None, ir.DataType | None]]
 
     def settled(self, promised: Mapping[str, Facts]) -> bool:
-        """Whether all is known, and by the same promises."""
+        """Whether all shapes are known and were inferred from the same promises."""
         shapes = [shape for shape, _ in self.types.values()]
         if promised != self.promised or None in shapes:
             return False
@@ -120,39 +120,39 @@ class ModelOutputs:
 
 @dataclass(frozen=True)
 class Untrained:
-    """The model before its loss and metrics were added, of which a plan speaks."""
+    """The model before its loss and metrics were added: the names in a plan refer to it."""
 
     operands: Mapping[str, Operands] = field(default_factory=dict)
-    """Keys are paths of nodes."""
+    """Maps the path of each node to its operands."""
     outputs: ModelOutputs | None = None
     """The outputs that the loss and the metrics replace."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training half of a program: what the plan says of it, `rules` and `precision`, and what passes found out."""
+    """The training part of a program: the plan's `rules` and `precision`, and the facts that passes add."""
 
     rules: TrainRules
     loss: ir.Value
     parameters: Mapping[ir.Value, ParameterOptions]
-    """The trainable weights, frozen ones too."""
+    """The trainable weights, including frozen ones."""
     statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
-    """The running statistics, with the value by which a node replaces each; None where none does."""
+    """Maps each running statistic to the value by which a node replaces it; None where no node does."""
     metrics: tuple[str, ...] = ()
     denominators: Mapping[str, str] = field(default_factory=dict)
-    """Maps the loss, or a metric, that is a mean over unevenly many entries of records to the output that has its divisor."""
+    """Maps the loss, or a metric, that is a mean over a varying number of entries per record to the output that has its divisor."""
     scalars: tuple[str, ...] = ()
-    """Numbers that a step is given besides those of optimizers."""
+    """Numbers that are fed to a step, besides those of optimizers."""
     precision: PrecisionRules | None = None
     records: BatchRecords = BatchRecords()
     untrained: Untrained = Untrained()
     notes: TrainingNotes = TrainingNotes()
     folder: str = ""
-    """The plan's folder, as it is seen from the artifact: the files that the plan names are there."""
+    """The plan's folder relative to the artifact; the files that the plan names are there."""
 
     @property
     def scale(self) -> LossScale | None:
-        """The factor of the loss, by which gradients are divided; None for no factor."""
+        """The loss scale, by which gradients are divided again; None where the loss is not scaled."""
         return self.precision.scale if self.precision is not None else None
 
     @property
@@ -161,7 +161,7 @@ class Training:
         return self.precision is not None and self.precision.messages is not None
 
     def adds(self, path: str) -> bool:
-        """Whether a node of this path is of the loss or of a metric that the plan adds."""
+        """Whether the node of this path belongs to the loss or to a metric that the plan adds."""
         return path.partition(".")[0] in (_LOSS, *self.metrics)
 
     def optimizer_of(self, parameter: ir.Value) -> Optimizer:
@@ -170,7 +170,7 @@ class Training:
         return (learned and learned.optimizer) or self.rules.optimizer
 
     def lr_multiplier(self, parameter: ir.Value) -> float:
-        """The factor of a step's rate, that of the training's optimizer, for a parameter.
+        """The factor of a parameter's learning rate, relative to the step's rate, which is that of the training's optimizer.
 
         If the optimizer's rate is constant, the factor applied to that constant.
         """
@@ -180,9 +180,9 @@ class Training:
 
     @cached_property
     def others(self) -> Mapping[str, Optimizer]:
-        """The optimizers other than that of the training, by name: their type, with a number where several are of one type.
+        """Maps a name to each optimizer other than the training's: its type, with a number where several have the same type.
 
-        Two that differ in rate or decay alone are one: these are numbers of each parameter.
+        Optimizers that differ only in rate or decay count as one: rate and decay are numbers of each parameter.
         """
         found: dict[str, Optimizer] = {}
         for one in self.parameters.values():
@@ -198,20 +198,20 @@ class Training:
         return found
 
     def scalars_of(self, optimizer: Optimizer) -> dict[str, str]:
-        """Maps the names in a function of the optimizer to the names of the numbers that a step is given: all share the rate."""
+        """Maps the scalars of the optimizer's function to the names of the numbers that are fed to a step: all share the rate."""
         name = next((name for name, other in self.others.items() if other.is_like(optimizer)), "")
         return {one: scalar_name(name, one) for one in optimizer.scalars}
 
     @property
     def fed(self) -> tuple[str, ...]:
-        """All numbers that a step is given."""
+        """The names of all numbers that are fed to a step."""
         of_optimizers = [
             name for one in (self.rules.optimizer, *self.others.values()) for name in self.scalars_of(one).values()
         ]
         return tuple(dict.fromkeys((*of_optimizers, *self.scalars)))
 
     def record(self) -> TrainingRecord:
-        """Its record in the manifest."""
+        """The training's record in the manifest."""
         optimizer, rules = self.rules.optimizer, self.rules
         return TrainingRecord(
             loss=name_of(self.loss),

@@ -20,10 +20,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SymbolInfo:
-    """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it).
+    """A dynamic dim of the inputs: its promised facts, and where they are promised (`plan.yaml:3`, or the input that names it).
 
-    `parts`: of how many equal parts the facts speak of one; `global_facts` are then those of all of them. `because`: why smaller sizes are
-    not legal, where the model needs larger ones than `where` says.
+    `parts`: the number of equal parts of the dim; the facts are those of one part, and `global_facts` those of the whole dim. `because`:
+    why smaller sizes are not legal, where the model needs larger sizes than `where` promises.
     """
 
     facts: Facts
@@ -36,7 +36,7 @@ class SymbolInfo:
 
 @dataclass(frozen=True)
 class ValueInfo:
-    """Facts about a value: its type as onnxruntime writes it, and its global shape; None where only a run decides it."""
+    """Facts about a value: its type as onnxruntime writes it, and its global shape; None where it is known only at run time."""
 
     type: str
     shape: Shape | None
@@ -48,7 +48,7 @@ class ValueInfo:
 
 
 def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | None:
-    """The bytes of a value, or of a shard of it, of this shape; None where only a run tells, or its items are not whole bytes."""
+    """The bytes of a value, or of a shard of it, of this shape; None where they are known only at run time or items are not whole bytes."""
     if shape is None or info.item_bytes is None or not info.is_tensor:
         return None
     fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
@@ -61,7 +61,7 @@ def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | Non
 
 
 def whole_bytes(info: ValueInfo) -> int | ir.SymbolicDim | None:
-    """The bytes of a whole value."""
+    """The bytes of a whole (unsharded) value."""
     return bytes_of(info, info.shape)
 
 

@@ -1,7 +1,6 @@
-"""Nodes that a pass builds of ops, over values of the job: each value of a node stands for one of the job, whatever either is called.
+"""Builds nodes out of ops over values of the job: maps each value of a node to its value in the job, whatever the two are called.
 
-w, dw, lr = (values.of(one) for one in (weight, gradient, rate))
-values.ops([update_node(w, dw, lr)])
+w, dw, lr = (values.of(one) for one in (weight, gradient, rate)) values.ops([update_node(w, dw, lr)])
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from partc.compiler.ir.programs import Compute, Value
 
 
 class ValueMap(dict[ir.Value, Value]):
-    """Maps each value that nodes read or make to its value in the job."""
+    """Maps each input and output value of nodes to its value in the job."""
 
     def of(self, value: Value, kind: ir.TypeProtocol | None = None, shape: ir.Shape | None = None) -> ir.Value:
-        """A value that stands for one of the job, whose name it has."""
+        """Returns a new value that represents `value` of the job and has its name."""
         found = ir.Value(name=str(value), type=kind, shape=shape)
         self[found] = value
         return found
 
     def ops(self, nodes: Iterable[ir.Node]) -> list[Compute]:
-        """The nodes over the values of the job; one that has the name of what it makes is named after that."""
+        """Returns the nodes over the values of the job; a node named like its output is labelled with that output's value in the job."""
         found = []
         for node in nodes:
             inputs = tuple([None if one is None else self[one] for one in node.inputs])

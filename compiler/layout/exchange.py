@@ -1,16 +1,16 @@
 """The messages that bring a value from one layout to another: which shard goes from which rank to which.
 
-A rank needs a box of the value, and what it needs lies in the shards of some other ranks: it gets every intersection once. Boxes
-are fractions of the value's dims, so that one list of parts serves every size:
+A rank needs a box of the value, and that box intersects the shards of other ranks: it receives each intersection once. Boxes are fractions
+of the value's dims, so that one list of parts is valid for every size:
 
     rows cut in 2 over ranks 0-5 (2x3)  ->  in 3 (3x2)     rank 2, who needs rows 1/3..2/3:
-    source 2, target 2, rows 1/3..1/2   kept               source 5, target 2, rows 1/2..2/3   received
+    source 2, target 2, rows 1/3..1/2   local                source 5, target 2, rows 1/2..2/3   received
 
-Where several ranks hold a shard: who holds it himself keeps it, without a message. Inside one group every other rank turns to
-the holder with its own coordinates on the axes that do not cut the value, so that replicas talk among themselves. Between
-groups the ranks that need the shard are dealt out to its holders in order, equally many to each.
+Where several ranks hold a shard: a target that holds it keeps its own, without a message. Within one group every other target receives it
+from the holder that has the same coordinates on the axes that do not shard the value, so that replicas communicate only among themselves.
+Between groups the targets are distributed over the holders in order, the same number to each.
 
-Partial values travel as they are, term for term: which term a rank holds is treated as one more dim, cut into all terms.
+Partial values are sent unreduced: the index of a rank's partial value is treated as one more dim, sharded into all partial values.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import TypeAlias
 from partc.compiler.layout.layout import Layout
 
 Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
-"""Per dim, begin and end as fractions of its size."""
+"""Per dim, the begin and end as fractions of its size."""
 Numbers: TypeAlias = tuple[int, ...]
-"""Per dim the shard, and last the number of the partial value."""
+"""Per dim the index of the shard, and last the index of the partial value."""
 
 
 @dataclass(frozen=True)
 class ExchangeBox:
-    """A box of the value that rank `target` gets from rank `source`; the two are equal where it keeps what it has."""
+    """A box of the value that rank `target` gets from rank `source`; the two are equal where a rank keeps its own box."""
 
     source: int
     target: int
@@ -42,7 +42,7 @@ class ExchangeBox:
 
 @dataclass(frozen=True)
 class Routes:
-    """The parts of a change from one layout on one group to another layout, perhaps on another group."""
+    """The boxes that change a value from one layout on one group to another layout, perhaps on another group."""
 
     before: Layout
     after: Layout
@@ -59,7 +59,7 @@ class Routes:
             raise ValueError(f"the partial values of {self.before} are not those of {self.after}: reduce them first")
 
     def of_target(self, rank: int) -> tuple[ExchangeBox, ...]:
-        """The pieces that `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
+        """The boxes that `rank` assembles, by ascending position in the value: those it receives, and its own, if any."""
         index = self.target_group.index(rank)
         wanted = numbers(self.after, index)
         found = []
@@ -69,23 +69,23 @@ class Routes:
         return tuple(found)
 
     def parts(self) -> tuple[ExchangeBox, ...]:
-        """All of them, by target."""
+        """All boxes, by target."""
         return tuple(part for rank in self.target_group for part in self.of_target(rank))
 
     def received(self) -> tuple[Fraction, ...]:
-        """Per rank of the target group, the share of the global value that reaches it from others."""
+        """For each rank of the target group, the share of the global value that it receives from other ranks."""
         return _received(self)
 
 
 def can_travel(before: Layout, after: Layout) -> bool:
-    """Whether each rank of `after` can be given what it needs without computing: both hold the same partial values, or none."""
+    """Whether the change needs messages only, no computation: both layouts have the same partial values, or none."""
     return _num_partials(before) == _num_partials(after) and {r for _, r in before.partial} == {
         r for _, r in after.partial
     }
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
-    """The shard of each dim that the group's `index`-th rank has, and its partial value."""
+    """The index of the shard in each dim that the group's `index`-th rank holds, and the index of its partial value."""
     at = layout.coordinates(index)
     term = 0
     for axis, _ in layout.partial:
@@ -102,7 +102,7 @@ def span_of(layout: Layout, index: int) -> Span:
 
 
 def within(span: Span, shard: Span) -> Span:
-    """A box of the value as fractions of the shard that contains it."""
+    """Converts a box in fractions of the value to fractions of the shard that contains it; ValueError where the shard does not."""
     found = []
     for (begin, end), (first, last) in zip(span, shard, strict=True):
         if not first <= begin <= end <= last:
@@ -121,7 +121,7 @@ def _counts(layout: Layout) -> Numbers:
 
 @functools.lru_cache(maxsize=256)
 def _holders(layout: Layout) -> Mapping[Numbers, tuple[int, ...]]:
-    """Per shard the ranks that hold it, as indices, rising."""
+    """Maps each shard to the ranks that hold it, as ascending indices."""
     found: dict[Numbers, list[int]] = {}
     for index in range(layout.size):
         found.setdefault(numbers(layout, index), []).append(index)
@@ -129,7 +129,7 @@ def _holders(layout: Layout) -> Mapping[Numbers, tuple[int, ...]]:
 
 
 def _overlapping(shard: Numbers, layout: Layout, other: Layout) -> itertools.product[Numbers]:
-    """The shards of another layout that have something in common with a shard of this one."""
+    """The shards of the layout `other` that intersect a shard of `layout`."""
     return itertools.product(
         *(
             range(number * theirs // ours, -(-(number + 1) * theirs // ours))
@@ -140,7 +140,7 @@ def _overlapping(shard: Numbers, layout: Layout, other: Layout) -> itertools.pro
 
 @functools.lru_cache(maxsize=4096)
 def _givers(routes: Routes, shard: Numbers) -> Mapping[int, int]:
-    """The receivers of (a part of) a shard of `before`, in ascending order, each with the holder that sends it; both as indices."""
+    """Maps each receiver of (a part of) a shard of `before`, in ascending order, to the holder that sends it; both as indices."""
     before, after = routes.before, routes.after
     targets = sorted(
         index for wanted in _overlapping(shard, before, after) for index in _holders(after).get(wanted, ())

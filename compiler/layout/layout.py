@@ -1,12 +1,12 @@
 """The layout of a value on a group of ranks: the mesh axes that shard each dim, and those over which it is a partial result.
 
-A mesh is the group's ranks as a grid: sizes of its axes, row-major, last axis fastest; rank k of the group has the coordinates of k.
-Along one axis a value is cut (`Shard(dim)`), repeated (`Replicate`), or has to be summed (`Partial`). Several axes may cut one dim,
-the first named is the major one. With mesh (2, 4):
+A mesh is the group's ranks as a grid: sizes of its axes, row-major, last axis fastest; rank k of the group has the coordinates of k. Along
+one axis a value is sharded (`Shard(dim)`), replicated (`Replicate`), or partial (`Partial`). Several axes may shard one dim; the first one
+listed is the major one. With mesh (2, 4):
 
-    Layout((2, 4), ((0,), (1,)))          rows cut in 2 over axis 0, columns in 4 over axis 1
-    Layout((2, 4), ((0, 1), ()))          rows cut in 8
-    Layout((2, 4), ((), ()), ((1, "sum"),))   whole on each rank, to be summed over axis 1, repeated over axis 0
+    Layout((2, 4), ((0,), (1,)))          rows sharded in 2 over axis 0, columns in 4 over axis 1
+    Layout((2, 4), ((0, 1), ()))          rows sharded in 8
+    Layout((2, 4), ((), ()), ((1, "sum"),))   full shape on each rank, to be summed over axis 1, replicated over axis 0
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along `dim`."""
+    """Sharded along `dim`."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same on every rank along the axis."""
+    """Replicated: the same on every rank along the axis."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ Placement: TypeAlias = Shard | Replicate | Partial
 
 @dataclass(frozen=True)
 class Layout:
-    """Per dim of the value the axes that cut it, major first, and the axes with the reduction that they await, in rising order."""
+    """For each dim of the value the axes that shard it, major first; and the axes with a pending reduction, ascending."""
 
     mesh: Mesh
     cuts: tuple[tuple[int, ...], ...]
@@ -80,19 +80,19 @@ class Layout:
 
     @functools.cached_property
     def shards(self) -> tuple[int, ...]:
-        """Per dim into how many shards it is cut."""
+        """The number of shards of each dim."""
         return tuple([math.prod([self.mesh[axis] for axis in axes]) for axes in self.cuts])
 
     def num_shards(self, dim: int) -> int:
-        """Into how many shards a dim is cut."""
+        """The number of shards of a dim."""
         return self.shards[dim]
 
     def coordinates(self, index: int) -> tuple[int, ...]:
-        """The place in the mesh of the group's `index`-th rank."""
+        """The mesh coordinates of the group's `index`-th rank."""
         return _coordinates(self.mesh, index)
 
     def shard(self, index: int) -> tuple[int, ...]:
-        """Per dim, which shard the group's `index`-th rank holds."""
+        """For each dim, the index of the shard that the group's `index`-th rank holds."""
         at = self.coordinates(index)
         found = []
         for axes in self.cuts:
@@ -104,7 +104,7 @@ class Layout:
 
     @functools.cached_property
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Every shard with those of the group's ranks (as indices) that hold it, rising."""
+        """Maps each shard to those of the group's ranks that hold it, as ascending indices."""
         found: dict[tuple[int, ...], list[int]] = {}
         numbers = [shards_along(self.mesh, axes) for axes in self.cuts]
         for index, shard in enumerate(zip(*numbers, strict=True) if numbers else [()] * self.size):
@@ -112,7 +112,7 @@ class Layout:
         return {shard: tuple(indices) for shard, indices in found.items()}
 
     def box(self, index: int, shape: Sequence[int]) -> Box:
-        """Per dim, begin and end of what the group's `index`-th rank holds of a value of `shape`; the cuts must divide it."""
+        """For each dim, the begin and end of the group's `index`-th rank's shard of a value of `shape`; the shards must be equal."""
         found = []
         for dim, (size, number, shards) in enumerate(zip(shape, self.shard(index), self.shards, strict=True)):
             length, rest = divmod(size, shards)
@@ -122,11 +122,11 @@ class Layout:
         return tuple(found)
 
     def groups(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The group's ranks (as indices) in sets that differ along `axes` only, each in the order of `axes`, first axis major."""
+        """The group's ranks (as indices) in sets that differ only along `axes`; each set in the order of `axes`, first axis major."""
         return _groups(self.mesh, tuple(axes))
 
     def __str__(self) -> str:
-        """As the plan would cut it: `[2, 1]`, with `sum over 4` where it is partial."""
+        """The layout as a plan writes it: `[2, 1]`, with `sum over 4` where it is partial."""
         text = f"[{', '.join(map(str, self.shards))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
 
@@ -153,7 +153,7 @@ def shards_along(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(mesh: Mesh, cuts: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...] = ()) -> Layout:
-    """The layout of these fields; asked for again it is the same object, which need not be checked again."""
+    """Returns the layout of these fields; equal fields return the same object, which is not checked again."""
     return Layout(mesh, cuts, partial)
 
 
@@ -167,7 +167,7 @@ def _groups(mesh: Mesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def primes(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, rising: the axes that a mesh axis of that size is refined into."""
+    """The prime factors of a number, ascending: the axes into which a mesh axis of that size is subdivided."""
     return tuple(_primes(number))
 
 

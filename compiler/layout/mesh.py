@@ -1,11 +1,11 @@
-"""One layout on other meshes: a mesh axis may be subdivided, and neighbouring axes that are used alike may be joined.
+"""Writes a layout on other meshes: a mesh axis may be subdivided, and neighbouring axes that are used in the same way may be joined.
 
-Ranks are row-major, so an axis of 6 is the two axes 2 and 3 (or 3 and 2), the first one major; what it did, both do in this
-order. `normal` joins all that can be joined: layouts with equal normal forms put the same shards on the same ranks.
-`on_common_mesh` finds the coarsest subdivision that two meshes have in common:
+Ranks are row-major, so an axis of 6 is the two axes 2 and 3 (or 3 and 2), the first one major; both together replace it, in this order.
+`normal` joins all that can be joined: layouts with equal normal forms put the same shards on the same ranks. `on_common_mesh` finds the
+coarsest subdivision that two meshes have in common:
 
-    mesh (8,)    rows cut over 0        ->  mesh (2, 4)  rows cut over (0, 1)
-    mesh (2, 4)  rows cut over 0        ->  mesh (2, 4)  rows cut over 0
+    mesh (8,)    rows sharded over 0      ->  mesh (2, 4)  rows sharded over (0, 1)
+    mesh (2, 4)  rows sharded over 0      ->  mesh (2, 4)  rows sharded over 0
     mesh (2, 3) and mesh (3, 2)             have none
 """
 
@@ -21,7 +21,7 @@ from partc.compiler.layout.layout import Layout, Mesh
 
 @functools.lru_cache(maxsize=4096)
 def normal(layout: Layout) -> Layout:
-    """The same layout on the mesh with the fewest axes: neighbours that are used alike are one axis, axes of size 1 are left out."""
+    """The same layout on the mesh with the fewest axes: neighbours that are used in the same way are joined, axes of size 1 are dropped."""
     layout = _subdivided(layout, [(size,) if size > 1 else () for size in layout.mesh])
     joined: list[list[int]] = []
     for axis in range(len(layout.mesh)):
@@ -39,7 +39,7 @@ def normal(layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
-    """Both layouts on the coarsest mesh that subdivides the axes of both, None if there is none; axes of size 1 vanish."""
+    """Both layouts on the coarsest mesh that subdivides the axes of both; None if there is none; axes of size 1 are dropped."""
     if one.size != other.size:
         raise ValueError(f"layouts of {one.size} and {other.size} ranks have no mesh in common")
     bounds = sorted({*_bounds(one.mesh), *_bounds(other.mesh)})
@@ -49,7 +49,7 @@ def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
 
 
 def _alike(layout: Layout, axis: int, following: int) -> bool:
-    """Whether two neighbouring axes do the same, so that one axis of both sizes could do it."""
+    """Whether two neighbouring axes are used in the same way, so that one axis of the product of their sizes can replace them."""
     if layout.placement(axis) != layout.placement(following):
         return False
     for axes in layout.cuts:
@@ -59,7 +59,7 @@ def _alike(layout: Layout, axis: int, following: int) -> bool:
 
 
 def _bounds(mesh: Mesh) -> list[int]:
-    """The numbers of ranks that the first 0, 1, 2, ... axes distinguish."""
+    """The numbers of ranks that the first 0, 1, 2, ... axes span."""
     found = [1]
     for size in mesh:
         found.append(found[-1] * size)
@@ -76,7 +76,7 @@ def _split_at(layout: Layout, bounds: Sequence[int]) -> Layout:
 
 
 def _subdivided(layout: Layout, factors: Sequence[tuple[int, ...]]) -> Layout:
-    """Every axis replaced by axes of the sizes `factors` names for it, in place."""
+    """The layout with every axis replaced, in place, by axes of the sizes that `factors` lists for it."""
     mesh: list[int] = []
     new: list[tuple[int, ...]] = []
     for sizes in factors:

@@ -1,25 +1,25 @@
-"""The steps that a change of layout is made of, as data: what each does on every rank, the layout after it, and its bytes.
+"""The steps of a reshard, as data: the effect of each on every rank, the layout after it, and its bytes.
 
-A step's `axes` are axes of the mesh of `after`; ranks that differ in these alone take part together, in the order that
-`Layout.groups` gives them. Cuts are taken on and off at the minor end of a dim:
+A step's `axes` are axes of the mesh of `after`; ranks that differ only in these take part together, in the order that `Layout.groups` gives
+them. Axes are added to and removed from the minor end of a dim:
 
-    AllReduce      cuts stay                 Partial over axes -> Replicate
-    ReduceScatter  dim (a,)    -> (a, *axes)     Partial over axes -> cut: a rank gets the shard of its place, reduced
+    AllReduce      shards stay                   Partial over axes -> Replicate
+    ReduceScatter  dim (a,)    -> (a, *axes)     Partial over axes -> Shard: a rank gets the shard of its place, reduced
     AllGather      dim (a, *axes) -> (a,)        the shards joined along dim, in the group's order
-    AllToAll       concat_dim (a, *axes) -> (a,), split_dim (b,) -> (b, *axes): each splits along split_dim, gives the i-th
-                   part to the i-th rank, and joins what it gets along concat_dim
-    Slice          dim (a,)    -> (a, *axes)     local: the shard of the rank's place, of what was the same on all
+    AllToAll       concat_dim (a, *axes) -> (a,), split_dim (b,) -> (b, *axes): each splits along split_dim, sends the i-th
+                   part to the i-th rank, and joins the received parts along concat_dim
+    Slice          dim (a,)    -> (a, *axes)     local: the shard of the rank's place of a replicated value
     ZeroPad        dim (a, *axes) -> (a,)        local: the own shard at its place, zeros elsewhere: Partial(sum) over axes
-    MaskReplicas   cuts stay                 local: Replicate -> Partial over axes. sum: zeros but where all coordinates
+    MaskReplicas   shards stay                   local: Replicate -> Partial over axes. sum: zeros but where all coordinates
                    along axes are 0; max and min: nothing to do
-    Exchange       any cuts to any others within a group, messages as `Routes` has them
+    Exchange       any shards to any others within a group, with the messages of `Routes`
     Transfer       the same from one group to another
-    Reduce         Partial over axes -> gone with the axes: of ranks that differ along them, the one of place `root` gets the
+    Reduce         Partial over axes -> the axes are removed: of ranks that differ along them, the one of place `root` gets the
                    reduction; the axes are those of the mesh before
 
-Bytes are what a rank receives, in fractions of the global value, where a collective of p ranks moves the least it can: all_reduce
-2(p-1)/p of what a rank has, reduce_scatter and all_to_all (p-1)/p of it, all_gather p-1 times as much, reduce all of it on the
-root, and as much on p-2 others together.
+Bytes are those that a rank receives, as fractions of the global value, where a collective of p ranks moves the least possible: all_reduce
+2(p-1)/p of the rank's own bytes, reduce_scatter and all_to_all (p-1)/p of them, all_gather p-1 times them, reduce all of them on the root,
+and as many on p-2 others together.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Exchange(_Step):
 
     @property
     def routes(self) -> Routes:
-        """Who sends what to whom."""
+        """The boxes that the ranks send each other."""
         return Routes(self.before, self.after, self.group, self.group)
 
 
@@ -104,7 +104,7 @@ class Transfer(_Step):
 
     @property
     def routes(self) -> Routes:
-        """Who sends what to whom."""
+        """The boxes that the source group sends to the target group."""
         return Routes(self.before, self.after, self.source_group, self.group)
 
 
@@ -118,7 +118,7 @@ class Reduce(_Step):
 
     @property
     def sets(self) -> tuple[tuple[int, ...], ...]:
-        """The lists of ranks that reduce together."""
+        """The sets of ranks that reduce together."""
         return tuple(tuple(self.source_group[index] for index in one) for one in self.before.groups(self.axes))
 
 
@@ -129,14 +129,14 @@ Move: TypeAlias = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """Received bytes as fractions of the global value: the largest of one rank, and the total."""
+    """Received bytes as fractions of the global value: the maximum over ranks, and the total."""
 
     most: Fraction
     total: Fraction
 
 
 def is_local(move: Move) -> bool:
-    """Whether no rank needs anything of another."""
+    """Whether no rank needs data from another rank."""
     match move:
         case Slice() | ZeroPad() | MaskReplicas():
             return True
@@ -147,12 +147,12 @@ def is_local(move: Move) -> bool:
 
 
 def takers(move: Move) -> tuple[int, ...]:
-    """The ranks of which `received` speaks: those that hold the value after the step, of a Reduce all that take part."""
+    """The ranks to which the results of `received` refer: those that hold the value after the step; for a Reduce, all that take part."""
     return move.source_group if isinstance(move, Reduce) else move.group
 
 
 def received(move: Move) -> tuple[Fraction, ...]:
-    """Per rank of `takers` the share of the global value that it receives."""
+    """For each rank of `takers`, the share of the global value that it receives."""
     match move:
         case Exchange() | Transfer():
             return move.routes.received()
@@ -165,7 +165,7 @@ def received(move: Move) -> tuple[Fraction, ...]:
 
 
 def _each(move: Move) -> Fraction:
-    """The amount of data that each rank receives in a step that is the same for all."""
+    """The share of the global value that each rank receives in a step that is the same for all ranks."""
     match move:
         case AllReduce(axes=axes):
             return 2 * _local(move) * (1 - Fraction(1, _ranks(move.after, axes)))
@@ -182,7 +182,7 @@ def _local(move: Move) -> Fraction:
 
 
 def bytes_moved(moves: Sequence[Move]) -> Traffic:
-    """The bytes that all steps together move: the largest of one rank, and the total."""
+    """The bytes that all steps together move: the maximum over ranks, and the total."""
     alike = not any(isinstance(move, Exchange | Transfer | Reduce) for move in moves)
     if moves and alike and all(move.group == moves[0].group for move in moves):
         share = sum(map(_each, moves), Fraction(0))
@@ -197,7 +197,7 @@ def bytes_moved(moves: Sequence[Move]) -> Traffic:
 
 
 def share_of(share: Fraction, whole: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    """A fraction of so many bytes: `Fraction(3, 4)` of `3456*batch` is `2592*batch`; of a number rounded up."""
+    """A fraction of a number of bytes: `Fraction(3, 4)` of `3456*batch` is `2592*batch`; for an integer, rounded up."""
     if isinstance(whole, int):
         return math.ceil(whole * share)
     if share.denominator == 1:

@@ -1,20 +1,20 @@
-"""Resharding, from one layout to another: the steps change where a value is on its ranks, never the value.
+"""Resharding, from one layout to another: the steps change which rank holds which shard, never the value.
 
-Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
-that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the
-cheapest first: local slices, reduce_scatter, all_to_all, all_reduce along the partial axes that are left, all_gather, and padding and
-keeping where the target is to be summed (`greedy_path`).
+Within a group both layouts are first written on a mesh that subdivides both. The axes that both use in the same way stay. Then the axes
+that do not shard the target are removed, and those that do are added, as soon as the order of axes within the dims allows it, the cheapest
+first: local slices, reduce_scatter, all_to_all, all_reduce along the remaining partial axes, all_gather, and zero padding and masking of
+replicas where the target is partial (`greedy_path`).
 
     rows -> whole              all_gather              whole -> rows      slice
     rows -> columns            all_to_all              sum -> rows        reduce_scatter
     rows over (0, 1) -> over 0     all_gather over 1       sum -> whole       all_reduce
 
-Terms that one rank of each set takes are reduced there.
+Partial values whose sum only one rank of each set needs are reduced to that rank (Reduce).
 
-Two further ways are weighed against this one by the bytes that ranks receive: one exchange of the intersecting shards, which
-receives nothing twice and nothing in vain (rows over 0 -> rows over 1; 2x3 -> 3x2; every change of group), and, around either,
-other layouts for terms to be reduced to or to be padded from. Of ways with equal bytes, in total too, the one without an
-exchange is taken, unless it needs more collectives than to gather every dim, then the one with the fewest steps.
+Two alternatives are compared with this one by the bytes that ranks receive: one exchange of the intersecting shards, in which no rank
+receives bytes twice or without need (rows over 0 -> rows over 1; 2x3 -> 3x2; every change of group), and, before or after either, other
+layouts to which partial values are reduced or from which they are padded. Of alternatives with equal bytes, per rank and in total, the one
+without an exchange wins, unless it needs more collectives than to gather every dim, then the one with the fewest steps.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def lower(
     target_group: tuple[int, ...],
     divisors: tuple[int, ...] = (),
 ) -> Moves:
-    """The steps from `source` on `source_group` to `target` on `target_group`; () where each rank has what it needs.
+    """Returns the steps from `source` on `source_group` to `target` on `target_group`; () where each rank already holds its shard.
 
-    `divisors`: per dim a number known to divide its size; without it, what the cuts of source and target need. No step cuts a
-    dim into shards that this does not prove to be equal. The layout after the last step puts the shards and terms where
-    `target` puts them, perhaps written on another mesh. ValueError for layouts of values with different ranks, groups of
-    other sizes than their meshes, and a layout that awaits two different reductions.
+    `divisors`: per dim a number that is known to divide its size; without it, the least that the shards of source and target need. No step
+    shards a dim unless `divisors` prove that the shards are equal. The layout after the last step has the shards and partial values of
+    `target` on the same ranks, perhaps written on another mesh. Raises ValueError for layouts with different numbers of dims, groups whose
+    sizes are not those of their meshes, and a layout with two different pending reductions.
     """
     _check(source, target)
     for layout, group in ((source, source_group), (target, target_group)):
@@ -79,7 +79,7 @@ def lower(
 def lower_unknown(
     source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]
 ) -> Moves:
-    """As `lower`, for a value whose shape is known only at run time: its ranks reduce and gather it and send all of it, and no more."""
+    """Same as `lower` for a value whose shape is known only at run time: its ranks only reduce it, gather it and send all of it."""
     moves = lower(source, target, source_group, target_group)
     if all(isinstance(move, AllReduce | AllGather) or is_local(move) or _is_message(move) for move in moves):
         return moves
@@ -92,7 +92,7 @@ def lower_unknown(
 
 
 def _is_message(move: Move) -> bool:
-    """Whether a change of group sends values as they lie."""
+    """Whether a change of group sends each value as a whole: all boxes are the same and cover the full shard."""
     if not isinstance(move, Transfer):
         return False
     parts = move.routes.parts()
@@ -102,14 +102,14 @@ def _is_message(move: Move) -> bool:
 
 @dataclass(frozen=True)
 class _Ways:
-    """The sequences of steps that are weighed against each other: to reduce, to move what is left, to be summed again."""
+    """The alternative sequences of steps that are compared: reduce, then move, then make partial again."""
 
     source_group: tuple[int, ...]
     target_group: tuple[int, ...]
     divisors: tuple[int, ...]
 
     def direct(self, source: Layout, target: Layout) -> Moves:
-        """The greedy path, where no other can have fewer bytes: it consists of slices and at most one more step, the last."""
+        """The greedy path, where no other can have fewer bytes: slices and at most one other step, the last; () elsewhere."""
         if self.source_group != self.target_group or source.mesh != target.mesh:
             return ()
         moves = greedy_path(source, target, self.source_group)
@@ -124,7 +124,7 @@ class _Ways:
                     yield first + moves + last
 
     def _reductions(self, source: Layout, target: Layout) -> Iterator[tuple[Moves, Layout]]:
-        """Candidate reductions: steps after which the value is partial only where the target is, with the layout then; and none."""
+        """Candidate reductions: steps after which the value is partial only where the target is, with the layout then; first, no steps."""
         yield (), source
         if not source.partial:
             return
@@ -150,10 +150,10 @@ class _Ways:
                 yield (*start, to_one), to_one.after
 
     def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
-        """The replica of a partial value that has the target's ranks; the global value where no single replica has them.
+        """The replica of a partial value that is on the target's ranks; the full layout where no single replica covers them.
 
-        The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
-        of tp = 0. The others need not reduce what has no reader.
+        Returns the layout, the ranks and the partial axes of the replica. With mesh (dp, tp), partial along dp and rank 0 as the target, it
+        is the ranks with tp = 0. The other replicas are not reduced, as they have no reader.
         """
         used = {axis for cuts in at.cuts for axis in cuts} | {axis for axis, _ in at.partial}
         kept = [axis for axis in range(len(at.mesh)) if axis in used]
@@ -175,13 +175,13 @@ class _Ways:
         return layout, group, tuple(new[axis] for axis in terms)
 
     def _root(self, at: Layout, group: tuple[int, ...], terms: tuple[int, ...]) -> int:
-        """The place along the partial axes at which most ranks are in the target's group: the root of the Reduce."""
+        """The position along the partial axes at which most ranks are in the target's group: the root of the Reduce."""
         wanted, sets = {*self.target_group}, at.groups(terms)
         here = [sum(group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
         return here.index(max(here))
 
     def _endings(self, reduced: Layout, target: Layout) -> Iterator[tuple[Layout, Moves]]:
-        """Candidate last layouts: those from which local steps alone give a partial target, with these steps; and the target itself."""
+        """Candidate last layouts, each with the local steps that make it the partial target; first, the target itself without steps."""
         yield target, ()
         same = self.source_group == self.target_group and reduced.mesh == target.mesh
         terms = tuple(term[0] for term in target.partial if not (same and term in reduced.partial))
@@ -196,7 +196,7 @@ class _Ways:
                 yield cut, (ZeroPad(self.target_group, target, dim, terms),)
 
     def _between(self, source: Layout, target: Layout) -> Iterator[Moves]:
-        """Candidate ways between: the greedy path, if it arrives, and one exchange, if nothing is left to reduce."""
+        """Candidate paths between two layouts: the greedy path, if it arrives, and one exchange, if no reduction is pending."""
         if self.source_group != self.target_group:
             if can_travel(source, target):
                 yield (Transfer(self.target_group, target, source, self.source_group),)
@@ -235,7 +235,7 @@ def _has_all(source: Layout, target: Layout, source_group: tuple[int, ...], targ
 
 
 def _price(moves: Moves, source: Layout) -> tuple[Fraction | int, ...]:
-    """The sort key of a way, lower is better: bytes; collectives beyond what reducing and gathering everything takes."""
+    """The sort key of a sequence of steps, lower is better: bytes; then collectives in excess of those that reduce and gather every dim."""
     traffic = bytes_moved(moves)
     collectives = sum(not is_local(move) for move in moves)
     excess = max(0, collectives - bool(source.partial) - sum(map(bool, source.cuts)))

@@ -1,8 +1,8 @@
 """Finds the steps between two layouts on the same mesh, axis by axis: every step adds or removes some axes at the minor end of a dim.
 
-The rules stand in the order in which they are tried; after each step the first one is tried again. So what shrinks a value
-precedes what needs bytes, and what makes it larger comes last. Where the order of axes within a dim allows none of them the
-walk ends short of its target: `rows over (0, 1) -> over (1, 0)` has no step of this kind.
+The rules are listed in the order in which they are tried; after each step the first one is tried again. So steps that shrink a value
+precede steps that move bytes, and steps that enlarge it are last. Where the order of axes within a dim allows no rule, the walk ends before
+its target: `rows over (0, 1) -> over (1, 0)` has no step of this kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partc.compiler.layout.moves import (
 
 @dataclass(frozen=True)
 class WalkState:
-    """A layout on the way to another one on the same mesh."""
+    """A layout on the path to another one on the same mesh."""
 
     at: Layout
     target: Layout
@@ -39,18 +39,18 @@ class WalkState:
         return range(len(self.at.cuts))
 
     def missing(self, dim: int) -> tuple[int, ...]:
-        """The axes that are still to shard a dim; none while a minor axis must leave the dim first."""
+        """The axes that are still to be added to a dim; () while a minor axis must be removed from it first."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         return then[len(now) :] if then[: len(now)] == now else ()
 
     def leaving(self, dim: int) -> tuple[int, ...]:
-        """The axes that must leave a dim, for good or to return at another position."""
+        """The axes that must be removed from a dim, for good or to return at another position."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
         return now[common:]
 
     def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
-        """Maps each reduction to the axes that are Partial now and must not stay so."""
+        """Lists, for each reduction, those of `axes` that are Partial by it now and must not stay so."""
         found: dict[str, list[int]] = {}
         for axis in axes:
             now = self.at.placement(axis)
@@ -67,8 +67,8 @@ Rule: TypeAlias = Callable[[WalkState], Move | None]
 
 
 def greedy_path(source: Layout, target: Layout, group: tuple[int, ...], rules: Sequence[Rule] = ()) -> tuple[Move, ...]:
-    """The steps that the rules allow, from `source` towards `target`; both on one mesh. It has arrived if the last one's
-    layout is the target."""
+    """Returns the steps that the rules allow from `source` towards `target`, both on one mesh. The path has arrived if the layout of the
+    last step is the target."""
     moves: list[Move] = []
     place = WalkState(source, target, group)
     while step := next((move for rule in rules or RULES if (move := rule(place)) is not None), None):
@@ -104,7 +104,7 @@ def all_to_all(place: WalkState) -> Move | None:
 
 
 def reduce_rest(place: WalkState) -> Move | None:
-    """AllReduce over the partial axes that no reduce_scatter takes."""
+    """AllReduce over the partial axes that no reduce_scatter handles."""
     axes = [axis for axis, _ in place.at.partial if not isinstance(place.target.placement(axis), Shard)]
     return next((all_reduce(place.at, place.group, axes) for axes, _ in place.awaited(axes)), None)
 
@@ -139,18 +139,18 @@ RULES: tuple[Rule, ...] = (*SHRINKING, all_to_all, reduce_rest, gather, pad, kee
 
 
 def all_reduce(at: Layout, group: tuple[int, ...], axes: tuple[int, ...]) -> AllReduce:
-    """The AllReduce over `axes` that wait for one kind of reduction."""
+    """The AllReduce over `axes`, which have one pending kind of reduction."""
     return AllReduce(group, with_shards(at, {}, dict.fromkeys(axes, "")), axes, _reduction(at, axes))
 
 
 def reduce_scatter(at: Layout, group: tuple[int, ...], dim: int, axes: tuple[int, ...]) -> ReduceScatter:
-    """The ReduceScatter over `axes` that wait for one kind of reduction; `dim` is sharded over them afterwards."""
+    """The ReduceScatter over `axes`, which have one pending kind of reduction; `dim` is sharded over them afterwards."""
     after = with_shards(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
     return ReduceScatter(group, after, dim, axes, _reduction(at, axes))
 
 
 def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: int) -> Reduce:
-    """The Reduce over `axes` that wait for one kind of reduction, to the ranks of one place along them."""
+    """The Reduce over `axes`, which have one pending kind of reduction, to the ranks whose position along them is `root`."""
     kept = [axis for axis in range(len(at.mesh)) if axis not in axes]
     new = {axis: number for number, axis in enumerate(kept)}
     after = Layout(
@@ -165,7 +165,7 @@ def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: i
 def with_shards(
     layout: Layout, cuts: Mapping[int, tuple[int, ...]], partial: Mapping[int, str] | None = None
 ) -> Layout:
-    """The layout with other cuts of some dims, and with other reductions over some axes ("" for none)."""
+    """The layout with other axes for the dims of `cuts`, and with other reductions over the axes of `partial` ("" for none)."""
     terms = {**dict(layout.partial), **(partial or {})}
     return Layout(
         layout.mesh,
@@ -179,11 +179,11 @@ def _reduction(layout: Layout, axes: Sequence[int]) -> str:
 
 
 def _run(place: WalkState, axes: tuple[int, ...], holds: Callable[[Placement], bool]) -> tuple[int, ...]:
-    """The first axes that are so now."""
+    """The longest prefix of `axes` whose current placements satisfy `holds`."""
     return tuple(takewhile(lambda axis: holds(place.at.placement(axis)), axes))
 
 
 def _suffix(place: WalkState, dim: int, holds: Callable[[Placement], bool]) -> tuple[int, ...]:
-    """The minor axes of a dim that are to leave it and to be so then."""
+    """The minor axes of a dim that are to be removed from it and whose target placements satisfy `holds`."""
     last: Iterator[int] = takewhile(lambda axis: holds(place.target.placement(axis)), reversed(place.leaving(dim)))
     return tuple(reversed(tuple(last)))

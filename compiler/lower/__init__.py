@@ -1,1 +1,1 @@
-"""One program per rank, out of one global order."""
+"""Builds one program per rank from one global order of ops."""

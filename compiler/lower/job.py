@@ -1,4 +1,4 @@
-"""The program of the whole job while it is written: one list of ops over values in one order, each op with the ranks that do it.
+"""The program of the whole job under construction: one ordered list of ops over values, each op with the ranks that run it.
 
 What ranks have (constants, weights, state) is recorded once, too, with the ranks that have it. A rank's program is a filter of these lists,
 and ranks with the same filter share it: distinct programs are found at the end, by splitting the set of all ranks by the ranks of every op

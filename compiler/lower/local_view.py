@@ -1,8 +1,8 @@
-"""The local view of a program: what every rank does, task by task, as `localize` begins it and `differentiate` and `update` go on.
+"""The local view of a program: the ops of every rank, task by task, begun by `localize` and extended by `differentiate` and `update`.
 
 It is the one object that these passes hand on inside of the program, until `lower` makes rank programs of it. They share it since names and
-messages of a rank depend on what that rank has by then: a name is free or taken, a value is there or must be brought. A pass
-writes into a copy of its own (`begin`), so the program that it was given stays as it is.
+messages of a rank depend on what that rank has by then: a name is free or taken, a value is there or must be brought. A pass writes into a
+copy of its own (`begin`), so the program that it was given stays as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pass: one program per rank of what `localize`, `differentiate` and `update` wrote; ranks that do the same share it.
+"""Pass: builds one program per rank from the ops of `localize`, `differentiate` and `update`; ranks with the same ops share it.
 
 What nothing reads falls away, and what the simplifier finds in a program that trains; the rank's place alone tells equal programs apart.
 
@@ -14,8 +14,8 @@ The distinct programs of a job: its filters by sets of ranks, over values that h
 The names of a job's values, given in one pass: from the hint of each, in the order in which they were made.
 
 A value of the model and its versions have their own names. What is made beside them has a name that the model does not have (`h.shape` is
-`h.shape'` where the model has an `h.shape` itself), and one that nothing else on its ranks has: a value on ranks 0-1 and another on
-ranks 2-3 may have the same one.
+`h.shape'` where the model has an `h.shape` itself), and one that nothing else on its ranks has: a value on ranks 0-1 and another on ranks
+2-3 may have the same one.
 """
 
 from __future__ import annotations

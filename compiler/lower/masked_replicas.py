@@ -1,4 +1,4 @@
-"""Replicated operands of nodes that pass partial sums on: the operand is the first rank's term, zeros are those of the others.
+"""Replicated operands of nodes that pass partial sums on: the operand is the first rank's partial value, and zeros are those of the others.
 
     x + attn + mlp      rank 0   Where(true, x, 0) + attn.partial + mlp.partial
                         rank 1   Where(false, x, 0) + attn.partial + mlp.partial

@@ -1,8 +1,7 @@
-"""Collectives that the model itself writes, in a local map, and their duals in the backward pass.
+"""Collectives that the model itself contains, in a local map, and their transposes in the backward pass.
 
-AllReduce is its own dual, as are AllToAll with its dims exchanged and SendRecv with its pairs turned round; AllGather and
-ReduceScatter, Broadcast and Reduce, Gather and Scatter are each other's. What a rank does not get is zeros, in the forward pass as
-in the backward one.
+AllReduce is its own dual, as are AllToAll with its dims exchanged and SendRecv with its pairs turned round; AllGather and ReduceScatter,
+Broadcast and Reduce, Gather and Scatter are each other's. What a rank does not get is zeros, in the forward pass as in the backward one.
 """
 
 from __future__ import annotations

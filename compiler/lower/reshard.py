@@ -276,7 +276,7 @@ def _will_have(comm: CommLowering, rank: int, given: Value, version: ShardedValu
 
 
 def _boxes(routes: Routes, dims: int) -> tuple[list[Span], list[Span]]:
-    """Per part that is moved: its box within the source rank's shard, and within the target rank's shard."""
+    """For each part that is moved, its box within the source rank's shard, and within the target rank's shard."""
     source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
     target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
     parts = routes.parts()

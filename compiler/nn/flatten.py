@@ -1,4 +1,4 @@
-"""`Flatten`: several axes become one."""
+"""`Flatten`: merges several axes into one."""
 
 from __future__ import annotations
 

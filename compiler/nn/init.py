@@ -1,10 +1,10 @@
-"""Initializers: how a parameter's values are drawn.
+"""Initializers: the distributions from which a parameter's values are drawn.
 
     nn.Linear(784, 10, init=nn.init.truncated_normal(0.02), bias_init=nn.init.zeros())
 
-Fans are those of a weight `[out, in, *kernel]`: `fan_in = in * kernel`, `fan_out = out * kernel`. He: K. He et al.,
-"Delving Deep into Rectifiers", 2015; Xavier: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep
-feedforward neural networks", 2010. Defaults follow `torch.nn.init`.
+Fans are those of a weight `[out, in, *kernel]`: `fan_in = in * kernel`, `fan_out = out * kernel`. He: K. He et al., "Delving Deep into
+Rectifiers", 2015; Xavier: X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
+Defaults follow `torch.nn.init`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Extents that a node takes as data, made local: the target of a Reshape, the shape of an Expand, the sizes of a Resize.
+"""Makes extents local that a node reads as data: the target of a Reshape, the shape of an Expand, the sizes of a Resize.
 
 Where the local extents are known, they become a constant; where they are dynamic, the global ones are divided at run time.
 """

@@ -1,9 +1,9 @@
-"""The notation of rules: `*mk,*kn->*mn` read against the shapes of one node.
+"""The notation of rules: `*mk,*kn->*mn` parsed for the shapes of one node.
 
-A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
-one; where one of them is 1 and another is not, it broadcasts. `.` is one replicated dim and `_` any number of them. `-` is
-an operand that is not a tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand
-before it as often as the node has inputs.
+A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last one; where
+one of them is 1 and another is not, it broadcasts. `.` is one replicated dim and `_` any number of them. `-` is an operand that is not a
+tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand before it as often as the node
+has inputs.
 
     *mk,*kn->*mn    on (5, 2, 6) and (6, 4)     amk,kn->amn
     nc_,oc_,o->no_  on (2, 3, 8, 8), (4, 3, 2, 2) and (4)    nc..,oc..,o->no..

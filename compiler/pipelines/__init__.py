@@ -1,1 +1,1 @@
-"""Batches that run as microbatches through stages: which task each op is of, the bodies of tasks, and the rows of their calls."""
+"""Batches that run as microbatches through stages: the task of each op, the bodies of tasks, and the rows of their calls."""

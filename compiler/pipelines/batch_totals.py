@@ -1,4 +1,4 @@
-"""The numbers of a whole batch that every microbatch reads, such as the weight of all labels: made before the first task.
+"""The numbers of a whole batch that every microbatch reads, such as the weight of all labels: computed before the first task.
 
     loss.weights.of_batch = Gather(class weights, label)     loss.weight_sum = ReduceSum(loss.weights.of_batch)
 

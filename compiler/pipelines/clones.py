@@ -1,5 +1,5 @@
-"""The copy of a value of one microbatch's program in the program of a step: one object on all ranks, since a message has one at both
-ends.
+"""The copy of a value of one microbatch's program in the program of a step: one object on all ranks, since both ends of a message refer to
+it.
 """
 
 from __future__ import annotations

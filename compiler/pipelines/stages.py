@@ -1,4 +1,4 @@
-"""The stages of a placed program: each group is one, where no way of the data comes back to a group that it left.
+"""The stages of a placed program: each group is a stage, if no path of the data returns to a group that it left.
 
     placement   0    0    1    2        two towers: d reads of a and of b, and b of x alone
     node        a -> c -> d -> e

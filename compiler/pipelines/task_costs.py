@@ -125,7 +125,7 @@ class _UnitCosts:
     saved: list[Amount] = field(init=False)
     deferred: list[Amount] = field(init=False)
     own: dict[Label, list[Span[Value, Amount]]] = field(default_factory=dict)
-    """Per task the values that no other task reads."""
+    """Maps each task to the values that no other task reads."""
 
     def __post_init__(self) -> None:
         count = len(self.stages)

@@ -19,7 +19,7 @@ from partc.compiler.plan.groups import ranks_text
 from partc.runtime.artifact import format as fmt
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]
-"""Per output of the model the ranks that it goes to; None: it stays."""
+"""Maps each output of the model to the ranks that receive it; None: it stays on its ranks."""
 REPEATED = fmt.MADE_OF_INPUTS
 """Why a floating node runs where it is read although what it reads may be sent there."""
 _LARGEST_MOVE = 32
@@ -27,7 +27,9 @@ _LARGEST_MOVE = 32
 
 @dataclass
 class Inferred:
-    """Per node its groups, the one that sends its values first, and why; `needs`: per value the groups that read it."""
+    """Maps each node to its groups, the one that sends its values first, and the reason; `needs`: maps each value to the groups that read
+    it.
+    """
 
     groups: dict[ir.Node, tuple[Group, ...]] = field(default_factory=dict)
     reasons: dict[ir.Node, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Pass: every node gets the rank where it runs, and the reason.
+"""Pass: assigns to every node the ranks that run it, with the reason.
 
 The law, in order; the first that decides holds:
 

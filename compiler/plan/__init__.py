@@ -1,1 +1,1 @@
-"""The plan: the user's statements about ranks, symbols, inputs, placement and outputs, in YAML."""
+"""The plan: the user's settings of ranks, symbols, inputs, placement and outputs, in YAML."""

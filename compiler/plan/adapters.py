@@ -58,7 +58,7 @@ AdapterForm: TypeAlias = Annotated[
 
 
 def refused_adapters(adapters: Mapping[str, AdapterEntry], *, trains: bool, generates: bool) -> Refused | None:
-    """Why adapters do not fit what a plan does; None where they do."""
+    """Returns the reason why adapters do not fit the plan's other keys; None where they fit."""
     trained = [name for name, entry in adapters.items() if entry.train]
     if len(adapters) > 1 and not generates:
         law = "one adapter is added to a model; a plan that generates has several, chosen by request"
@@ -80,7 +80,7 @@ def refused_adapters(adapters: Mapping[str, AdapterEntry], *, trains: bool, gene
 
 @dataclass(frozen=True)
 class AdapterRule:
-    """An adapter by its name; `folder`: where its `source` is."""
+    """An adapter by its name; `folder`: the folder that contains its `source`."""
 
     name: str
     entry: AdapterEntry

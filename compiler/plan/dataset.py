@@ -1,11 +1,11 @@
 """How inputs arrive on their ranks, according to a plan or a `model.py`.
 
     dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many shards as ranks
-    dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input, or by a pattern of inputs: "past.*.key"; the later wins
-    dataset: [[8, 1, 1, 1], [8]]            the same by the inputs' order, the loss's labels last; null: whole
+    dataset: {x: [8, 1, 1, 1]}              the shards of each dim, by input, or by a pattern of inputs: "past.*.key"; the later wins
+    dataset: [[8, 1, 1, 1], [8]]            the same by the inputs' order, the loss's labels last; null: unsharded
 
-`dataset_strategy` is MindSpore's name of it, `full_batch: true` and `false` are its older words for full_batch and data_parallel.
-A `model.py` says so by globals of these names, with tuples or lists; the plan wins.
+`dataset_strategy` is MindSpore's name for it; `full_batch: true` and `false` are its older spellings of full_batch and data_parallel. A
+`model.py` sets it by globals of these names, with tuples or lists; the plan overrides them.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ class DatasetEntry(RootModel[dict[str, SpecEntry]]):
 
     @staticmethod
     def of(style: str, order: Sequence[ShardSpec | None] = ()) -> DatasetEntry:
-        """The entry that says the same of all inputs, or has specs in the order of the inputs."""
+        """Returns the entry with one style for all inputs, or with specs in the order of the inputs."""
         entry = DatasetEntry({})
         entry._style, entry._order = style, tuple(order)
         return entry
 
     def dataset(self, where: str, lines: Mapping[str, str]) -> Dataset:
-        """What the entry says, of the line `where`; `lines` has those of its keys."""
+        """Converts the entry at the line `where` to a `Dataset`; `lines` maps its keys to their lines."""
         specs = {name: one_spelling([dims])[0] for name, dims in self.root.items()}
         by_name = {name: DatasetSpec(spec, lines[name]) for name, spec in specs.items() if spec is not None}
         return Dataset(self._style, by_name, where, self._order)
 
 
 def full_batch(value: object) -> DatasetEntry | None:
-    """What MindSpore's older word says; None for nothing. Raises Refused."""
+    """Converts MindSpore's older key `full_batch` to an entry; None for None. Raises Refused."""
     if value is not None and not isinstance(value, bool):
         raise Refused(f"expected true or false, but got {shown(value)}")
     return None if value is None else DatasetEntry.of(FULL_BATCH if value else DATA_PARALLEL)
 
 
 def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> Dataset | None:
-    """What the globals of a `model.py` say, None if nothing; `lines` has their places. Raises CompileError."""
+    """Returns the dataset that the globals of a `model.py` declare, None if none does; `lines` has their places. Raises CompileError."""
     said = [key for key in KEYS if values.get(key) is not None]
     problems = list(repeated_keys(said, lines))
     found: Dataset | None = None
@@ -69,7 +69,7 @@ def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> 
 
 
 def repeated_keys(keys: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
-    """A problem for every key after the first that says how inputs arrive."""
+    """Returns a problem for every key after the first that defines how inputs arrive."""
     return [
         Problem(lines[key], f"'{key}' and '{keys[0]}' both define how inputs arrive", help="keep one of them")
         for key in keys[1:]
@@ -77,9 +77,10 @@ def repeated_keys(keys: Sequence[str], lines: Mapping[str, str]) -> list[Problem
 
 
 def in_order(dataset: Dataset, names: Sequence[str], own: int) -> Dataset:
-    """The specs by the inputs' names, where they stand in their order or by patterns. CompileError where there are not as many.
+    """Assigns specs listed in order, or by patterns, to the inputs' names. Raises CompileError where their numbers differ.
 
-    `names`: the model's `own` inputs, and what the loss adds. What matches no input stays, and is told where the inputs are sharded.
+    `names`: the model's `own` inputs, then those that the loss adds. A key that matches no input stays, and is reported when inputs are
+    sharded.
     """
     if not dataset.order:
         return replace(dataset, specs=_by_name(dataset.specs, names))
@@ -130,7 +131,7 @@ def _arriving(value: object, info: ValidationInfo) -> object:
 
 
 def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
-    """The entry of a word, or of a list of specs."""
+    """Returns the entry of a style name, or of a list of specs."""
     if value is None or value in (FULL_BATCH, DATA_PARALLEL):
         return DatasetEntry.of(str(value or FULL_BATCH))
     if isinstance(value, list | tuple) and value:

@@ -1,10 +1,9 @@
-"""A YAML file as plain data that knows its lines.
+"""Reads a YAML file as plain data, with the line of each value.
 
-Keys are always text, as they are written, so that a node may be named `1` or `on`. Values follow YAML 1.2: `yes` is a
-text. The line of a value is that of its key, of a list's item that of the item; lines are found by path,
-`("placement", "conv1")`. An alias stands for what its anchor has, up to MOST_VALUES in the file, so that aliases of aliases
-do not fill the memory. What makes a file no YAML at all is raised at once; what YAML has and plans have not (keys given
-twice, aliases within themselves, merge keys, tags) is collected.
+Keys are always text, as they are written, so that a node may be named `1` or `on`. Values follow YAML 1.2: `yes` is a text. The line of a
+value is that of its key, of a list's item that of the item; lines are looked up by path, `("placement", "conv1")`. An alias stands for the
+value of its anchor, up to MOST_VALUES in the file, so that aliases of aliases do not fill the memory. An error that makes a file invalid
+YAML is raised at once; features of YAML that plans do not have (repeated keys, aliases within themselves, merge keys, tags) are collected.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Data: TypeAlias = "bool | int | float | str | list[Data] | dict[str, Data] | Non
 Steps: TypeAlias = tuple[str | int, ...]
 
 MOST_VALUES = 100_000
-"""So many values a file has at most once its aliases are written out, its own not counted."""
+"""The most values that the aliases of a file may expand to, in addition to the file's own."""
 
 LARGEST_PLAN = 1 << 19
 MOST_ENTRIES, DEEPEST, LONGEST_TEXT, LARGEST_NUMBER = 100_000, 64, 10_000, (1 << 63) - 1
@@ -47,7 +46,7 @@ _HELP = {
 
 @dataclass
 class Document:
-    """The data of a file, the lines of its paths, and the problems found while it was taken apart.
+    """The data of a file, the lines of its paths, and the problems of its conversion.
 
     A value that was refused is None in the data and its path in `refused`.
     """
@@ -59,7 +58,7 @@ class Document:
     refused: set[Steps] = field(default_factory=set)
 
     def where(self, *steps: str | int) -> str:
-        """`file:line` of this path, or of the nearest one around it."""
+        """Returns `file:line` of a path, or of the nearest enclosing path that has a line."""
         while steps and steps not in self.lines:
             steps = steps[:-1]
         return f"{self.file}:{self.lines.get(steps, 1)}"
@@ -113,7 +112,7 @@ def parse_document(text: str, file: str) -> Document:
 
 
 class _Taking:
-    """Takes YAML's nodes apart. An alias is the node of its anchor again: not within itself, and in all not too often."""
+    """Converts YAML's nodes to plain data. An alias is its anchor's node again: not within itself, and in all not too often."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -159,7 +158,7 @@ class _Taking:
         return None
 
     def too_many(self, node: Node, line: int) -> bool:
-        """Whether the aliases so far stand for more than a plan may have; the first that does is told."""
+        """Whether the aliases so far expand to more values than a plan may have; reports the first that does."""
         self.repeated += (len(node.value) + 1) * (id(node) in self.taken)
         if self.repeated <= MOST_VALUES:
             return False

@@ -1,6 +1,6 @@
-"""Patterns over dotted paths: which modules and nodes a rule of the plan speaks of.
+"""Patterns over dotted paths: they select the modules and nodes to which a rule of the plan applies.
 
-A path is cut into parts at its dots. In a pattern
+A path is split into parts at its dots. In a pattern
 
     *          is anything within one part: `layers.*.up`, `conv*`
     ?          is one character within a part
@@ -10,12 +10,12 @@ A path is cut into parts at its dots. In a pattern
     {up,gate}  is one of these texts, which may be patterns themselves: `**.{q,k,v}_proj`, `{encoder.*,head}.up`
     \\          takes the next character as it is: `split\\[0\\]`
 
-and everything else is itself. A pattern that matches a path takes all that is inside too: `encoder` takes
-`encoder.layers.0.up`. A text that equals a path matches it, whatever characters it has.
+and everything else is itself. A pattern that matches a path matches everything inside it too: `encoder` matches `encoder.layers.0.up`. A
+text that equals a path matches it, whatever characters it has.
 
-Matching takes linear time in the length of the path. Choices in braces are written out first; what is left between two `*`
-has a fixed length, up to whole numbers, which are never parted. So the first place where it fits is the only one to try,
-and a group of the regular expression that has matched is never entered again.
+Matching takes linear time in the length of the path. Choices in braces are written out first; what is left between two `*` has a fixed
+length, up to whole numbers, which are never parted. So the first place where it fits is the only one to try, and a group of the regular
+expression that has matched is never entered again.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _WILD = "*[?"
 Key = TypeVar("Key")
 
 MOST_CHOICES = 512
-"""Braces multiply: a pattern stands for at most so many without braces."""
+"""The most alternatives without braces that a pattern may expand to; braces multiply."""
 DEEPEST = 16
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern ready for matching; `compile_pattern` makes it."""
+    """A pattern ready for matching; created by `compile_pattern`."""
 
     text: str
     prefix: str = field(repr=False, compare=False)
     regex: re.Pattern[str] | None = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern matches the path or a module that the path is in."""
+        """Whether the pattern matches the path or a module that contains it."""
         if path.startswith(self.prefix):
             if self.regex is None:
                 if path[len(self.prefix) : len(self.prefix) + 1] in ("", "."):
@@ -63,7 +63,7 @@ class Pattern:
         return path == self.text
 
     def among(self, paths: Mapping[Key, str]) -> list[Key]:
-        """The keys of the paths that the pattern matches; as `matches` of each, without a call for each."""
+        """Returns the keys of the paths that the pattern matches; the same as `matches` for each, without a call for each."""
         text, prefix = self.text, self.prefix
         if self.regex is None:
             inside = f"{prefix}."
@@ -74,7 +74,7 @@ class Pattern:
 
 @functools.lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """The pattern that the text describes; ValueError, with the law, where it describes none."""
+    """Compiles a text to a pattern; ValueError, with the law, where the text is not a pattern."""
     choices = [_choice(tokens) for tokens in _alternatives(_TOKEN.findall(text), 0)[0]]
     starts = zip(*(prefix for prefix, _ in choices), strict=False)
     prefix = "".join(same[0] for same in itertools.takewhile(lambda column: len(set(column)) == 1, starts))
@@ -85,7 +85,7 @@ def compile_pattern(text: str) -> Pattern:
 
 
 def _alternatives(tokens: list[str], start: int, depth: int = 0) -> tuple[list[list[str]], int]:
-    """What the tokens from `start` stand for, up to the brace that closes them or the end, and where that is.
+    """Expands the tokens from `start` to the closing brace or the end into alternatives; returns these and the end's index.
 
     `depth`: the number of braces that are open.
     """
@@ -141,7 +141,7 @@ def _choice(tokens: list[str]) -> tuple[str, str | None]:
 
 
 def checked_pattern(text: str) -> str:
-    """The text of a pattern as it is; Refused where it describes none."""
+    """Returns the text of a pattern unchanged; raises Refused where it is not a pattern."""
     try:
         compile_pattern(text)
     except ValueError as error:
@@ -150,12 +150,12 @@ def checked_pattern(text: str) -> str:
 
 
 def literal_pattern(path: str) -> str:
-    """The pattern of just this path (and of what is inside, if it is a module), whatever characters it has."""
+    """Returns the pattern of only this path (and of everything inside, if it is a module), whatever characters it has."""
     return re.sub(r"[*?{}\[\]\\]|^\.|(?<=\.)\.|\.$", r"\\\g<0>", path)
 
 
 def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Up to `n` of the names that are most like the text, the most alike first; none that is less than half alike."""
+    """Returns up to `n` of the names that are most similar to the text, best first; none with a similarity below one half."""
     wanted = _SPECIAL.sub("", text).lower()
     pairs = {wanted[i : i + 2] for i in range(max(1, len(wanted) - 1))}
     scored = (
@@ -172,7 +172,7 @@ def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
 
 
 def wider(text: str, names: Iterable[str]) -> str:
-    """A pattern with '**' that matches some of the names where this one matches none, and what it matches; '' where none is."""
+    """Returns a hint with a pattern with '**' that matches some of the names where the text matches none; '' where there is none."""
     found = list(dict.fromkeys(names))
     deep = ".".join("**" if part == "*" else part for part in text.split("."))
     for one in dict.fromkeys((deep, f"**.{text}", f"**.{deep}")):
@@ -185,7 +185,7 @@ def wider(text: str, names: Iterable[str]) -> str:
 
 
 def _expression(parts: list[list[str]]) -> str:
-    """The regular expression of a pattern, for the beginning of a path up to the end of one of its parts."""
+    """The regular expression of a pattern; it matches the beginning of a path up to the end of one of its parts."""
     while len(parts) > 1 and parts[-1] == ["**"]:
         parts = parts[:-1]
     if parts == [["**"]]:
@@ -270,7 +270,7 @@ def _numbers(token: str) -> str:
 
 
 def _no_glob(token: str) -> str:
-    """Why a bracket of digits alone is refused: it would be a number here, and one of its digits to a reader who knows globs."""
+    """Returns the reason why a bracket of digits is refused: here it is a number, but in a glob it is one of its digits."""
     digits = sorted({*token[1:-1]})
     listed = f"{', '.join(digits[:-1])} or {digits[-1]}" if len(digits) > 1 else digits[0]
     runs = len(digits) > 1 and int(digits[-1]) - int(digits[0]) == len(digits) - 1

@@ -1,4 +1,4 @@
-"""Keys of a plan that know their lines: the begin of a message about one of them."""
+"""Keys of a plan that know their lines, with which messages about them begin."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class PlacedOptions(Options):
     _place: Callable[..., str] = PrivateAttr(default_factory=lambda: _nowhere)
 
     def placed(self, where: Callable[..., str]) -> Self:
-        """The same with the places of its keys; `where` gives that of a path, `where("train", "loss")`."""
+        """Returns a copy with the places of its keys; `where` returns the place of a path, `where("train", "loss")`."""
         found = self.model_copy()
         found._place = where
         return found
 
     def where(self, *steps: str | int) -> str:
-        """The place of a key, `plan.yaml:4`; without one that of all."""
+        """Returns the place of a key, `plan.yaml:4`; without steps, the place of the whole entry."""
         return self._place(self.KEY, *steps)
 
 
 def _nowhere(*steps: str | int) -> str:
-    """The path itself, of what no file has."""
+    """Returns the path itself as the place of options that are not from a file."""
     return ".".join(map(str, steps))

@@ -1,4 +1,4 @@
-"""`quantize` of a plan: which products have weights of four or eight bits, in blocks of the contracted dim that share a scale.
+"""`quantize` of a plan: selects the products whose weights have four or eight bits, in blocks of the contracted dim that share a scale.
 
 quantize: {"**.{q,k,v,o,gate,up,down}_proj": {bits: 4, block: 32}, lm_head: {bits: 8}, "layers.0.**": null}
 """
@@ -35,7 +35,7 @@ class Blocks(Options):
 
 @dataclass(frozen=True)
 class QuantizeRule:
-    """The products that the pattern matches are quantized in these blocks; None: they keep their weights."""
+    """The quantization of the products that the pattern matches: in these blocks; None: they keep their weights."""
 
     pattern: str
     blocks: Blocks | None

@@ -1,8 +1,8 @@
 """The sharding of a value as a plan spells it: per dim the number of shards, or the axes of the mesh that shard it.
 
-Two spellings. By integers, `[2, 4]`: the number of shards of every dim, 1 for a dim that is not sharded. By axes, `[dp, tp]`,
-`[[dp, tp], null]`: the mesh axes that shard a dim, major first, and null (or 1) for a dim that is not sharded. A rule has one
-spelling throughout; nothing but 1 and null is in both:
+Two spellings. By integers, `[2, 4]`: the number of shards of every dim, 1 for a dim that is not sharded. By axes, `[dp, tp]`, `[[dp, tp],
+null]`: the mesh axes that shard a dim, major first, and null (or 1) for a dim that is not sharded. A rule has one spelling throughout; only
+1 and null are in both:
 
     (2, 4)                     from [2, 4]
     (("dp", "tp"), ())         from [[dp, tp], null]
@@ -24,7 +24,7 @@ _LAW = "a dim is cut into a number of shards, along a mesh axis, or along a list
 
 
 def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | None:
-    """One dim's entry as it is spelled; None for null. Raises Refused, also for an axis that `axes`, if given, has not."""
+    """Converts one dim's entry to a `DimSpec`; None for null. Raises Refused, also for an axis that is not in `axes`, if any are given."""
     if value is None:
         return None
     if is_integer(value):
@@ -51,7 +51,7 @@ def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | No
 
 
 def one_spelling(specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
-    """The specs of one rule, None for those that are derived. Raises Refused where spellings mix, or an axis cuts twice."""
+    """Returns the specs of one rule, None for those to derive. Raises Refused where spellings mix, or an axis is used twice."""
     dims = [dim for spec in specs if spec is not None for dim in spec]
     counts = [dim for dim in dims if isinstance(dim, int) and dim > 1]
     if counts:
@@ -65,7 +65,7 @@ def one_spelling(specs: Sequence[Sequence[DimSpec | None] | None]) -> list[Shard
 
 
 def _nothing_of_axes_beside(count: int, dims: Sequence[DimSpec | None]) -> None:
-    """Refuses mesh axes and null in a rule that has a number of shards."""
+    """Raises Refused for mesh axes or null in a rule that has a number of shards."""
     by_axes = [dim for dim in dims if isinstance(dim, tuple)]
     if by_axes:
         named = [name for dim in by_axes for name in dim]
@@ -92,7 +92,7 @@ def _by_axes(spec: Sequence[DimSpec | None]) -> ShardSpec:
 
 
 def is_named(spec: ShardSpec) -> bool:
-    """Whether a spec is spelled by mesh axes; a scalar's is spelled by neither."""
+    """Whether a spec is spelled by mesh axes; False for a scalar's, which has no dims."""
     return any(isinstance(dim, tuple) for dim in spec)
 
 

@@ -1,6 +1,6 @@
-"""The sharding of operators in a plan: styles, strategies, and the budget for the bytes that these move.
+"""The sharding of operators in a plan: styles, strategies, and the limit on the bytes of the reshards that they cause.
 
-Every dim's entry is checked where it stands, and a rule as a whole for its one spelling (`partc.compiler.plan.shard_spec`).
+Every dim's entry is checked on its own, and a rule as a whole for having one spelling (`partc.compiler.plan.shard_spec`).
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ class ShardingEntry(Options):
         return self
 
     def specs(self) -> list[ShardSpec | None]:
-        """The specs of inputs, outputs and parameters, in this order, in their one spelling."""
+        """Returns the specs of inputs, outputs and parameters, in this order, all in one spelling."""
         return one_spelling([*(self.inputs or ()), *(self.outputs or ()), *self.parameters.values()])
 
     def rule(self, pattern: str, where: str) -> ShardingRule:
-        """The rule that the entry gives to a pattern."""
+        """Returns the rule of the entry for a pattern, at the line `where`."""
         specs = iter(self.specs())
         inputs = None if self.inputs is None else tuple(next(specs) for _ in self.inputs)
         outputs = None if self.outputs is None else tuple(next(specs) for _ in self.outputs)

@@ -3,8 +3,8 @@
     stages: ["tokens, layers.[0-3]", "layers.[4-7], norm, head"]
     stages: [{nodes: "layers.[0-3]", on: 0}, {nodes: "layers.[4-7]", on: 1}, {nodes: [norm, head], on: 0}]
 
-A stage is patterns with commas between them, a list of such texts, or a mapping that has its ranks, too. The order is that of the data's
-way: a stage reads from earlier ones only. Without `on`, stages are given to p homes in turn:
+A stage is patterns with commas between them, a list of such texts, or a mapping that has its ranks, too. The order is that of the data
+flow: a stage reads only from earlier ones. Without `on`, stages are assigned to p homes (ranks or groups) in turn:
 
     mesh with an axis pp            its p slices {pp: 0}, {pp: 1}, ...
     else                            p runs of consecutive ranks: as many as stages, or one for each rank where there are more stages
@@ -28,7 +28,7 @@ from pydantic import PlainValidator, ValidationInfo
 AXIS = "pp"
 """The mesh axis over which stages are spread."""
 _TWICE = ("interleaved", "zbv")
-"""Schedules for which a home has two stages at least."""
+"""Schedules for which a home has at least two stages."""
 _KEYS = ("nodes", "on")
 _COMMA = re.compile(r"\\.|[\[{]|[\]}]|,|[^\\\[\]{},]+", re.DOTALL)
 _LAW = "a stage is patterns, 'layers.[0-3], norm', a list of them, or {nodes: ..., on: 0}"
@@ -38,7 +38,7 @@ Steps: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class StageRule:
-    """A stage of a plan: its patterns, each with its place, and the group that runs it."""
+    """A stage of a plan: its patterns, each with its line, and the group that runs it."""
 
     patterns: tuple[tuple[str, str], ...]
     ranks: tuple[int, ...]
@@ -84,7 +84,7 @@ def _patterns(value: object, steps: Steps) -> list[tuple[str, Steps]]:
 
 
 def apart(text: str) -> list[str]:
-    """The patterns of a text; commas within brackets and braces are theirs, and `\\,` is a comma of a name."""
+    """Splits a text into patterns at its commas; commas within brackets and braces do not split, and `\\,` is a comma of a name."""
     found, depth = [""], 0
     for token in _COMMA.findall(text):
         depth += (token in "[{") - (token in "]}")
@@ -101,7 +101,7 @@ StageForm: TypeAlias = Annotated[StageEntry, PlainValidator(_entry, json_schema_
 
 
 def groups_of(stages: Sequence[StageEntry], schedule: object, frame: Frame) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each stage. Raises Refused."""
+    """Returns the ranks of each stage. Raises Refused."""
     silent = [k for k, stage in enumerate(stages) if stage.on is None]
     if silent and len(silent) < len(stages):
         said = next(k for k, stage in enumerate(stages) if stage.on is not None)
@@ -136,7 +136,7 @@ def _spread(count: int, schedule: object, frame: Frame) -> tuple[tuple[int, ...]
 
 
 def stage_ranks_of(count: int, ranks: int, schedule: object) -> int:
-    """Into how many runs of ranks a plan without a mesh axis for stages divides them; 0 where stages and ranks do not fit."""
+    """The number of runs of ranks into which a plan without a mesh axis for stages divides them; 0 where the numbers do not fit."""
     most = count // 2 if schedule in _TWICE and count % 2 == 0 else count
     if ranks % most == 0:
         return most
@@ -151,7 +151,7 @@ def _uneven(count: int, homes: str, size: int) -> Refused:
 
 
 def sizes_of_groups(data: Mapping[str, object]) -> tuple[int, ...]:
-    """The numbers of ranks of the groups of several on which the stages of a plan's bare data run."""
+    """The sizes of the groups of several ranks on which the stages of a plan run, from the plan's raw data."""
     pipeline, ranks = data.get("pipeline"), data.get("ranks")
     stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
     if not isinstance(stages, list) or not stages or not isinstance(ranks, int) or not is_integer(ranks) or ranks < 1:

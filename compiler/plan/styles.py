@@ -1,12 +1,12 @@
 """The names of shardings of a module's parameters: Megatron's, and those of the `tp_plan` of Hugging Face's transformers, unchanged.
 
-    colwise      the factor that a parameter brings to the output; a packed weight's parts each
-    rowwise      the factor that it sums over
-    replicate    nothing inside is cut
-    pull         the rows of a table that is looked up, over all ranks; each asks the others for the rows that its ids name
-    derive       nothing is said: the inside is cut as its neighbours are
+    colwise      shards the factor that a parameter adds to the output; each part of a packed weight
+    rowwise      shards the factor over which it sums
+    replicate    shards nothing inside
+    pull         shards the rows of a looked-up table over all ranks; each requests the rows of its ids from the others
+    derive       declares nothing: the inside is sharded as its neighbours are
 
-What partc derives needs no word: what enters a rowwise layer is cut where it is not, what leaves one is summed up where it is read.
+Derived reshards need no style: the input of a rowwise layer is sharded if it is not yet, and its output is summed where it is read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Style: TypeAlias = Literal[
 ]
 STYLES: tuple[str, ...] = get_args(Style)
 PLAIN: tuple[str, ...] = STYLES[:4]
-"""The words that a message names; the others are Hugging Face's."""
+"""The styles that messages list; the other names are Hugging Face's."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """`style`: colwise, rowwise, replicate, pull or derive. `gathers`: the output is whole on every rank."""
+    """The meaning of a name. `style`: colwise, rowwise, replicate, pull or derive. `gathers`: the output is replicated on every rank."""
 
     style: str
     gathers: bool = False
@@ -55,4 +55,4 @@ MEANINGS: dict[str, Meaning] = {
     **dict.fromkeys(("embedding_rowwise", "local_rowwise", "rowwise_rep", "rowwise_split_input"), Meaning("rowwise")),
     **dict.fromkeys(("mla_kv_a_proj", "moe_tp_experts", "replicated_with_grad_allreduce"), Meaning("derive")),
 }
-"""A packed rowwise weight is one that is not transposed: its last dim, which is packed, is that of the output."""
+"""Maps names to meanings. A packed rowwise weight is not transposed: its packed last dim is that of the output."""

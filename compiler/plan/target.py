@@ -21,7 +21,7 @@ _LAW = f"a target is a kind of device: {' or '.join(KINDS)}"
 
 @dataclass(frozen=True)
 class TargetRule:
-    """What matches the pattern runs on this kind of device."""
+    """The kind of device that runs the nodes matching the pattern."""
 
     pattern: str
     target: str
@@ -43,7 +43,7 @@ def is_default_device(value: object) -> bool:
 
 
 def meant_target(value: object) -> str:
-    """The kind of device that a text such as `cuda:0` means; empty for anything else."""
+    """Returns the kind of device that a text such as `cuda:0` means; empty for any other value."""
     return (
         named_target(value.partition(":")[0])
         if isinstance(value, str) and (_NUMBERED.fullmatch(value.lower()) or named_target(value))
@@ -52,7 +52,7 @@ def meant_target(value: object) -> str:
 
 
 def checked_target(value: object) -> str:
-    """A kind of device; Refused for anything else."""
+    """Returns a kind of device unchanged; raises Refused for any other value."""
     if not isinstance(value, str):
         raise Refused(f"expected a target, but got {shown(value)}", _LAW)
     if value in KINDS:

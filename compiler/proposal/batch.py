@@ -1,4 +1,4 @@
-"""A proposal's facts about dims: the batch that it shards, which is the first dim of most inputs; and the least sizes that the model
+"""A proposal's facts about dims: the batch that it shards, which is the first dim of most inputs; and the minimum sizes that the model
 needs.
 """
 

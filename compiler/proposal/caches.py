@@ -1,9 +1,9 @@
-"""Finds caches: the outputs that stay on the ranks that make them, and the inputs that arrive in the same layout, such as keys and
+"""Finds caches: the outputs that stay on the ranks that compute them, and the inputs that arrive in the same layout, such as keys and
 values.
 
 The law. An output is a cache of an input if it is the input with more, or other, entries along one dim: made of this one input of its type
-by ops that move elements alone. Keys and values without an input, those of a first step, are known by their reader: a product of two
-values that are both no weights, of four dims or more. Every other output is a result, and goes to rank 0.
+by ops that move elements alone. Keys and values without an input, those of a first step, are known by their reader: a product of two values
+that are both no weights, of four dims or more. Every other output is a result, and goes to rank 0.
 
     present = Concat(past, Transpose(k))    (batch, heads, past + seq, size) of (batch, heads, past, size)
 """

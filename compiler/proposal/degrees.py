@@ -1,4 +1,4 @@
-"""Over how many ranks a proposal shards a layer, the batch and the layers: the axes of its mesh."""
+"""The degrees of a proposal: the numbers of ranks that share a layer, the batch and the stages, which are the axes of its mesh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
+    """The numbers of ranks that share a layer, of shards of the batch, and of stages."""
 
     tp: int = 1
     dp: int = 1

@@ -1,4 +1,4 @@
-"""A given plan with proposed targets: the section `target` at its end, `target: cpu` in its optimizer, all else as it was written."""
+"""An existing plan with proposed targets: the section `target` at its end, `target: cpu` in its optimizer, all else as it was written."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def with_optimizer(text: str, option: str) -> str:
 
 
 def _entry(node: Node | None, name: str) -> Node | None:
-    """What a mapping has under a key."""
+    """Returns the entry of a mapping under a key."""
     pairs = node.value if isinstance(node, MappingNode) else ()
     return next((value for key, value in pairs if key.value == name), None)

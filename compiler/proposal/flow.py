@@ -1,10 +1,10 @@
-"""Units in the order of the data's way, and with which of them each node of the rest runs.
+"""Units in the order of the data flow, and for each remaining node the unit with which it runs.
 
-A file lists nodes in any order that runs, often with what is made of inputs and shapes first: the keys and values of a cache, masks.
-So the place of a module's first node says nothing of when it runs. Edges lead from unit to unit, through whatever lies between;
-constants, shape arithmetic and masks make no edge, since they are computed wherever they are read. Units that read of each other in a
-circle, such as two modules that are called in turn, are one; but a small one among them, such as a norm that all layers share, is not a
-unit and runs with its readers.
+A file lists nodes in any order that runs, often with what is made of inputs and shapes first: the keys and values of a cache, masks. So the
+place of a module's first node says nothing of when it runs. Edges lead from unit to unit, through whatever lies between; constants, shape
+arithmetic and masks make no edge, since they are computed wherever they are read. Units that read of each other in a circle, such as two
+modules that are called in turn, are one; but a small one among them, such as a norm that all layers share, is not a unit and runs with its
+readers.
 
     layers.1 <- layers.0 <- embed     and    layers.1 <- past_1_key      embed, layers.0, layers.1
 """

@@ -1,4 +1,4 @@
-"""Few patterns for many paths: numbers that run through become `*` or a range."""
+"""Summarizes many paths in few patterns: runs of numbers become `*` or a range."""
 
 from __future__ import annotations
 

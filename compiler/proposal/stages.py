@@ -263,7 +263,7 @@ def _units(program: Typed, costs: _Costs, count: int, in_parts: bool) -> list[tu
 
 
 def _crossing(program: Typed, at: dict[ir.Node, int], count: int) -> list[int]:
-    """Per unit the bytes that go from the ones before it to it or to later ones, at typical sizes."""
+    """For each unit, the bytes that pass from earlier units to it or to later ones, at typical sizes."""
     sizes, crossing = TypicalSizes(program), []
     for node, own in at.items():
         for out in node.outputs:

@@ -159,7 +159,7 @@ def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str], ranks: int) -> P
 
 
 def _fed(graph: ir.Graph) -> str:
-    """What the data of a training has: the model's inputs, and labels where the loss is not the model's own."""
+    """Lists as text the names in a training's data: the model's inputs, and labels where the loss is not the model's own."""
     names = [_shown(name_of(value)) for value in graph.inputs]
     if not is_loss(graph):
         names.append("label")

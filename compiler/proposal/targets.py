@@ -68,7 +68,7 @@ Compile = Callable[[ProposedTargets], Complete]
 
 @dataclass(frozen=True)
 class _Need:
-    """What a rank needs on a target, and the bytes of all of its weights by name, on whichever target."""
+    """The memory that a rank needs on a target, and the bytes of all of its weights by name, on any target."""
 
     rank: int
     memory: TargetMemory
@@ -107,7 +107,7 @@ def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[Propo
 
 
 def _needs(program: Complete, name: str, sizes: Mapping[str, int]) -> list[_Need]:
-    """What each distinct program of a rank needs on each target."""
+    """The memory that each distinct rank program needs on each target."""
     artifact, needs = Unwritten([program], name), list[_Need]()
     for part, _ in program.distinct_programs:
         kept = (one for one in part.state if one.kind == "parameter")

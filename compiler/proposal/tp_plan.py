@@ -1,8 +1,9 @@
-"""Applies the `tp_plan` of a model of `transformers` to the sets of linked dims: those that it shards, and its entries that do not hold.
+"""Applies the `tp_plan` of a model of `transformers` to the sets of linked dims: the sets that it shards, and its entries that do not
+apply.
 
 An entry speaks of the products inside of its module, or of those that read its parameter: colwise of the dims that their weights make,
-rowwise of those that they sum over. The plan shards a set if entries name one of its products at least, and none says
-otherwise. What partc derives (which output is gathered, what lies between two entries) needs no entry.
+rowwise of those that they sum over. The plan shards a set if entries name one of its products at least, and none says otherwise. What partc
+derives (which output is gathered, what lies between two entries) needs no entry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tasks take and keep: times per stage and kind, messages per edge, what one microbatch saves from F for its backward pass.
+"""The costs of tasks: times per stage and kind, messages per edge, and the bytes that one microbatch saves from F for its backward pass.
 
 Units are the caller's: seconds or any other for times, bytes or microbatches for what is saved. Times that were measured of single tasks
 stand in `measured` and win. Where forward nodes are computed again, B takes their time too, and less is saved.
@@ -41,7 +41,7 @@ class StageCost:
 
     @property
     def saved_for_weight(self) -> float:
-        """What is kept from B to W."""
+        """The memory of the data saved from B to W."""
         return self.saved if self.deferred is None else self.deferred
 
 
@@ -68,11 +68,11 @@ class Costs:
     """The part of a time that is not worth a search: more where times are estimates."""
 
     def constant_memory(self, home: int) -> float:
-        """What a home keeps over the whole step."""
+        """The memory that a home keeps over the whole step."""
         return self.fixed[home] if self.fixed else 0.0
 
     def time(self, task: Task, split: bool) -> float:
-        """How long a task takes; `split`: its stage and microbatch have a W."""
+        """The duration of a task; `split`: whether its stage and microbatch have a W."""
         if task in self.measured:
             return self.measured[task]
         cost = self.stages[task.stage]
@@ -83,7 +83,7 @@ class Costs:
         return cost.backward if split else cost.full_backward
 
     def travel(self, stages: Stages, reader: int, maker: int) -> float:
-        """How long a value or cotangent is on its way from one stage to another: nothing where both are on the same homes."""
+        """The duration of a value's or cotangent's transfer from one stage to another: zero where both are on the same homes."""
         if stages.stage_ranks[reader] == stages.stage_ranks[maker]:
             return 0.0
         if not self.messages:
@@ -137,5 +137,5 @@ def unit_costs(stages: Stages, message: float = 0.0) -> Costs:
 
 
 def _shares(stages: Stages) -> list[float]:
-    """Per stage its part of what its home does: 1 over the number of stages there."""
+    """Maps each stage to its share of its home's work: 1 over the number of stages there."""
     return [1.0 / max(len(stages.on[home]) for home in homes) for homes in stages.stage_ranks]

@@ -1,4 +1,4 @@
-"""What rows keep: saved values of microbatches per home, and the limit that a plan sets on them.
+"""The memory of a schedule's rows: saved values of microbatches per home, and the limit that a plan sets on them.
 
 A microbatch is saved from the begin of F to the end of B; where B and W are apart, its deferred part from the end of B to that of W. While
 B ends both may be there, so the larger of the two counts. Rows alone decide this, not times:
@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Limit:
-    """How much every home may keep of saved values, in bytes or in microbatches; `text` is how it was written."""
+    """The most saved values that every home may keep, in bytes or in microbatches; `text` is the limit as the plan writes it."""
 
     amount: float
     unit: str = BYTES
@@ -69,12 +69,12 @@ def change(task: Task, split: bool, costs: Costs) -> float:
 
 
 def peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Per home the most that its row keeps at one time, in the costs' unit."""
+    """The largest memory that the row of each home keeps at one time, in the costs' unit."""
     return tuple(max((0.0, *course(schedule, home, costs))) for home in range(schedule.stages.rows))
 
 
 def course(schedule: Schedule, home: int, costs: Costs) -> list[float]:
-    """What a home keeps after each task of its row; stages without a backward pass save nothing."""
+    """The memory that a home keeps after each task of its row; stages without a backward pass save nothing."""
     kept, found = 0.0, []
     for task in schedule.rows[home]:
         if schedule.stages.backward[task.stage]:
@@ -98,7 +98,7 @@ def peak_counts(schedule: Schedule, home: int, costs: Costs) -> tuple[dict[int, 
 
 
 def one_microbatch(stages: Stages, costs: Costs) -> tuple[float, ...]:
-    """Per home what one microbatch keeps in all stages there: a limit below that is not for `auto`."""
+    """The memory that one microbatch keeps in all stages of each home: `auto` accepts no lower limit."""
     return tuple(sum(costs.stages[s].saved for s in own if stages.backward[s]) for own in stages.on)
 
 

@@ -1,4 +1,4 @@
-"""Which task waits for which: by the stages' edges, and by the order of the rows.
+"""The precedence between tasks: each waits for others because of the stages' edges and the order of the rows.
 
 A task waits for the tasks whose results it reads, and for the task before it in each of its rows. Rows can run if and only if these waits
 have no cycle. Then there is one order of all tasks. If every message stands right behind the task that makes it, in the sender's row and in
@@ -36,7 +36,7 @@ class Precedence:
 
 
 def precedence(schedule: Schedule) -> Precedence:
-    """What waits for what in a schedule whose rows have every task that is read, each once."""
+    """Returns the precedence between the tasks of a schedule; its rows must have every task that is read, each once."""
     before: dict[Task, list[Task]] = {}
     for row in schedule.rows:
         for k, task in enumerate(row):

@@ -1,4 +1,4 @@
-"""A schedule: per home the row of its tasks in the order in which they run, as data that is printed, parsed and checked.
+"""A schedule: for each home the row of its tasks in the order in which they run, as data that can be printed, parsed and checked.
 
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2

@@ -1,12 +1,12 @@
-"""The times of a schedule: when every task begins and ends, how long a step takes, who idles, what the step waits for.
+"""The times of a schedule: when every task begins and ends, the duration of a step, the idle time of each home, and the critical path.
 
 A task begins when the one before it in its row has ended and all that it reads has arrived; a message travels beside the work of both
 ranks. A stage on several homes begins on all of them at once.
 
     begin(t) = max of end(before t in its rows), end(u) + travel(u -> t) for all u that t reads       end(t) = begin(t) + time(t)
 
-`total` is the step from the first begin to the last end: all ranks begin a step together. `period` is the time from step to step where
-a rank may begin the next step as soon as it has ended its own row.
+`total` is the step from the first begin to the last end: all ranks begin a step together. `period` is the time from step to step where a
+rank may begin the next step as soon as it has ended its own row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per home the time of the step in which it runs no task: its bubble."""
+        """The time of the step in which each home runs no task: its bubble."""
         return tuple(self.total - busy for busy in self.busy)
 
     @property

@@ -69,7 +69,7 @@ class Stages:
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the stages that it reads from."""
+        """For each stage, the stages that it reads from."""
         return tuple(tuple(sorted({e.source for e in self.edges if e.target == s})) for s in range(len(self)))
 
     @cached_property
@@ -79,23 +79,23 @@ class Stages:
 
     @cached_property
     def gradient_targets(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the stages whose cotangents its backward pass reads."""
+        """For each stage, the stages whose cotangents its backward pass reads."""
         return tuple(tuple(sorted({e.target for e in self.gradient_edges if e.source == s})) for s in range(len(self)))
 
     @cached_property
     def splittable(self) -> tuple[bool, ...]:
-        """Per stage whether B and W can be two tasks: only where a cotangent leaves the stage, for else B would be empty."""
+        """For each stage, whether B and W can be two tasks: only where a cotangent leaves the stage, since B would else be empty."""
         leaving = {edge.target for edge in self.gradient_edges}
         return tuple(s in leaving for s in range(len(self)))
 
     @cached_property
     def on(self) -> tuple[tuple[int, ...], ...]:
-        """Per home its stages."""
+        """For each home, its stages."""
         return tuple(tuple(s for s, homes in enumerate(self.stage_ranks) if h in homes) for h in range(self.rows))
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
-        """Per stage the most edges on a way from it to a last stage."""
+        """For each stage, the most edges on a path from it to a last stage."""
         found = [0] * len(self)
         for edge in sorted(self.edges, reverse=True):
             found[edge.source] = max(found[edge.source], found[edge.target] + 1)
@@ -103,7 +103,7 @@ class Stages:
 
     @cached_property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the stages that it reads from or that read from it, in order."""
+        """For each stage, the stages that it reads from or that read from it, in order."""
         pairs = {(e.source, e.target) for e in self.edges} | {(e.target, e.source) for e in self.edges}
         return tuple(tuple(sorted(b for a, b in pairs if a == s)) for s in range(len(self)))
 
@@ -145,7 +145,7 @@ class Stages:
 
     @cached_property
     def turns(self) -> int:
-        """How many stages each home has where they are a loop over the same homes in the same order; else 0."""
+        """The number of stages of each home, where the stages loop over the same homes in the same order; else 0."""
         period = len(set(self.stage_ranks))
         one_home = all(len(homes) == 1 for homes in self.stage_ranks)
         looped = all(homes == self.stage_ranks[s % period] for s, homes in enumerate(self.stage_ranks))

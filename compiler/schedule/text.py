@@ -1,4 +1,4 @@
-"""Rows as text, as a plan gives them and `ir/schedule.txt` shows them.
+"""Rows as text, as a plan lists them and `ir/schedule.txt` shows them.
 
 schedule:
   - 0F0 0F1 0B0 0B1               # the row of the first home

@@ -1,4 +1,4 @@
-"""What a valid schedule is, and every violation of it with the first wrong cell marked.
+"""Checks whether a schedule is valid, and reports every violation with the first wrong cell marked.
 
 1. Every cell is a task of a stage on this home, of a microbatch that there is, and of a kind that the stage has.
 2. Every F, and every B of a stage with a backward pass, appears once in the row of each of its homes; a W at most once. Without a W, B is
@@ -30,7 +30,7 @@ from partc.runtime.units import first_of
 
 @dataclass(frozen=True)
 class WrongCell:
-    """What is wrong with one cell of a row; `cell` is its place from 0, or the row's length where something is missing at the end."""
+    """A violation in one cell of a row; `cell` is its position from 0, or the row's length where something is missing at the end."""
 
     row: int
     cell: int

@@ -1,17 +1,17 @@
-"""A schedule for any stage times, edges, homes and limits: many orders are tried, the one with the least time by simulation wins.
+"""A schedule for any stage times, edges, homes and limits: many orders are tried, and the one with the shortest simulated time wins.
 
-Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks.
-W is put into each of them where a home would wait. The best of them are made faster by exchanges of neighbours. At equal times the
-schedule with the smaller peaks wins, then the first. Where one is as near to `lower_bound` as the costs are precise, nothing more is tried.
-In the end a stage's B and W become one task again where that costs nothing.
+Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks. W
+is put into each of them where a home would wait. The best of them are made faster by exchanges of neighbours. At equal times the schedule
+with the smaller peaks wins, then the first. Where one is as near to `lower_bound` as the costs are precise, nothing more is tried. In the
+end a stage's B and W become one task again where that costs nothing.
 
-With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than
-these where they keep to the limits, but for that precision.
+With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than these
+where they keep to the limits, but for that precision.
 
 A schedule made faster by exchanges: of two neighbours in a row that are both critical, the second comes first.
 
-A step is as long as its critical tasks, so no exchange of others can shorten it (van Laarhoven, Aarts and Lenstra 1992, on job shops).
-The best exchange is made, even if it does not help, and is not undone for a while (tabu search); the best schedule that was seen is kept.
+A step is as long as its critical tasks, so no exchange of others can shorten it (van Laarhoven, Aarts and Lenstra 1992, on job shops). The
+best exchange is made, even if it does not help, and is not undone for a while (tabu search); the best schedule that was seen is kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A time below which no schedule of given stages, costs and limits can be.
+"""A lower bound of the time of any schedule for some stages, costs and limits.
 
-Ways of one microbatch, the longest along the edges: `before[s]` up to the begin of sF, `around[s]` from the end of sF to the begin of
-sB, `after[s]` from the end of sB to the end of the step, `ahead[s]` from the end of sF to the end of the step. Every home is one machine.
-Its tasks have a time before which they cannot begin and one that must follow, and no order of them, not even with interruptions, is
-faster than to run always the one with most to follow (Jackson's rule).
+Ways of one microbatch, the longest along the edges: `before[s]` up to the begin of sF, `around[s]` from the end of sF to the begin of sB,
+`after[s]` from the end of sB to the end of the step, `ahead[s]` from the end of sF to the end of the step. Every home is one machine. Its
+tasks have a time before which they cannot begin and one that must follow, and no order of them, not even with interruptions, is faster than
+to run always the one with most to follow (Jackson's rule).
 
 A limit adds a law of areas: a microbatch is kept at least from sF over `around[s]` to the end of sB, and all of them need
 

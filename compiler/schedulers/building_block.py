@@ -1,4 +1,5 @@
-"""Orders that repeat: one microbatch is placed in time, and every other one is the same, a period later (Qi et al. 2024, arXiv 2405.15362).
+"""Periodic orders: one microbatch is placed in time, and each following one is the same, one period later (Qi et al. 2024, arXiv
+2405.15362).
 
 The tasks of one microbatch are placed so that no two tasks of a home meet modulo the period. Rows then repeat, and what a home keeps
 follows from how long the block keeps what a stage has saved; gaps before the next stage trade time against memory. The paper has equal

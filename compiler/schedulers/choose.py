@@ -1,4 +1,4 @@
-"""The schedule that a plan asks for: by name or as rows, for the stages that the placement has made.
+"""Builds the schedule that a plan requests, by name or as rows, for the stages that result from the placement.
 
     pipeline: {microbatches: 8, schedule: 1f1b, memory: 4GB}
 

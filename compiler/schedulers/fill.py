@@ -1,9 +1,9 @@
-"""Puts W where it costs least: an order of F and B on every home is kept, and W fills the time in which a home would wait.
+"""Places W where it costs least: the order of F and B on every home stays, and W fills the time in which a home would wait.
 
 A home runs the next task of its order as soon as it can. Where what this reads is not there yet, it runs the oldest W that is left; where
-the limit has no room for the next F, too. What is left comes at the end. So the order of 1F1B with p microbatches becomes ZB-H1.
-Stages on several homes, and those from which no cotangent leaves, keep whole backward passes. No task waits for the latter, so with
-`late_sources` these, too, fill time in which a home would wait.
+the limit has no room for the next F, too. What is left comes at the end. So the order of 1F1B with p microbatches becomes ZB-H1. Stages on
+several homes, and those from which no cotangent leaves, keep whole backward passes. No task waits for the latter, so with `late_sources`
+these, too, fill time in which a home would wait.
 """
 
 from __future__ import annotations

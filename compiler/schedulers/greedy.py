@@ -1,8 +1,8 @@
-"""An order of F and whole B by running what is there: backward before forward, and forward passes only where all can still get through.
+"""An order of F and whole B that runs any ready task: backward before forward, and forward passes only where all can still finish.
 
 A forward pass is admitted if every microbatch that is not through could then still pass all stages of the home, the oldest first, beside
-what newer ones keep (the banker's rule). So the oldest one never waits forever, and a limit either holds for one microbatch or
-is refused. Among what is ready, a B wins over an F; further by `Preference`.
+what newer ones keep (the banker's rule). So the oldest one never waits forever, and a limit either holds for one microbatch or is refused.
+Among what is ready, a B wins over an F; further by `Preference`.
 """
 
 from __future__ import annotations

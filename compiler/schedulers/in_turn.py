@@ -1,4 +1,4 @@
-"""One microbatch after the other: F of all stages, then B of all, and only then the next microbatch.
+"""One microbatch after another: F of all stages, then B of all, and only then the next microbatch.
 
 Any stages fit, and every home keeps one microbatch, the least that there is. Homes wait for each other: with several stages a home works
 only while no other one does. It is the order of gradients that are accumulated.

@@ -1,8 +1,9 @@
-"""1F1B: a stage runs as many forward passes ahead as stages follow, then one backward, one forward (PipeDream-Flush, arXiv 2006.09503).
+"""1F1B: a stage first runs one forward pass for each stage after it, then alternates one backward, one forward (PipeDream-Flush, arXiv
+2006.09503).
 
-Total with F = B = W = 1: 3m + 3(p - 1) as GPipe, but rank r of p keeps only min(m, p - r) microbatches.
-The stages may form any graph (skips, two towers): a stage's height, the most edges on a way to a last stage, takes the place of
-p - 1 - r. A stage's height is above that of all that read from it, which is why no two rows wait for each other.
+Total with F = B = W = 1: 3m + 3(p - 1) as GPipe, but rank r of p keeps only min(m, p - r) microbatches. The stages may form any graph
+(skips, two towers): a stage's height, the most edges on a way to a last stage, takes the place of p - 1 - r. A stage's height is above that
+of all that read from it, which is why no two rows wait for each other.
 
     rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3

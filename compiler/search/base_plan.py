@@ -1,4 +1,4 @@
-"""What a search takes over from a plan that exists: its training, precision, symbols and dims of inputs, as they are written.
+"""The parts of an existing plan that a search copies unchanged: its training, precision, symbols and dims of inputs.
 
 What it says of ranks, placement, sharding, how inputs arrive and outputs leave, and of a pipeline, is what is searched; but whether
 statistics of a batch may be of each microbatch is taken over.

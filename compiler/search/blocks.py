@@ -1,12 +1,13 @@
-"""A model as a chain of blocks, each with one way of a sharding over `tp`: what is sharded there, and with what comes behind.
+"""A model as a chain of blocks, each with one choice of a sharding over `tp`: the tensors that it shards, and the transition to the next
+block.
 
     records    the batch is cut over tp, too: a rank computes its records, with all weights
     whole      every rank of tp computes all
     sharded    the dims that are linked are cut: an AllReduce of what is summed over them, forward, and of the cotangents of what made them
 
 A block is a set of linked dims that can be cut, with the nodes behind it up to the next set. Records come before all else, since a plan
-says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each
-step has the time of its collective.
+says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each step
+has the time of its collective.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, RE
 
 
 class Placing(IntEnum):
-    """How a block is sharded over `tp`."""
+    """A choice of the sharding of a block over `tp`."""
 
     RECORDS = 0
     WHOLE = 1
@@ -55,11 +56,11 @@ class Block:
     weights: float
     hands_on: float
     cost_key: Hashable
-    """What blocks that cost the same have in common."""
+    """A key that is equal for blocks of equal cost."""
 
 
 def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
-    """What comes before all sets, and the blocks of the sets, in order."""
+    """Returns the nodes before all sets, and the blocks of the sets, in order."""
     work = estimates.work
     of: dict[ir.Node, int] = {node: k for k, one in enumerate(sets) for node in one.nodes}
     for node in work.program.model.graph:

@@ -1,4 +1,5 @@
-"""The candidates of a search: how many ranks share the batch, a layer and the stages, with microbatches, schedule, ZeRO and recomputing.
+"""The candidates of a search: the numbers of ranks that share the batch, a layer and the stages, with microbatches, schedule, ZeRO and
+recomputation.
 
     ranks 4     (stages, dp, tp) = (1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (4, 1, 1), ... and those of fewer ranks
 

@@ -1,4 +1,4 @@
-"""The best way of each block of a chain: a shortest path, and with a limit of memory one that counts memory in steps.
+"""Chooses the best sharding of each block of a chain by a shortest path; with a memory limit, over memory in discrete steps.
 
     seconds[k][a]       of block k in its way a           memory[k][a]     the bytes that it keeps then
     between[k][a, b]    of block k in way a before block k + 1 in way b; infinite where b cannot follow

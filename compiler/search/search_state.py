@@ -31,7 +31,7 @@ from partc.runtime.units import seconds
 _NODES, _FEWEST, _MOST = 4000, 2, 8
 """Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
 _OF_TRAINING = 2.5
-"""How many nodes a training has for one of its model."""
+"""The number of nodes of a training for each node of its model."""
 _LARGE, _TASKS = 500, 256
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ERROR = 0.05
@@ -82,7 +82,7 @@ class SearchState:
 
     @property
     def fitting(self) -> list[SimulatedPlan]:
-        """What was played and is within the memory, the fastest first; of equals the one that was played first."""
+        """The simulated candidates that fit in the memory, fastest first; of equals, the one simulated first."""
         fits = [one for one in self.played if self.memory is None or one.peak <= self.memory]
         return sorted(fits, key=lambda one: one.seconds)
 
@@ -99,7 +99,7 @@ class SearchState:
 
     @property
     def ratios(self) -> list[tuple[Candidate, float]]:
-        """What was simulated, and its seconds for each of its estimate."""
+        """The simulated candidates, each with the ratio of its simulated to its estimated seconds."""
         return [(one.candidate, one.seconds / self.search.estimate(one.candidate).seconds) for one in self.played]
 
     def likely(self, one: Candidate, estimate: Estimate, rows: Sequence[tuple[Candidate, float]]) -> float:
@@ -119,7 +119,7 @@ class SearchState:
         )
 
     def of(self, candidate: Candidate) -> SimulatedPlan | None:
-        """What was played of a candidate."""
+        """Returns the simulation of a candidate."""
         return next((one for one in self.played if one.candidate == candidate), None)
 
 

@@ -1,8 +1,8 @@
-"""What the nodes of a model cost at chosen sizes, and what of that a rank has of a shard: nodes that cost the same are priced once.
+"""The cost of a model's nodes at chosen sizes, and a rank's share of it when sharded: nodes of equal cost are priced once.
 
 Of a node that reads weights its operands are the weights and the others. A rank that has one of r shards of the records and one of c of a
-layer computes 1/(r c) of its operations, and moves 1/c of its weights and 1/(r c) of all else. A backward pass computes each product
-twice, for both operands, and any other node once more.
+layer computes 1/(r c) of its operations, and moves 1/c of its weights and 1/(r c) of all else. A backward pass computes each product twice,
+for both operands, and any other node once more.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The sharding of each node on its group: given, or derived from what is given."""
+"""The sharding of each node on its group: declared by the plan or the model, or derived from the declared ones."""

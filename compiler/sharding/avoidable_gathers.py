@@ -1,7 +1,8 @@
-"""Gathers that another size would avoid: a value arrives sharded, and its reader could keep it so if a size were known or divisible.
+"""Finds gathers that another size would avoid: a value arrives sharded, and its reader could read it sharded if a size were known or
+divisible.
 
-A size that does not divide is often the number of heads: eight ranks cannot share twelve, so what was sharded for attention is gathered in
-front of it, and every rank computes all heads. That is legal and seldom meant: it is reported with its bytes, and `--strict` refuses it.
+The indivisible size is often the number of heads: eight ranks cannot share twelve, so a value that is sharded for attention is gathered
+before it, and every rank computes all heads. That is legal but seldom intended: it is reported with its bytes, and `--strict` refuses it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from partc.compiler.ops.rule import WHOLE
 from partc.compiler.sharding.propagate import Propagation
 
 _BY_EXTENTS = frozenset({"Expand", "Flatten", "Reshape", "Slice", "Squeeze"})
-"""Ops whose rule is made of the sizes of their operands."""
+"""Ops whose sharding rule depends on the sizes of their operands."""
 _ATTENTION = ("attn", "attention")
 Uneven = Callable[[NodeOnGroup, NodeSharding, str, int], int | None]
-"""The number of a node's factor, or of its units, that is not divisible by so many shards; None where all are, or one is dynamic."""
+"""Returns the size of a node's factor, or its number of units, that `shards` does not divide; None where all divide or one is dynamic."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A dim of an operand that arrives cut into shards, by the decision of `why`, and is read whole."""
+    """A dim of an operand that arrives sharded, by the decision of `why`, and is read unsharded."""
 
     instance: NodeOnGroup
     choice: NodeSharding
@@ -39,7 +40,7 @@ class Gathered:
 
 
 def gathered_dims(choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation) -> Iterator[Gathered]:
-    """The dims that arrive cut and are read whole."""
+    """Yields the dims of operands that arrive sharded and are read unsharded."""
     for instance, choice in choices.items():
         for k, value in enumerate(instance.node.inputs):
             arriving = None if value is None else propagation.layout_of(value, instance.group)
@@ -63,7 +64,7 @@ def gathers_of_unknown_sizes(program: Placed, gathered: Iterable[Gathered]) -> t
 def gathers_of_uneven_sizes(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], gathered: Iterable[Gathered], uneven: Uneven
 ) -> list[Problem]:
-    """A problem for each sharded value that a reader gathers, because a number of its own is not divisible by the shards."""
+    """Returns a problem for each sharded value that a reader gathers because one of the reader's sizes is not divisible by the shards."""
     by_path = {program.paths[instance.node]: choice for instance, choice in choices.items()}
     found: dict[Problem, None] = {}
     for one in gathered:
@@ -79,7 +80,7 @@ def gathers_of_uneven_sizes(
 
 
 def _line(by_path: Mapping[str, NodeSharding], decided: str) -> str:
-    """The line of the plan or the model that a cut follows, from neighbour to neighbour; empty where an input brings it."""
+    """Returns the plan's or model's line that a sharding follows, traced through neighbours; empty where it comes from an input."""
     for _ in range(len(by_path)):
         if decided not in by_path:
             return decided.split(" ")[0] if ":" in decided else ""
@@ -106,7 +107,7 @@ def _indivisible(program: Placed, one: Gathered, number: int, where: str) -> Pro
 def _unknown_size(
     program: Placed, instance: NodeOnGroup, choice: NodeSharding, k: int, dim: int
 ) -> tuple[ir.Value, int | None] | None:
-    """The value and dim whose unknown size prevents a dim from being sharded; None where that is not the reason."""
+    """Returns the value and dim whose unknown size prevents a dim from being sharded; None where an unknown size is not the reason."""
     node, rule = instance.node, choice.rule
     letters = rule.inputs[k] if k < len(rule.inputs) else None
     letter = WHOLE if letters is None else letters[dim]

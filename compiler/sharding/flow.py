@@ -1,23 +1,23 @@
-"""The values of a batch that runs in microbatches, one after the other: time is one more axis of the mesh.
+"""The states of the values of a batch that runs in microbatches, one after another: time is one more axis of the mesh.
 
-The law is that of a cut along the batch, `ops/rule.py`. In each microbatch a value is
+The law is that of sharding along the batch, `ops/rule.py`. In each microbatch a value is
 
-    REPLICATE        the same as in the whole batch: weights, and what is made of them
-    Shard(d)         the records of the microbatch along dim d, maybe apart from each other (`analysis/record_dims.py`)
-    Partial("sum")   a term of the whole batch's: those of the microbatches are added
-    Partial("mean")  a term where each microbatch counts alike: the mean of those of the microbatches
-    OWN              the microbatch's own, which the whole batch's does not follow from: the number of its records, its largest loss
+    REPLICATE        the same as in the whole batch: weights, and values computed from them
+    Shard(d)         the records of the microbatch along dim d, perhaps strided (`analysis/record_dims.py`)
+    Partial("sum")   a partial sum: the whole batch's value is the sum over the microbatches
+    Partial("mean")  a partial mean: the whole batch's value is the mean over the microbatches
+    OWN              the microbatch's own value, from which the whole batch's does not follow: the number of its records, its largest loss
 
-A node takes records along one factor, which all its operands that have it must be cut along, and passes them to its outputs. What needs all
-records at once, or needs to know which of them it has, is `mixing`: its result is not that of the whole batch.
+A node takes records along one factor, by which all its operands that have the factor must be sharded, and passes them to its outputs. A
+node that needs all records at once, or needs to know which of them it has, is `mixing`: its result is not that of the whole batch.
 
-A training has the sizes of a microbatch, and adds up terms. A loss of labels that count unevenly is a sum over a sum, and a quotient of
-sums cannot be added up. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first
-microbatch (`totals`): then every microbatch has its exact share of the loss.
+A training has the sizes of a microbatch, and adds up partial sums. A loss over labels of which each microbatch has another number is a sum
+divided by a sum, and quotients of sums cannot be added up. But the divisor follows from the labels alone, so that the whole batch's divisor
+can be computed before the first microbatch (`totals`): then every microbatch has its exact share of the loss.
 
-A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and what reduces over
-records is `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is cut where all its records
-are alike, as those of an Expand, a ConstantOfShape or a constant of zeros.
+A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and nodes that reduce
+over records are `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is sharded where all
+its records are equal, as those of an Expand, a ConstantOfShape or a constant of zeros.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.sharding.local_in_time import depends_on_shard
 
 _LIGHT_ELEMENTS = 1 << 16
-"""The largest weight of which something may be made twice: once before the microbatches."""
+"""The most elements of a frozen weight from which values may be computed twice: once more before the microbatches."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
-"""Maps each op to the operand of which only the type is read."""
+"""Maps each op to the operand of which it reads only the type."""
 _SCATTERS = ("ScatterElements", "ScatterND")
 _LARGEST = 1 << 20
 """The most elements of a constant whose records are compared."""
 _RECORDS = "r"
 _FIXED = "_records"
-"""The symbol in the place of a fixed size of the batch."""
+"""The symbol that replaces a fixed size of the batch."""
 _MIXES = "may bring records of the batch together"
 _REDUCED = {"sum": "a sum", "max": "the largest", "min": "the smallest"}
 
 
 class Alone(enum.Enum):
-    """The states without further data: replicated, and a microbatch's own."""
+    """The states without further data: replicated, and a microbatch's own value."""
 
     REPLICATE = "replicate"
     OWN = "own"
@@ -66,7 +66,7 @@ class Alone(enum.Enum):
 
 @dataclass(frozen=True)
 class Partial:
-    """A term of the whole batch's value: the sum or the mean of those of all microbatches."""
+    """A partial value: the whole batch's value is the sum or the mean over all microbatches."""
 
     how: Literal["sum", "mean"]
 
@@ -76,11 +76,11 @@ REPLICATE, OWN, SUM, MEAN = Alone.REPLICATE, Alone.OWN, Partial("sum"), Partial(
 
 
 class Flow:
-    """The states of a program's values, from its `batch_dims` on, in `count` microbatches.
+    """The states of a program's values, starting from its `batch_dims`, in `count` microbatches.
 
-    `totals`: values of which microbatches are given the whole batch's. `shares`: operands, by node and place, that count once for every
-    microbatch and stand among terms. `mixing`: by node why it does not do what it does of the whole batch. `cut`: the nodes that have
-    records, each with its rule and the factor of these. `same_records`: values that are cut for a reader.
+    `totals`: values whose whole-batch value is fed to microbatches. `shares`: operands, by node and position, that count once for every
+    microbatch and are added to partial sums. `mixing`: maps each node whose result is not that of the whole batch to the reason. `cut`:
+    maps each node with records to its rule and the factor of the records. `same_records`: values that are sharded for a reader.
     """
 
     def __init__(self, program: Typed, count: int) -> None:
@@ -94,20 +94,20 @@ class Flow:
             pass
 
     def state(self, value: ir.Value) -> State:
-        """The relation of a value to that of the global batch."""
+        """The state of a value: its relation to the value of the whole batch."""
         return REPLICATE if value in self.totals else self.states.get(value, REPLICATE)
 
     def shard(self, value: ir.Value) -> Shard | None:
-        """The layout of records in a value; None where it has none."""
+        """The dim of the records in a value, as a `Shard`; None where the value has no records."""
         return state if isinstance(state := self.state(value), Shard) else None
 
     def follows_from_inputs(self, value: ir.Value) -> bool:
-        """Whether the whole batch's value can be computed before the first microbatch, of inputs alone and of a size known there."""
+        """Whether the whole batch's value can be computed before the first microbatch: from inputs alone and with a size known there."""
         known = value.shape is not None and not any(self._speaks(value, dim) for dim, _ in enumerate(value.shape))
         return value in self._light and known and (bool(self._batch) or self.state(value) is not OWN)
 
     def _walk(self) -> bool:
-        """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
+        """Walks through the graph once; returns False as soon as it has found another value to shard: the walk must then start again."""
         self.states: dict[ir.Value, State] = {
             **self.given,
             **{value: one for value, one in self.same_records.items() if value.producer() is None},
@@ -136,7 +136,7 @@ class Flow:
         return {*(value for value in graph.inputs if value.name not in training.scalars), *light}
 
     def _node(self, node: ir.Node) -> None:
-        """Finds the states of the outputs."""
+        """Sets the states of a node's outputs."""
         if not draws(node) and node.domain != OWN_OPS and self._light.issuperset(self.program.reads[node]):
             self._light.update(node.outputs)
         typed = _TYPE_ALONE.get(node.op_type)
@@ -170,7 +170,7 @@ class Flow:
                 self._sized(out)
 
     def _passed(self, node: ir.Node, rule: Rule, at: Mapping[int, Shard]) -> str:
-        """Passes records on along the one factor that names them; says why that cannot be, or ''."""
+        """Passes records on along the one factor that they shard; returns the reason why it cannot, or ''."""
         if node.meta.get(OF_PIECES):
             self.states[node.outputs[0]] = Shard(1)
             return ""
@@ -199,7 +199,7 @@ class Flow:
         return self._through_factor(node, rule, letter, shard)
 
     def _through_factor(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
-        """The states of the outputs of a node that is cut along a factor."""
+        """Sets the states of the outputs of a node that is sharded along a factor; returns the reason why it cannot, or ''."""
         how = rule.reduce.get(letter)
         for out, made in zip(node.outputs, rule.outputs, strict=False):
             if made is not None and letter in made:
@@ -215,7 +215,7 @@ class Flow:
         return ""
 
     def _reshaped(self, node: ir.Node, rule: Rule, shard: Shard) -> bool:
-        """Passes records on through a node that regroups elements into dims and moves none; False if no dim of the output holds them."""
+        """Passes records on through a node that regroups elements into dims in order; False if no dim of the output holds the records."""
         source, out = node.inputs[0], node.outputs[0]
         made = reshaped(shard, source, out, self.known)
         if made is None or source is None or source.shape is None or out.shape is None:
@@ -228,7 +228,7 @@ class Flow:
         return True
 
     def _shard_for_reader(self, node: ir.Node) -> None:
-        """Shards a node whose operands have no records, but whose output a reader takes by records."""
+        """Shards a node whose operands have no records, but whose output is read along records."""
         made = next(
             ((k, self.same_records[out]) for k, out in enumerate(node.outputs) if out in self.same_records), None
         )
@@ -242,7 +242,7 @@ class Flow:
         self._through_factor(node, rule, _letter(rule.outputs[k], shard.dim), shard)
 
     def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
-        """The values to shard along with this one, each with its `Shard`; None in its place for a value whose records differ."""
+        """Yields the values to shard along with this one, each with its `Shard`; with None instead for a value whose records differ."""
         node, there = value.producer(), self.shard(value) or self.same_records.get(value)
         if there is not None or dim_of(value, shard.dim) != shard.size:
             yield value, shard if there == shard else None
@@ -263,7 +263,7 @@ class Flow:
                 yield from self._alike(operand, replace(shard, dim=letters.index(letter)))
 
     def _count(self, node: ir.Node) -> None:
-        """Follows record numbers: a microbatch counts its own records from 0, so the numbers are valid only for looking those up."""
+        """Follows record numbers: a microbatch counts its own records from 0, so the numbers are only valid to look up its own records."""
         if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
             self._counts[node.outputs[0]] = node
         found = {
@@ -281,7 +281,7 @@ class Flow:
             self._counts.update(dict.fromkeys(node.outputs, origin))
 
     def _partial(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
-        """The state of the outputs where terms pass through a node."""
+        """Returns the state of the outputs where partial values pass through a node."""
         terms = {k for k, value in operands.items() if isinstance(self.state(value), Partial)}
         for group in rule.partial_inputs if terms else ():
             group = tuple(k for k in group if k in operands)
@@ -302,7 +302,7 @@ class Flow:
         return None
 
     def _settle(self, value: ir.Value, node: ir.Node) -> None:
-        """Decides on an operand that must be the batch's: computed before the microbatches if possible, else `mixing`."""
+        """Handles an operand that must be the whole batch's: computes it before the microbatches if possible, else the node is `mixing`."""
         state = self.state(value)
         if isinstance(state, Shard) or state is REPLICATE or value.dtype is None:
             return
@@ -316,13 +316,14 @@ class Flow:
         self.states[value] = REPLICATE
 
     def _guess(self, node: ir.Node, otherwise: State) -> None:
-        """Without a rule: a dim whose size contains the batch symbol holds records."""
+        """Sets the states of the outputs of a node without a rule: a dim whose size contains the batch symbol holds records."""
         for out in node.outputs:
             dims = [dim for dim, _ in enumerate(out.shape or ()) if self._speaks(out, dim)]
             self.states[out] = Shard(dims[0]) if dims else otherwise
 
     def _sized(self, value: ir.Value) -> None:
-        """Settles what a value of shape arithmetic holds where that is known: `Shape(x)[1]` is `seq`, and says nothing of the batch.
+        """Sets the state of a value of shape arithmetic whose entries are known: `Shape(x)[1]` is `seq`, which does not depend on the
+        batch.
 
         A number computed from the size of a fixed batch counts records: it is partial, like the sum that it divides."""
         held = self._by_symbol.get(value, value).metadata_props.get(SYM_DATA_KEY)
@@ -335,11 +336,11 @@ class Flow:
 
     @property
     def _names(self) -> frozenset[str]:
-        """The symbols of the batch's size."""
+        """The symbols in the batch's size."""
         return self._batch or frozenset({_FIXED})
 
     def _speaks(self, value: ir.Value, dim: int) -> bool:
-        """Whether the size of a dim may be that of the batch."""
+        """Whether the size of a dim may depend on that of the batch."""
         shape = self._by_symbol.get(value, value).shape
         size = shape[dim] if shape is not None and dim < len(shape) else None
         return isinstance(size, ir.SymbolicDim) and (
@@ -348,7 +349,7 @@ class Flow:
 
 
 def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
-    """For a batch of fixed size: by value a copy whose sizes name the batch by a symbol, since a number does not say what it counts."""
+    """For a batch of fixed size, maps values to copies whose sizes name the batch by a symbol: a number does not tell what it counts."""
     model, graph = program.model.clone(), program.model.graph
     for value, twin in zip(graph.inputs, model.graph.inputs, strict=True):
         if value in program.batch_dims and twin.shape is not None:
@@ -363,7 +364,7 @@ def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
 
 
 def _stand_alike(node: ir.Node, rule: Rule, letter: str, shard: Shard) -> bool:
-    """Whether records along a factor stand in the outputs as in the inputs: apart from each other only where all dims are of one size."""
+    """Whether records along a factor have one stride in inputs and outputs: strided records only where all dims have one size."""
     if shard.stride == 1:
         return True
     operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
@@ -382,7 +383,7 @@ def _same_records(value: ir.Value, dim: int, count: int) -> bool:
 
 
 def _is_zeros(value: ir.Value | None) -> bool:
-    """Whether what updates are added to is zeros, so that every microbatch may add its own to them: a count of records by class."""
+    """Whether the data to which updates are added are zeros, so that each microbatch may add its own: a count of records by class."""
     producer = None if value is None else value.producer()
     if producer is None or producer.op_type not in ("Constant", "ConstantOfShape"):
         return False

@@ -1,16 +1,16 @@
-"""The preference that `level` of a sharding rule expresses where the plan leaves a choice, after all that follows from the given
-shardings.
+"""The preference that `level` of a sharding rule expresses where the plan leaves a choice, after all shardings are derived from the
+declared ones.
 
-    0    fewest bytes: what is not given follows its neighbours, and a sum is whole on every rank that reads it
-    1    less memory: a sum that an op of the rule makes is left scattered along its first dim that divides, and so is what reads it
+    0    fewest bytes: undeclared shardings follow their neighbours, and a sum is replicated on every rank that reads it
+    1    less memory: a sum that an op of the rule computes stays sharded along its first divisible dim, and so do its readers
 
-             project -> AllReduce -> Add -> Norm -> up          whole on every rank between the two products
-             project -> ReduceScatter -> Add -> Norm -> AllGather -> up        a share on each, in about as many bytes
+             project -> AllReduce -> Add -> Norm -> up          replicated between the two products
+             project -> ReduceScatter -> Add -> Norm -> AllGather -> up        a shard on each, in about as many bytes
 
-    2    faster: a product of the rule that every rank would do alike is shared out along its first dim that divides; its operands are
-         sliced, which costs nothing, and its result is gathered where it is read whole
+    2    faster: a product of the rule that every rank would repeat is sharded along its first divisible dim; its operands are
+         sliced, which costs nothing, and its result is gathered where it is read unsharded
 
-Level 1 is sequence parallelism where the first dim is cut by the batch already. A dim counts where it is proven to divide.
+Level 1 is sequence parallelism where the first dim is already sharded by the batch. A dim counts as divisible where that is proven.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTHING = {
 
 
 def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str]:
-    """Extends the derived shardings by what the rules' levels prefer; warnings of levels that change nothing."""
+    """Extends the derived shardings by the preferences of the rules' levels; returns warnings about levels that change nothing."""
     asked = {instance: rules[instance.node] for instance in done.instances if instance.node in rules}
     asked = {instance: rule for instance, rule in asked.items() if rule.level}
     if not asked:
@@ -56,7 +56,7 @@ def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str
 
 
 def _share(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> bool:
-    """Shards a product that all ranks along free axes would repeat; returns whether it could."""
+    """Shards a product that all ranks along free axes would repeat; returns whether that was possible."""
     choice = done.choices[instance]
     out = choice.rule.outputs[0] if choice.rule.outputs else None
     inputs = [letters for letters in choice.rule.inputs if letters is not None]
@@ -73,7 +73,7 @@ def _share(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> bool
 
 
 def _scatter(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> list[int]:
-    """The outputs of a node that are partial sums, with the layout in which their readers are asked to take them."""
+    """Pins a scattered layout on a node's outputs that are partial sums, for their readers; returns the outputs."""
     found = []
     choice = done.choices[instance]
     for k, letters in enumerate(choice.rule.outputs):
@@ -91,7 +91,7 @@ def _scatter(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> li
 
 
 def _first(instance: NodeOnGroup, choice: NodeSharding, letters: str, axes: Axes, done: Propagation) -> str | None:
-    """The first factor among the letters that nothing cuts yet and that is proven to divide by the axes."""
+    """Returns the first of the factors `letters` that is not yet sharded and is proven to divide by the axes."""
     for letter in letters:
         if letter == WHOLE or letter in choice.axes or letter not in choice.rule.factors:
             continue

@@ -1,4 +1,4 @@
-"""The local form of a node in a microbatch: what its rule makes of it on one of so many shards of the batch, which follow in time."""
+"""The local form of a node in a microbatch: the form that its rule gives for one of `count` shards of the batch, which follow in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partc.compiler.ops.rule import Local, Rule
 
 
 class _ShardNumbers(dict[str, int]):
-    """A mapping from factor to shard number; `was_read` is set once a rule has looked one up."""
+    """A mapping from factor to shard number; `was_read` is set once a rule has read a number."""
 
     was_read = False
 
@@ -21,12 +21,12 @@ class _ShardNumbers(dict[str, int]):
 
 
 def local_in_time(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> Local:
-    """The nodes that replace one sharded along a factor into `count` shards."""
+    """Returns the nodes that replace a node sharded along the factor `letter` into `count` shards."""
     return _local(program, node, rule, {letter: count}, {letter: 0})
 
 
 def depends_on_shard(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
-    """Whether a node's local form, cut along a factor, depends on which of its shards is meant."""
+    """Whether the local form of a node sharded along a factor depends on the index of its shard."""
     numbers = _ShardNumbers({letter: 0})
     _local(program, node, rule, {letter: count}, numbers)
     return numbers.was_read

@@ -1,1 +1,1 @@
-"""Kinds of devices within a rank: which runs each node, what is copied between them, and the order with the fewest switches."""
+"""Kinds of devices within a rank: the device of each node, the values copied between devices, and the order with the fewest switches."""

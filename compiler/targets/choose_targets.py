@@ -48,7 +48,7 @@ def choose_targets(program: Sharded) -> Targeted:
 
 
 def _ruled(program: Sharded, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str]:
-    """Per node that a rule names the target."""
+    """Maps each node that a rule matches to its target."""
     decided: dict[ir.Node, str] = {}
     problems: list[Problem] = []
     for node, path in program.paths.items():
@@ -99,7 +99,7 @@ def _is_tensor(value: ir.Value) -> bool:
 def _of_updates(
     program: Sharded, targets: Mapping[ir.Node, str], hosted: Collection[ir.Node], said: str
 ) -> dict[ir.Value, str]:
-    """Per parameter, frozen ones too, and tensor of statistics the target on which its state lies."""
+    """Maps each parameter, including frozen ones, and each statistic to the target that holds its state."""
     if program.training is None:
         return {}
     found = {}

@@ -1,12 +1,12 @@
-"""Pass: what lies on another target than its reader's is copied there, once for each value and target; ops stand in runs of one target.
+"""Pass: copies each value to the targets of its readers, once for each value and target, and groups ops in runs of one target.
 
     %h = Relu(%x)  on cuda            %h.cuda = Relu(%x.cuda)
     Send(%h)                          %h = Copy(%h.cuda) {to: cpu}
                                       Send(%h)
 
 What a rank has on cpu keeps the name, by which other ranks know messages, collectives and outputs; on another target it is `h.cuda`. A
-tensor of the state keeps its name wherever it lies. A copy stands in the body of the task that makes the value where each call's is
-read so, else in the row.
+tensor of the state keeps its name wherever it lies. A copy stands in the body of the task that makes the value where each call's is read
+so, else in the row.
 
 What nothing reads falls away before copies are written: its operands would be brought to its target for nothing.
 

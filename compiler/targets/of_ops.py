@@ -1,4 +1,4 @@
-"""The target of every op of a rank's program, and where each of its values lies.
+"""The target of every op of a rank's program, and the target whose memory holds each of its values.
 
     an op of the model, forward or backward     the node's (`choose_targets.py`)
     an update                                   its parameter's

@@ -1,4 +1,4 @@
-"""The names of cotangents: after their primal, without counters.
+"""The names of cotangents: derived from the primal's name, without counters.
 
     h read by one node                          h.grad
     h read by fc2.Gemm and skip.Add             h.grad.fc2.Gemm, h.grad.skip.Add, and their sum h.grad

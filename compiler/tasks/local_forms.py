@@ -1,4 +1,4 @@
-"""One node on the ranks of its group: as it is where nothing is cut, else rewritten for each rank's shard by the op's own rule.
+"""The forms of a node on the ranks of its group: unchanged where nothing is sharded, else rewritten for each rank's shard by the op's rule.
 
 Most nodes are the same on all ranks of a group; a rule that asks which shard a rank has may give constants that differ.
 """

@@ -1,4 +1,4 @@
-"""Gradients by rows, from look-ups to the update: terms of several look-ups follow each other, and ranks gather those of all.
+"""Gradients by rows, from look-ups to the update: the rows of several look-ups are concatenated, and ranks gather the rows of all ranks.
 
 Where the dense gradient would be a sum over ranks, each rank has some of the rows, so a list of rows is cut along its first dim by the same
 axes, and an AllGather takes the place of the AllReduce:

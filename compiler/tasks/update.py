@@ -1,4 +1,4 @@
-"""Pass: the end of a training step: gradients clipped, then every parameter and what the optimizer keeps of it replaced by its next value.
+"""Pass: the end of a training step: gradients are clipped, then every parameter and its optimizer state are replaced by their next values.
 
 One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, behind everything that reads the parameter:
 
@@ -17,8 +17,8 @@ checkpoints; those of a table are whole tables.
 
 The update of a table by the rows of its gradient: rows that stand several times are merged, where the update wants each once.
 
-%t.grad.merged.ids, %t.grad.merged.rows = partc.optimizer::MergeRows(%t.grad.ids, %t.grad.rows)
-%t.next = partc.optimizer::SgdRowsScaled(%t, %t.grad.merged.ids, %t.grad.merged.rows, %lr, %gradients.scale)
+%t.grad.merged.ids, %t.grad.merged.rows = partc.optimizer::MergeRows(%t.grad.ids, %t.grad.rows) %t.next = partc.optimizer::SgdRowsScaled(%t,
+%t.grad.merged.ids, %t.grad.merged.rows, %lr, %gradients.scale)
 
 Sums over the shards of a parameter, in the middle of its update: norms, means of rows and of columns.
 

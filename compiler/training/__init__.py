@@ -1,1 +1,3 @@
-"""What `train:` in a plan adds to a model: a loss, the backward pass, and the optimizer, all before the ranks are cut apart."""
+"""Adds to a model the parts that `train:` in a plan requests: a loss, the backward pass, and the optimizer, all before the model is divided
+among ranks.
+"""

@@ -1,7 +1,7 @@
-"""Nodes that training appends to the whole model's graph: named below one word, as if a module `loss` had made them.
+"""Nodes that training appends to the whole model's graph: their names begin with one word, as if they were in a module `loss`.
 
-Constants are nodes and no initializers, so that they are not taken for trainable weights. What is appended is standard and
-whole: it is placed, cut and differentiated with the model's own nodes.
+Constants are nodes and no initializers, so that they are not taken for trainable weights. What is appended is standard and whole: it is
+placed, cut and differentiated with the model's own nodes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GraphAppender:
         return made
 
     def sums(self, size: int, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """The node that makes `<path>`: so many float32 sums, which become an output of the graph."""
+        """Appends the node that computes `<path>`: `size` float32 sums, which become an output of the graph."""
         made = self.op("", op_type, *inputs, **attributes)
         made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([size])
         self.graph.outputs.append(made)

@@ -1,4 +1,4 @@
-"""The loss scale in a training step: the factor of the seed, its inverse for the gradients, and what it is in the next step.
+"""The loss scale in a training step: the factor of the seed, its inverse for the gradients, and its value in the next step.
 
 A dynamic scale is state on every rank, as PyTorch's GradScaler has it:
 
@@ -48,7 +48,7 @@ class _Writer:
         return value
 
     def compute(self, word: str, op_type: str, operands: Sequence[ir.Value], kind: ir.DataType) -> ir.Value:
-        """What a node over numbers makes."""
+        """Adds a node over numbers and returns its output."""
         return self.put(op_type, operands, number(f"{self.base.name}.{word}", kind))
 
     def put(self, op_type: str, operands: Sequence[ir.Value], made: ir.Value, **attributes: int) -> ir.Value:

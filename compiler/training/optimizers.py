@@ -1,9 +1,9 @@
-"""The nodes that make one parameter's update by an optimizer.
+"""The nodes that compute one parameter's update by an optimizer.
 
     update_steps(optimizer("momentum", {"lr": 0.01}), weight, gradient, slots, scalars, outputs, shape=(64, 32))
 
-Most are one node a parameter, element by element, so that a shard of a parameter, or of a flat buffer of many, is updated as the
-whole is. Some are several, with sums in the middle that need all shards (`whole_updates.py`).
+Most are one node a parameter, element by element, so that a shard of a parameter, or of a flat buffer of many, is updated as the whole is.
+Some are several, with sums in the middle that need all shards (`whole_updates.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights that several modules read: which of them are one parameter, and which become each module's own.
+"""Weights that several modules read: some stay one parameter, others become a separate parameter of each module.
 
-Exporters make one initializer of weights that are equal when they export: the scales of all norms, which begin as ones. As one tensor
-they would be trained as one. So of a file, a weight that repeats a single number and is read by several modules becomes each module's own;
-any other stays what ONNX says it is, one tensor. The plan has the last word: `parameters: {"wte.weight": {shared: false}}`.
+Exporters make one initializer of weights that are equal when they export: the scales of all norms, which begin as ones. As one tensor they
+would be trained as one. So of a file, a weight that repeats a single number and is read by several modules becomes each module's own; any
+other stays what ONNX says it is, one tensor. The plan has the last word: `parameters: {"wte.weight": {shared: false}}`.
 
     ones    read by layers.0.norm, layers.1.norm    ->    ones, layers.1.ones
 """

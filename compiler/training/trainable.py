@@ -1,16 +1,15 @@
-"""Which weights of a model are trainable, where the plan does not say.
+"""Decides which weights of a model are trainable, where the plan does not state it.
 
-A module says it itself: its parameters are, its buffers and those without `requires_grad` are not. A file does not, so there the law is:
-of the initializers of floats, trainable are
+A module says it itself: its parameters are, its buffers and those without `requires_grad` are not. A file does not, so there the law is: of
+the initializers of floats, trainable are
 
     weights and biases of layers      what MatMul, Gemm, Conv, a normalization, PRelu or a recurrent layer reads as such
     others of more than one number    tables that are looked up, what is added or multiplied with, as a bias or positions
 
-and the others are not: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
-scales and a loss's weights of classes, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes,
-integers, what a branch or a loop has for itself, and what torch's exporter marks as a buffer, such as rotary frequencies, never are.
-The plan has the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, and `{mask: {frozen: false}}`, with its whole name,
-makes it trainable.
+and the others are not: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's scales and a
+loss's weights of classes, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes, integers, what a
+branch or a loop has for itself, and what torch's exporter marks as a buffer, such as rotary frequencies, never are. The plan has the last
+word: `parameters: {mask: {frozen: true}}` keeps a tensor, and `{mask: {frozen: false}}`, with its whole name, makes it trainable.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _is_likely(value: ir.Value) -> bool:
 
 
 def _is_of_layer(node: ir.Node, k: int) -> bool:
-    """Whether operand `k` is a layer's weight, or the bias that is added behind one."""
+    """Whether operand `k` is a layer's weight, or the bias that is added after one."""
     if node.op_type == "Add":
         other = node.inputs[1 - k]
         producer = other.producer() if other is not None else None

@@ -1,4 +1,4 @@
-"""The functions of updates that need sums over all of a parameter, one row a part: what comes before a sum, between sums, and behind.
+"""The functions of updates that need sums over all of a parameter, one row for each part: before a sum, between sums, and after.
 
 Bodies are written as in `plan/training/optimizer_table.py`. What is made of shards and numbers alone is element-wise; sums are not.
 """

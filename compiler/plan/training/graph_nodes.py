@@ -1,4 +1,4 @@
-"""The interface with which a loss or a metric of the plan appends nodes to the end of the model, named below one word
+"""The interface with which a loss or a metric of the plan appends nodes to the model; their names begin with its path
 (`training/graph_appender.py`).
 """
 
@@ -16,52 +16,52 @@ Dims: TypeAlias = tuple[int | ir.SymbolicDim, ...]
 
 
 class GraphNodes(Protocol):
-    """Appends the nodes of one loss or metric to the model, and says what the model has."""
+    """Appends the nodes of one loss or metric to the model, and looks up the model's inputs and outputs."""
 
     path: str
     graph: ir.Graph
 
     def error(self, fact: str, law: str = "", help: str = "") -> CompileError:
-        """The error of one fact."""
+        """Returns the error with this fact."""
 
     def op(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """One node that makes `<path>.<word>`, or `<path>` itself where there is no word."""
+        """Appends a node with the output `<path>.<word>`, or `<path>` itself where the word is empty."""
 
     def constant(self, word: str, array: Any, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-        """A constant; integers where no type is said."""
+        """Appends a constant; int64 by default."""
 
     def scalar(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType, **attributes: Any) -> ir.Value:
-        """The node that makes `<path>`: a float32 scalar, which becomes an output of the graph."""
+        """Appends the node that computes `<path>`: a float32 scalar, which becomes an output of the graph."""
 
     def sums(self, size: int, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """The node that makes `<path>`: so many float32 sums, which become an output of the graph."""
+        """Appends the node that computes `<path>`: `size` float32 sums, which become an output of the graph."""
 
     def divided(self, number: ir.Value, denominator: ir.Value) -> ir.Value:
-        """`number`, a mean, which says what it divides by, so that those of several batches can be put together."""
+        """Registers the denominator of `number`, a mean, so that the means of several batches can be combined."""
 
     def counted(self, number: ir.Value, each: ir.Value, dims: Dims) -> ir.Value:
-        """`number`, the mean of all of `each`, whose dims are `dims`; where records may have unevenly many, it says how many there are."""
+        """Returns `number`, the mean of all of `each` with dims `dims`; registers the count where it may differ by record."""
 
     def by_shard(self, shards: int, x: ir.Value, word: str) -> ir.Value:
         """The sums of x over the records of each shard of the batch."""
 
     def own_scalar(self, name: str) -> ir.Value:
-        """The model's output of a name, which must be one float."""
+        """Returns the model's output of this name, which must be a single float."""
 
     def prediction(self, name: str) -> tuple[ir.Value, Dims]:
-        """An output of floats, in float32 unless it is in float64, and its dims in names of the inputs' dims."""
+        """Returns an output of floats, in float32 unless it is float64, and its dims in names of the inputs' dims."""
 
     def graph_input(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
-        """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
+        """Returns the graph's input of this name, in the first of the types `kinds`; adds one with these dims where there is none."""
 
 
 def float_type(x: ir.Value) -> ir.DataType:
-    """The type of a prediction: float32 where the model does not say it."""
+    """The type of a prediction; float32 where the model does not declare one."""
     return x.dtype or ir.DataType.FLOAT
 
 
 def class_axis(to: GraphNodes, name: str, dims: Dims, axis: int | None) -> int:
-    """The axis of the classes, from 0."""
+    """Returns the axis of the classes as a number from 0."""
     rank = len(dims)
     if rank == 0:
         raise to.error(f"the output '{name}' is a scalar", "logits have a number for each class")

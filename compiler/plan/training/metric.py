@@ -25,27 +25,27 @@ class Metric(UsuallyNamed):
 
     @property
     def formula(self) -> str:
-        """What makes the metric of the sums that its output are; empty where the output is the metric."""
+        """The expression that computes the metric from the sums in its output; empty where the output is the metric."""
         return self.FORMULA
 
     @property
     def class_labels(self) -> ClassLabels | None:
-        """Which labels it takes for numbers of classes; None where it takes none."""
+        """The labels that the metric reads as class numbers; None where it reads none."""
         return None
 
     @property
     def missing(self) -> list[str]:
-        """The keys that neither the plan nor the loss says."""
+        """Returns the required keys that neither the plan nor the loss sets."""
         return []
 
     def filled(self, to: GraphNodes, loss: Loss) -> Self:
-        """The metric, with what it does not say as in a loss."""
+        """Returns the metric with its unset keys taken from the loss."""
         said = loss.metric_defaults
         keys = [key for key in type(self).model_fields if key in said and getattr(self, key) is None]
         return self.model_copy(update={key: said[key] for key in keys})
 
     def add(self, to: GraphNodes) -> ir.Value:
-        """The output `<path>`: one float32 number, or the sums."""
+        """Appends the output `<path>`: one float32 number, or the sums."""
         raise NotImplementedError
 
 
@@ -57,7 +57,7 @@ class ComparedMetric(Metric):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The output and the input, where both are said."""
+        """The names of the output and of the labels' input, both of which must be set."""
         assert self.output is not None
         assert self.labels is not None
         return self.output, self.labels

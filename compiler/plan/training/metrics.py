@@ -2,29 +2,29 @@
 
     accuracy    the share of labels whose class has the largest logit
     top_k       the share of labels whose class is among the k largest
-    mse, mae    the mean of the squares, of the absolute values, of what a prediction is off
-    auc         the area under the ROC curve of labels 0 and 1: counts by bin, of which the runtime makes the number
-    perplexity, precision, recall, f1, confusion, r2, formula    sums, of which the runtime makes the number (`summed_metrics.py`)
-    output      a scalar that the model makes itself
+    mse, mae    the mean of the squares, or of the absolute values, of the prediction's error
+    auc         the area under the ROC curve of labels 0 and 1: counts by bin, from which the runtime computes the number
+    perplexity, precision, recall, f1, confusion, r2, formula    sums, from which the runtime computes it (`summed_metrics.py`)
+    output      a scalar that the model itself computes
 
-A label is among the k largest where all but k - 1 others have a smaller logit: of equal ones none is preferred, so a model that
-says the same of all classes knows none. Unlike ArgMax and TopK this is a count, so classes may be cut as well.
+A label is among the k largest where all but k - 1 others have a smaller logit: ties do not count as hits, so a model with equal logits for
+all classes has none. Unlike ArgMax and TopK this is a count, so the class axis may be sharded as well.
 
 Each of the others is the mean over the whole batch, or over the labels that are not ignored. Of several batches it is that of all their
 records, for each batch says what it divides by. Sums of several batches are added, and the number is that of all their records.
 
-metrics: [accuracy, top5]                                   # a name is a type, or an output of the model
-metrics: {best: {type: top_k, k: 3}, auc: {logits: y, labels: clicked, bins: 500}}
+metrics: [accuracy, top5]                                   # a name is a type, or an output of the model metrics: {best: {type: top_k, k:
+3}, auc: {logits: y, labels: clicked, bins: 500}}
 
 The metric auc, the area under the ROC curve, as counts: how many labels 0, and how many 1, have their prediction in each bin.
 
-The place of a logit x is u = x / (2 + |x|), and bins cut -1 < u < 1 into equal parts: they are 4/bins wide at logit 0, and a
-constant share of a large logit. So they stay narrow where probabilities are small, as those of rare clicks: where 1 of 1,000 labels is 1,
-1,000 equal parts of the probability are off by 0.02, and these by 0.0005. Of a probability the logit is taken. A prediction without a
-place (NaN, or no probability) is counted in one more bin, so that it is told.
+The place of a logit x is u = x / (2 + |x|), and bins cut -1 < u < 1 into equal parts: they are 4/bins wide at logit 0, and a constant share
+of a large logit. So they stay narrow where probabilities are small, as those of rare clicks: where 1 of 1,000 labels is 1, 1,000 equal
+parts of the probability are off by 0.02, and these by 0.0005. Of a probability the logit is taken. A prediction without a place (NaN, or no
+probability) is counted in one more bin, so that it is told.
 
-Counts are made by ScatterElements, in 30 us for a batch of 4,096. In onnxruntime it adds in one thread, whereas ScatterND may lose terms
-in several. OneHot with MatMul takes 11 ms for 1,000 bins, comparisons with all bounds 4 ms, two digits as products of two one-hots 0.6 ms.
+Counts are made by ScatterElements, in 30 us for a batch of 4,096. In onnxruntime it adds in one thread, whereas ScatterND may lose terms in
+several. OneHot with MatMul takes 11 ms for 1,000 bins, comparisons with all bounds 4 ms, two digits as products of two one-hots 0.6 ms.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Auc(Metric):
 
 
 def _logits(to: GraphNodes, x: ir.Value, are_logits: bool) -> tuple[ir.Value, ir.Value]:
-    """Which predictions have a place, and their logits, in bounds."""
+    """Returns which predictions have a bin, and their logits, clamped to the bounds."""
     if are_logits:
         known = to.op("is_number", "Not", to.op("is_nan", "IsNaN", x))
     else:
@@ -165,7 +165,7 @@ class _Hits(OfLogits):
 
     @property
     def _places(self) -> int:
-        """How far behind the largest logit a label still counts."""
+        """The number of places, from the largest logit down, in which a label counts as a hit."""
         return 1
 
     @property

@@ -50,16 +50,16 @@ class Optimizer(Options):
 
     @property
     def form(self) -> Form:
-        """The form of the type that the numbers make."""
+        """The form of the formula that the numbers select."""
         return OPTIMIZERS[self.type].form(self.hyper)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The tensors that are kept of each parameter, each of its shape and type."""
+        """The state tensors of each parameter, each of its shape and type."""
         return self.form.slots
 
     def slots_of(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """The tensors that are kept of a parameter of `rank` dims, by name, with the dims along which they have one element."""
+        """Maps each state tensor of a parameter of `rank` dims to the dims along which it has one element."""
         matrix = OPTIMIZERS[self.type].matrix_slots if rank > 1 else {}
         but_first = tuple(range(1 - rank, 0))
         return {slot: but_first if ones is None else ones for slot, ones in matrix.items()} or dict.fromkeys(
@@ -73,25 +73,25 @@ class Optimizer(Options):
 
     @property
     def by_rows(self) -> ByRows:
-        """What a gradient is for it that names the rows of a table."""
+        """The way in which the optimizer treats a gradient that lists rows of a table."""
         return OPTIMIZERS[self.type].by_rows
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether an update needs nothing of a parameter but the same elements of its gradient and slots."""
+        """Whether the update of an element reads only the same elements of the parameter's gradient and slots."""
         return bool(self.form.body)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether a looked-up table is updated where it was looked up alone."""
+        """Whether only the looked-up rows of a table are updated."""
         return self.by_rows is ByRows.LAZY
 
     def is_like(self, other: Optimizer) -> bool:
-        """Whether both are one but for rate and weight decay, which are numbers of each parameter."""
+        """Whether both are the same except for rate and weight decay, which are numbers of each parameter."""
         return (self.type, self.hyper) == (other.type, other.hyper)
 
     def initial(self, slot: str) -> float:
-        """What every element of a slot begins with."""
+        """The initial value of every element of a slot."""
         if slot not in {*self.slots, *self.slots_of(2)}:
             raise KeyError(f"{self.type} has no slot '{slot}'")
         option = OPTIMIZERS[self.type].initial.get(slot)
@@ -99,12 +99,12 @@ class Optimizer(Options):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether its rate is that of the step."""
+        """Whether its rate is that of the step, which a schedule may change."""
         return OPTIMIZERS[self.type].is_scheduled
 
 
 _PAIRS = {"betas": "beta"}
-"""What each of the numbers of a pair is called, without its place."""
+"""Maps each pair option to the name of its numbers, without their index."""
 
 
 def _shard(value: object) -> object:
@@ -128,7 +128,7 @@ class _OfTraining(Options):
 
 
 def _typed(value: object) -> object:
-    """An optimizer of which only the type is said."""
+    """Expands an optimizer that is written as its type alone."""
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -151,12 +151,12 @@ OWN: dict[str, Any] = {
     )
     for name, kind in OPTIMIZERS.items()
 }
-"""Maps each type to the optimizer of some parameters."""
+"""Maps each type to the class of an optimizer for some parameters."""
 OF_TRAINING: dict[str, Any] = {
     name: _make(f"Training{own.__name__}", __base__=(_OfTraining, own), __module__=__name__)
     for name, own in OWN.items()
 }
-"""Maps each type to the optimizer of a training."""
+"""Maps each type to the class of a training's optimizer."""
 
 if TYPE_CHECKING:
 

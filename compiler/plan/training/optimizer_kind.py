@@ -34,7 +34,7 @@ class Option:
 
     @property
     def definition(self) -> tuple[Any, Any]:
-        """The field of a model: its type and its law."""
+        """Returns the field definition for a pydantic model: its type and its constraints."""
         if isinstance(self.default, bool):
             return bool, self.default
         least: Any = {"le": 0} if self.negative else {"gt": 0} if self.positive else {"ge": 0}
@@ -46,21 +46,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Switch:
-    """An option that changes the formula itself, unless it has the value `off`: the function's name has `suffix` then."""
+    """An option that changes the formula unless its value is `off`; the function's name then has `suffix`."""
 
     suffix: str
     off: float = 0.0
 
 
 class ByRows(Enum):
-    """What a gradient that names rows of a table is for an optimizer."""
+    """The ways in which an optimizer treats a gradient that lists rows of a table."""
 
     NEVER = "never"
-    """No gradient: other rows change, too."""
+    """It takes no such gradient: other rows change, too."""
     ALIKE = "alike"
-    """The same as the dense one, if no decay is at work: other rows stay as they are."""
+    """Equivalent to a dense gradient, if there is no decay: other rows stay as they are."""
     LAZY = "lazy"
-    """Its own law: other rows stay as they are, which by a dense gradient they would not."""
+    """An update of its own: other rows stay as they are, whereas a dense gradient would change them."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class OptimizerKind:
     switches: Mapping[str, Switch] = field(default_factory=dict)
 
     def form(self, numbers: Mapping[str, float]) -> Form:
-        """The form that these numbers make."""
+        """Returns the form that these numbers select."""
         return _form(self, frozenset(key for key, switch in self.switches.items() if numbers[key] != switch.off))
 
     @property

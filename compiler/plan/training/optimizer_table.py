@@ -303,7 +303,7 @@ OPTIMIZERS = {
         scalars=("lr", "forget", "bound"),
     ),
 }
-"""Keys are the names in a plan."""
+"""Maps the names in a plan to the optimizers."""
 
 OPTIMIZERS |= {
     f"lazy_{name}": replace(

@@ -8,9 +8,9 @@
       batch: 32
       epochs: 10
 
-The model that reads the YAML is what the compiler works with; the artifact has the keys of the loop as they are.
+The compiler works with the model that reads the YAML; the artifact has the keys of the loop unchanged.
 
-First values of parameters by the plan: a distribution and a seed, from which each rank draws its own shard.
+A plan may set initial values of parameters: a distribution and a seed, from which each rank draws its own shard.
 
     parameters: {"table.weight": {initial: {normal: 0.01, seed: 7}}}
 
@@ -39,7 +39,7 @@ _HELP = "write {normal: 0.01, seed: 7}"
 
 
 def _bounds(value: object) -> tuple[float, float] | None:
-    """The least and the largest value of a uniform distribution."""
+    """Returns the least and the largest value of a uniform distribution."""
     law = "a uniform distribution is within a number of zero, or from a number to another"
     help = "write {uniform: 0.1}, or {uniform: [-0.1, 0.1]}"
     if value is None:
@@ -95,7 +95,7 @@ class InitialRules(Options):
         return self
 
     def law(self, name: str) -> Law:
-        """The law of the parameter of this name."""
+        """Returns the law of the initial values of the parameter with this name."""
         stream = f"{self.seed}/{name}"
         if self.constant is not None:
             return Law(draw="constant", offset=self.constant)
@@ -256,7 +256,7 @@ class TrainRules(LoopSettings, PlacedOptions):
 
 
 def _at(rule: ParameterRule, rate: float) -> ParameterRule:
-    """A rule whose optimizer has a rate, this one where it says none."""
+    """Returns the rule; if its optimizer has no rate, with this rate."""
     own: Optimizer | None = rule.optimizer
     if own is None or "lr" in own.model_fields_set:
         return rule

@@ -1,7 +1,7 @@
-"""Names that other frameworks have for losses and metrics: those that mean the same here, and what to write instead of the others.
+"""Names of losses and metrics in other frameworks: those that mean the same here, and the remedy for the others.
 
-MSELoss, mse_loss, mean_squared_error    the loss mean_squared, the metric mse
-bce                                      refused: it takes probabilities, and binary_cross_entropy takes logits
+MSELoss, mse_loss, mean_squared_error    the loss mean_squared, the metric mse bce                                      refused: it takes
+probabilities, and binary_cross_entropy takes logits
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _INSTEAD = {
     "l2": ("it is a sum, half a sum or a mean, by framework", "write mean_squared, the mean of the squares"),
     **dict.fromkeys(("huber", "smooth_l1", "kl_div", "hinge", "poisson_nll"), ("it is not among them", _IN_MODEL)),
 }
-"""Usual names of losses that mean nothing here, with the reason and the remedy."""
+"""Names of losses in other frameworks that have no meaning here, with the reason and the remedy."""
 _COUNTERPARTS = {"labels": "target", "target": "labels", "logits": "prediction", "prediction": "logits"}
-"""Keys by the key that has their place in the other types."""
+"""Maps each key to the key with the same role in the other types."""
 
 
 class UsuallyNamed(Options):
@@ -55,13 +55,13 @@ class UsuallyNamed(Options):
 
     @classmethod
     def without_nulls(cls, said: Mapping[str, object]) -> dict[str, object]:
-        """The keys of a mapping but for known ones that are null."""
+        """Returns a mapping without its known keys that are null."""
         keys = {field.alias or name for name, field in cls.model_fields.items()}
         return {key: one for key, one in said.items() if one is not None or key not in keys}
 
     @classmethod
     def name_options(cls, name: str) -> dict[str, object]:
-        """The keys that a usual name says: the k of `top5`."""
+        """Returns the keys that a usual name implies: the k of `top5`."""
         return {}
 
 
@@ -69,12 +69,12 @@ Named = TypeVar("Named", bound=UsuallyNamed)
 
 
 def by_type(*classes: type[Named]) -> dict[str, type[Named]]:
-    """Losses or metrics by what the plan calls their type."""
+    """Maps the plan's name of each type to its class."""
     return {get_args(one.model_fields["type"].annotation)[0]: one for one in classes}
 
 
 def known_type(kind: object, types: Mapping[str, type[UsuallyNamed]]) -> object:
-    """The type that a usual name means; the name itself where it means none of the types."""
+    """Returns the type that a usual name means; the name itself where it means none."""
     if not isinstance(kind, str) or kind in types:
         return kind
     if found := next((name for name, one in types.items() if one.pattern and re.fullmatch(one.pattern, kind)), None):
@@ -94,7 +94,7 @@ def unknown_type(
     key: str = "",
     losses: Mapping[str, type[UsuallyNamed]] | None = None,
 ) -> Refused:
-    """Why a type is refused, with the nearest name, or the reason why a usual name has no meaning here; of metrics, `losses` are given."""
+    """Returns the refusal of a type, with the nearest name or the reason why it has no meaning here; for metrics, pass `losses`."""
     law = f"the types are {', '.join(types)}"
     if kind is None:
         return Refused("no 'type' is given", law, key=key)
@@ -110,7 +110,7 @@ def unknown_type(
 
 
 def _plain(kind: str) -> str:
-    """A name as functions have it: `nn.BCEWithLogitsLoss` and `bce_with_logits_loss` are `bce_with_logits`."""
+    """Normalizes a name: `nn.BCEWithLogitsLoss` and `bce_with_logits_loss` become `bce_with_logits`."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind.rpartition(".")[2]).lower()
     name = name.replace("crossentropy", "cross_entropy").removesuffix("_loss")
     return "bce" if name == "binary_cross_entropy" and "crossentropy" in kind.lower() else name

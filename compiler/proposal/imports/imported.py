@@ -1,4 +1,4 @@
-"""A distribution that a file of another system describes, in partc's terms, and the statements that have no such term."""
+"""A distribution that a file of another system describes, in partc's terms, and the statements that have no counterpart in partc."""
 
 from __future__ import annotations
 

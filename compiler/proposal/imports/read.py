@@ -1,4 +1,4 @@
-"""Finds the system of a file by its ending, or by its keys.
+"""Identifies the system that wrote a file by the file's suffix or its keys.
 
 MindSpore's strategy files, as `strategy_ckpt_config={"save_file": "strategy.json"}` writes them, one for each pipeline stage.
 
@@ -6,8 +6,8 @@ MindSpore's strategy files, as `strategy_ckpt_config={"save_file": "strategy.jso
      "parallel_strategy_item": {"MatMul_layers.0.dense.weight": {"stage": 0, "parallel_strategy": [[2, 4], [4, 1]]}},
      "parallel_layout_item": {"layers.0.dense.weight": {"dev_matrix": [2, 4], "tensor_map": [0, -1], "tensor_shape": [64, 32], ...}}}
 
-An operator's name is its kind and the parameter that it reads; its strategy has the number of shards of each dim of each input, as
-`in` of a rule of `sharding` has. Layouts follow from strategies: of them the shapes are read, and the sharding of an optimizer.
+An operator's name is its kind and the parameter that it reads; its strategy has the number of shards of each dim of each input, as `in` of
+a rule of `sharding` has. Layouts follow from strategies: of them the shapes are read, and the sharding of an optimizer.
 
 A `parallelize_plan` of torch.distributed.tensor.parallel, as `parallelize_module` takes it, in a file of Python.
 
@@ -178,7 +178,7 @@ _KINDS = (
 
 
 def read_imported(files: Sequence[Path]) -> Imported:
-    """What the files say, all of one system; several are MindSpore's. CompileError where they are of no known one."""
+    """Reads files that are all of one system (only MindSpore has several). CompileError where the system is not known."""
     first, source = files[0], ", ".join(file.name for file in files)
     if len(files) == 1 and first.suffix == ".py":
         return read_torch_plan(first)

@@ -1,1 +1,1 @@
-"""The shardings that the plan and the model give: of nodes, regions, parameters and inputs, from which the others are derived."""
+"""The shardings that the plan and the model declare for nodes, regions, parameters and inputs; all others are derived from them."""

@@ -1,6 +1,6 @@
-"""The shardings of local maps on the plan's mesh: Enter and Leave as their specs say, the nodes between them unsharded.
+"""The shardings of local maps on the plan's mesh: Enter and Leave as their specs state, the nodes between them unsharded.
 
-spec ((tp,), ()) of an Enter on tp=4:   dim 0 in 4 shards; inside, a value is what one rank has
+spec ((tp,), ()) of an Enter on tp=4:   dim 0 in 4 shards; inside, a value is one rank's shard
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from partc.compiler.sharding.seeding.strategy import refined
 
 
 def seed_local_maps(program: Placed, choices: dict[NodeOnGroup, NodeSharding]) -> list[Problem]:
-    """Fixes the sharding of all nodes of local maps: Enter and Leave as their specs say, the nodes between them unsharded."""
+    """Fixes the shardings of all nodes of local maps in `choices`; returns the problems."""
     problems: list[Problem] = []
     for node in program.model.graph:
         if not is_inside(node):
@@ -76,7 +76,7 @@ def _shard(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -
 
 
 def _wrong_group(program: Placed, node: ir.Node, group: Group) -> Iterator[Problem]:
-    """Problems of a local map whose group lacks ranks of one of its axes."""
+    """Yields the problems of a local map whose group lacks ranks of one of its axes."""
     axes = dict(program.plan.axes_of(group))
     wanted = axes_named(node)
     sizes = dict(program.plan.mesh)

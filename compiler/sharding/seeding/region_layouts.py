@@ -1,13 +1,13 @@
-"""From cuts of values to their layouts on a group: one value by itself, or the values of a region together.
+"""Converts the sharding specs (cuts) of values to their layouts on a group: of one value alone, or of the values of a region together.
 
-Cuts of several values are one strategy where the ops between them carry a cut from one to the other. Dims that correspond through the
-ops of a region are in one class, and a class is cut by one set of axes: the device matrix is the classes' shards in the order in which
-the cuts first name them, the repeat axis last, as it is for a single op.
+Cuts of several values are one strategy where the ops between them propagate a cut from one to the other. Dims that correspond through the
+ops of a region are in one class, and a class is sharded by one set of axes: the device matrix is the classes' numbers of shards in the
+order in which the cuts first name them, the replication axis last, as for a single op.
 
     MatMul(Relu(x), w)   x [4, 2], w [2, 1] on 8     x0: 4   x1, w0: 2   w1: 1   mesh (2, 2, 2)   x [(0, 1), (2,)]   w [(2,), ()]
 
 A cut that contradicts an earlier one (corresponding dims in other numbers of shards, or more shards than ranks), and values that no op
-brings together, are laid out by themselves: such a value is resharded where it meets the others.
+connects, are laid out separately: such a value is resharded where it meets the others.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Place = tuple[ir.Value, int]
 
 
 def names_of(cut: ShardSpec) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each dim of a cut that is spelled by names."""
+    """The mesh axes that shard each dim in a cut spelled by axis names."""
     return [shard if isinstance(shard, tuple) else () for shard in cut]
 
 
 def numbers_of(cut: ShardSpec) -> list[int]:
-    """The shards of each dim of a cut that is spelled by numbers."""
+    """The number of shards of each dim in a cut spelled by numbers."""
     return [shard if isinstance(shard, int) else 1 for shard in cut]
 
 
@@ -45,7 +45,7 @@ def is_text(value: ir.Value | None) -> bool:
 
 
 def layout_of_spec(program: Placed, cut: ShardSpec, value: ir.Value, group: Group) -> Layout:
-    """The layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
+    """Returns the layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
     rank = len(value.shape) if value.shape is not None else len(cut)
     if len(cut) != rank:
         raise ValueError(f"the cut has {len(cut)} dims, the value has {rank}")
@@ -68,7 +68,7 @@ def layout_of_spec(program: Placed, cut: ShardSpec, value: ir.Value, group: Grou
 class Joint:
     """The layouts of one region's values on a group: dims that correspond through the region's ops are sharded by the same axes.
 
-    `add` takes the cuts in their order; `layout` gives a value's once all are there, None for one that has to be laid out by itself.
+    Call `add` with the cuts in their order, then `layout` for the layout of a value: None for a value that must be laid out separately.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Joint:
                         self.classes.join(first.setdefault(letter, (value, dim)), (value, dim))
 
     def add(self, value: ir.Value, cut: ShardSpec) -> None:
-        """Adds one more value's numbers of shards; ignores them where they contradict earlier ones, or are spelled by names."""
+        """Adds the numbers of shards of one more value; ignores them where they contradict earlier ones or are spelled by axis names."""
         if is_named(cut) or value in self.cuts or (value.shape is not None and len(cut) != len(value.shape)):
             return
         shards = numbers_of(cut)
@@ -114,13 +114,13 @@ class Joint:
 
 @dataclass
 class _Matrix:
-    """The device matrix of values that meet: per class its shards, in the order in which they were named."""
+    """The device matrix of connected values: maps each class of dims to its number of shards, in the order in which they were named."""
 
     size: int
     shards: dict[Hashable, int] = field(default_factory=dict)
 
     def take(self, wanted: Mapping[Hashable, int]) -> bool:
-        """Adds classes with their shards, if those that are there have as many and all fit the group."""
+        """Adds classes with their numbers of shards if they agree with earlier ones and all fit the group; returns whether they do."""
         joined = {**self.shards, **wanted}
         if any(joined[key] != count for key, count in self.shards.items()) or self.size % math.prod(joined.values()):
             return False
@@ -129,7 +129,7 @@ class _Matrix:
 
 
 class _Sets:
-    """Disjoint sets."""
+    """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
         self.above: dict[Hashable, Hashable] = {}
@@ -148,7 +148,7 @@ class _Sets:
 
 
 def corresponding(operands: Sequence[ir.Value | None], arguments: Sequence[ir.Value | None]) -> list[int | None]:
-    """For each argument of a call the operand of the node that the call became, each operand at most once, or None."""
+    """Maps each argument of a call to the operand of the node that the call became, or None; each operand is used at most once."""
     free = {k: value for k, value in enumerate(operands) if value is not None}
     found: list[int | None] = []
     for argument in arguments:

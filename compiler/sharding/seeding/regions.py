@@ -1,8 +1,8 @@
-"""The shardings that `in`, `out` and `parameters` of a rule give a region: a node, a function's call, or a module with all that is
-inside.
+"""The shardings that `in`, `out` and `parameters` of a rule give a region: a node, a function's call, or a module with all its nodes.
 
-A region of one node means that node: its cuts are the op's own strategy, and what the op cannot have is an error. Of several nodes the
-cuts are of what enters and leaves, laid out together (`region_layouts.py`); what is inside is derived from them.
+A region of one node means that node: its cuts are the op's own strategy, and a strategy that the op cannot have is an error. For a region
+of several nodes the cuts are those of the values that enter and leave it, laid out together (`region_layouts.py`); the shardings inside are
+derived from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partc.runtime.artifact import format as fmt
 
 @dataclass
 class RegionMatch:
-    """One match of a rule: the path of a module or node, and the nodes inside."""
+    """One match of a rule: the path of a module or node, and its nodes."""
 
     path: str
     rule: ShardingRule
@@ -39,7 +39,7 @@ class RegionMatch:
 
 @dataclass
 class RegionCall:
-    """One call of a region: its nodes, its arguments and results, and how each is to be sharded."""
+    """One call of a region: its nodes, its arguments and results, and the sharding of each."""
 
     nodes: list[ir.Node]
     arguments: list[ir.Value | None]
@@ -47,7 +47,7 @@ class RegionCall:
 
 
 class _ModelOperands(NamedTuple):
-    """Operands, None for one that is absent or that the training has taken out."""
+    """A node's inputs and outputs in the model; None for an operand that is absent or that the training has removed."""
 
     inputs: list[ir.Value | None]
     outputs: list[ir.Value | None]
@@ -58,18 +58,18 @@ def _present(values: Sequence[ir.Value | None]) -> list[ir.Value | None]:
 
 
 def group_mesh(program: Placed, group: Group) -> Mesh:
-    """The axes of a group: those that the plan's mesh has within it, in prime factors; else the prime factors of its size."""
+    """The axes of a group: those of the plan's mesh within it, in prime factors; without such axes, the prime factors of its size."""
     axes = program.plan.axes_of(group)
     return refined(axes)[0] if axes else primes(len(group))
 
 
 def line_of(rule: ShardingRule) -> str:
-    """A rule's line without the folder, which differs by machine."""
+    """A rule's line with the file's name but not its folder, which differs by machine."""
     return PurePath(rule.where).name
 
 
 class RegionShardings:
-    """Writes the shardings that rules give regions into `choices` and `pinned`, and appends every violation to `problems`."""
+    """Writes the shardings that rules give to regions into `choices` and `pinned`, and appends every violation to `problems`."""
 
     def __init__(
         self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, problems: list[Problem]
@@ -79,7 +79,7 @@ class RegionShardings:
         self.constants = {node for node, placed in program.placement.items() if placed.rule == fmt.CONSTANT}
 
     def instances(self, nodes: Sequence[ir.Node]) -> Iterator[NodeOnGroup]:
-        """The nodes on their groups of several ranks."""
+        """Yields the nodes on each of their groups with several ranks."""
         for node in nodes:
             for group in self.program.placement[node].groups:
                 if len(group) > 1:
@@ -91,7 +91,7 @@ class RegionShardings:
         return value.is_initializer() or (producer is not None and producer in self.constants)
 
     def problem(self, region: RegionMatch, fact: str, law: str = "", help: str = "") -> None:
-        """Adds what is wrong with a region's rule, at its line."""
+        """Appends a problem of a region's rule, at the rule's line."""
         self.problems.append(Problem(region.rule.where, f"sharding of '{region.path}': {fact}", law, help))
 
     def cut(self, region: RegionMatch) -> None:
@@ -131,7 +131,7 @@ class RegionShardings:
     def _between(
         self, arguments: Sequence[ir.Value | None], results: Sequence[ir.Value | None], inside: Sequence[ir.Node]
     ) -> list[ir.Node]:
-        """The nodes of a region on the paths from a call's arguments to its results, in graph order."""
+        """Returns the nodes of a region on the paths from a call's arguments to its results, in graph order."""
         allowed, given = set(inside), set(arguments)
         found: set[ir.Node] = set()
         waiting = [value for value in results if value is not None]
@@ -145,7 +145,7 @@ class RegionShardings:
         return [node for node in inside if node in found]
 
     def _one_node(self, region: RegionMatch, call: RegionCall | None) -> ir.Node | None:
-        """The node that a region, or a call of it, means: its only one, or that of its path where training gave it further parts."""
+        """The node that a region or a call of it means: its only node, or that of the region's path if training added some; else None."""
         own = [node for node in region.nodes if self.program.paths[node] == region.path]
         if own and WRITTEN in own[0].meta:
             return None  # it is but the last of several that stand for the op
@@ -153,7 +153,8 @@ class RegionShardings:
         return nodes[0] if len(nodes) == 1 else None
 
     def _enter(self, region: RegionMatch) -> Sequence[ir.Value | None]:
-        """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
+        """Returns the inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are computed
+        outside.
 
         Inputs that the training adds, such as the step number, are left out: the plan's author does not know of them."""
         inside, training = set(region.nodes), self.program.training
@@ -174,7 +175,7 @@ class RegionShardings:
         )
 
     def _leave(self, region: RegionMatch) -> Sequence[ir.Value | None]:
-        """The outputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are read outside."""
+        """Returns the outputs of a region of the plan: an op's own tensors if the rule lists as many, else those that are read outside."""
         inside = set(region.nodes)
         node, count = self._one_node(region, None), len(region.rule.outputs or ())
         own = [] if node is None else list(node.outputs)
@@ -193,7 +194,7 @@ class RegionShardings:
         ]
 
     def _operands_in_model(self, region: RegionMatch) -> _ModelOperands:
-        """The operands and results that the region's node has in the model, if a rewrite or the training has changed the node."""
+        """The operands and results that the region's node had in the model before a rewrite or the training changed it; else none."""
         training = self.program.training
         told = training.untrained.operands.get(region.path) if training is not None else None
         told = next(
@@ -214,7 +215,7 @@ class RegionShardings:
         verb: str,
         order: str,
     ) -> list[tuple[ir.Value, ShardSpec]] | None:
-        """Pairs values with their shards, leaving out those to derive; None, and a problem, where their numbers differ."""
+        """Pairs values with their shardings, but for those to be derived; None, and a problem, where the numbers of the two differ."""
         if cuts is None:
             return []
         side = "input" if verb == "enter" else "output"
@@ -236,13 +237,13 @@ class RegionShardings:
 
     @cached_property
     def values(self) -> dict[str, ir.Value]:
-        """The values of the main graph by name."""
+        """Maps each name to its value in the main graph."""
         graph = self.program.model.graph
         made = (out for node in graph for out in node.outputs)
         return {operand_name(value): value for value in (*made, *graph.initializers.values(), *graph.inputs)}
 
     def _as_operands(self, region: RegionMatch, node: ir.Node, call: RegionCall) -> bool:
-        """Shards the one node of a region by its op's strategy; False if the rule's entries are not the node's own operands."""
+        """Shards the single node of a region by its op's strategy; False if the rule's entries are not the node's own operands."""
         at = corresponding(node.inputs, call.arguments)
         if any(k is None and argument is not None for k, argument in zip(at, call.arguments, strict=True)):
             return False
@@ -316,7 +317,7 @@ class RegionShardings:
     def _output_layout(
         self, region: RegionMatch, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
     ) -> Layout | None:
-        """The layout of a region's output: that of the op which computes it if it has the given shards, else that of the joint layouts."""
+        """The layout of a region's output: the op's own output layout if that has the declared shards, else the joint layout."""
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
         if made is not None and choice.axes and not is_named(cut):

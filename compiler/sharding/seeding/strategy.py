@@ -1,18 +1,18 @@
-"""From a strategy, the cuts of an op's tensor inputs, to the mesh axes that cut each factor of its rule.
+"""Converts a strategy, the cuts of an op's tensor inputs, to the mesh axes that shard each factor of its rule.
 
-By integers: each factor is cut into the shards that its dims are given; dims of one factor agree. The device matrix is the
-factors' shards in the rule's factor order, row-major, and what is left of the group is a repeat axis, last: neighbouring
-ranks are replicas. By names: each factor is cut by the named axes of its dims, major first. In both every axis is refined
-into its prime factors, rising, so that strategies with different device matrices meet on one mesh:
+By integers: each factor has the number of shards of its dims, and dims of one factor agree. The device matrix is the factors' numbers of
+shards in the rule's factor order, row-major, and the rest of the group is a replication axis, last: neighbouring ranks are replicas. By
+names: each factor is sharded by the named axes of its dims, major first. In both every axis is refined into its prime factors, ascending,
+so that strategies with different device matrices use the same mesh:
 
     mk,kn->mn   [[2, 4], [4, 1]] on 8     m: 2, k: 4, n: 1     mesh (2, 2, 2)   m (0,), k (1, 2), n ()
-    mk,kn->mn   [[2, 2], [2, 1]] on 8     m: 2, k: 2, n: 1     mesh (2, 2, 2)   m (0,), k (1,), n (), the last repeats
+    mk,kn->mn   [[2, 2], [2, 1]] on 8     m: 2, k: 2, n: 1     mesh (2, 2, 2)   m (0,), k (1,), n (), the last axis replicates
     mk,kn->mn   [[dp, tp], [tp, null]]    dp: 2, tp: 4         mesh (2, 2, 2)   m (0,), k (1, 2), n ()
 
-A factor that only derived inputs (null) have is left open: it is in no result.
+A factor that only derived inputs (null) have stays open: it is not in the result.
 
-Rows that are looked up may have the axes of the ids: by names always, by integers where both are cut into as many and the group has no room
-for more. Then they are pulled.
+Looked-up rows may have the axes of the ids: by names always, by integers where both have the same number of shards and the group has no
+room for separate axes. Then the rows are pulled.
 
     vb,i->ib    [[4, 1], [4]] on 4        v: 4, i: 4           mesh (2, 2)      v (0, 1), i (0, 1)
 """
@@ -34,22 +34,22 @@ Shard = TypeVar("Shard", int, tuple[str, ...])
 
 
 class WrongStrategy(ValueError):
-    """A strategy that an op or its group cannot have, with all that is wrong with it."""
+    """Raised for a strategy that an op or its group cannot have, with all its violations."""
 
     def __init__(self, violations: Sequence[Refused]) -> None:
         super().__init__("; ".join(violation.fact for violation in violations))
         self.violations = tuple(violations)
 
     def problems(self, where: str, subject: str) -> list[Problem]:
-        """The problems of `subject`, such as `sharding of 'matmul1' (MatMul)`, at the line that gives the strategy."""
+        """Returns the problems of `subject`, such as `sharding of 'matmul1' (MatMul)`, at the line that declares the strategy."""
         return [Problem.of(violation, where, subject) for violation in self.violations]
 
 
 def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size: int) -> dict[str, int]:
-    """Per factor the number of shards; raises WrongStrategy.
+    """Maps each factor to its number of shards; raises WrongStrategy.
 
-    `cuts`: one entry for each tensor input, None for one that is derived. Dims of one factor are cut alike, a dim that stays
-    whole into 1, and the product of all factors' shards divides the group's size.
+    `cuts`: one entry for each tensor input, None for an input that is derived. Dims of one factor have the same number of shards, an
+    unsharded dim has 1, and the product of all factors' numbers of shards divides the group's size.
     """
     shards, violations = _by_factor(rule, cuts, 1)
     product = math.prod(shards.values())
@@ -68,13 +68,13 @@ def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size
 
 
 def shares_rows(rule: Rule, shards: Mapping[str, int]) -> bool:
-    """Whether rows that are looked up are cut into as many shards as ids."""
+    """Whether looked-up rows have the same number of shards, more than one, as the ids."""
     rows = shards.get(rule.looked_up, 1)
     return rows > 1 and rows == math.prod(shards.get(letter, 1) for letter in rule.ids)
 
 
 def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """As `to_axes`, for the result of `assign_integers`: if the group is too small for both, looked-up rows share the axes of the ids."""
+    """Same as `to_axes` for a result of `assign_integers`; in a group too small for both, looked-up rows share the axes of the ids."""
     if group_size % math.prod(shards.values()):
         rest = {letter: count for letter, count in shards.items() if letter != rule.looked_up}
         mesh, axes = to_axes(rest, rule.factors, group_size)
@@ -85,7 +85,7 @@ def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple
 def to_axes(
     shards: Mapping[str, int], factors: Sequence[str], group_size: int
 ) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """The refined mesh of a group, and per factor in `shards` the axes that cut it; `factors` is the rule's order."""
+    """Returns the refined mesh of a group, and maps each factor in `shards` to the axes that shard it; `factors` is the rule's order."""
     product = math.prod(shards.values())
     if group_size % product or not set(shards) <= set(factors):
         raise ValueError(f"{dict(shards)} of the factors {''.join(factors)} is no cut over {group_size} ranks")
@@ -95,9 +95,9 @@ def to_axes(
 
 
 def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mesh: Axes) -> dict[str, tuple[int, ...]]:
-    """Per factor the axes of the refined mesh that cut it, major first; raises WrongStrategy.
+    """Maps each factor to the axes of the refined mesh that shard it, major first; raises WrongStrategy.
 
-    `cuts` as for `assign_integers`, each dim with the names that cut it. An axis cuts one factor of an op.
+    `cuts`: as for `assign_integers`, but each dim has the names of the axes that shard it. An axis shards at most one factor of an op.
     """
     names, violations = _by_factor(rule, cuts, ())
     known = dict(mesh)
@@ -119,7 +119,7 @@ def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mes
 
 
 def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """The mesh with every axis in its prime factors, rising, and per name the axes that it became, major first."""
+    """Returns the mesh with every axis refined into its prime factors, ascending, and maps each name to its refined axes, major first."""
     sizes: list[int] = []
     axes: dict[str, tuple[int, ...]] = {}
     for name, size in mesh:
@@ -132,7 +132,7 @@ def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
 def _by_factor(
     rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
 ) -> tuple[dict[str, Shard], list[Refused]]:
-    """Maps each factor, in the rule's order, to the shards or axes that its dims are given; and returns the violations."""
+    """Maps each factor, in the rule's order, to the shards or axes that the cuts give its dims; also returns the violations."""
     found: dict[str, tuple[Shard, str]] = {}
     violations: list[Refused] = []
     for index, letters, cut in _operands(rule, cuts):
@@ -160,7 +160,7 @@ def _by_factor(
 
 
 def _operands(rule: Rule, cuts: Sequence[Sequence[Shard] | None]) -> list[tuple[int, str, Sequence[Shard] | None]]:
-    """The op's tensor inputs with their cuts; entries for absent inputs may be left out, or be None or empty."""
+    """Returns the op's tensor inputs, each with its index, letters and cut; entries for absent inputs may be missing, None or empty."""
     tensors = [(index, letters) for index, letters in enumerate(rule.inputs) if letters is not None]
     if len(cuts) == len(rule.inputs):
         absent = [k for k, letters in enumerate(rule.inputs) if letters is None and cuts[k]]
@@ -181,7 +181,7 @@ def _into(shard: int | tuple[str, ...]) -> str:
 
 
 def _dims_of(rule: Rule, factor: str) -> str:
-    """The first place of a factor: `input 0, dim 1`."""
+    """Describes the first dim that has a factor: `input 0, dim 1`."""
     for index, letters in enumerate(rule.inputs):
         if letters and factor in letters:
             return f"input {index}, dim {letters.index(factor)}"

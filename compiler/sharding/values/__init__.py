@@ -1,1 +1,1 @@
-"""From the shardings of nodes to values: operands, versions, sums that are passed on, what resharding may cost."""
+"""Derives values' shardings from those of nodes: operands, versions, partial sums that are passed on, and limits on resharding."""

@@ -1,8 +1,8 @@
 """Pass: limits on communication. `--strict` refuses changes of layout that were not requested, `max_reshard_bytes` bounds their bytes.
 
-A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the partial sums of a given
-sharding does not count as one. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
-symbols may have, the smallest where there is no bound."""
+A change of layout counts as requested where the plan or the model declares the reader's sharding or placement; the reduction of the partial
+sums of a declared sharding does not count as a change. Copies between a rank's targets count, too. Bytes are those that a rank receives, at
+the largest sizes that the symbols may have, or the smallest where there is no bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)
 
 
 def check_budget(program: Complete) -> Complete:
-    """Pass: the program itself. Raises CompileError for what `strict` and the plan's `max_reshard_bytes` forbid in a step."""
+    """Pass: returns the program. Raises CompileError for communication in a step that `strict` or `max_reshard_bytes` forbids."""
     if program.kind not in (ProgramKind.STEP, ProgramKind.PREFILL, ProgramKind.ENCODE):
         return program
     problems = list(_unrequested(program)) if program.strict else []
@@ -49,7 +49,7 @@ def check_budget(program: Complete) -> Complete:
 
 
 def copied(program: Complete, part: RankProgram) -> list[tuple[int, str]]:
-    """The copies between targets of a step of a rank, with their bytes."""
+    """Lists the copies between targets in a step of a rank, with their bytes."""
     calls = Counter(step.body for step in part.steps if isinstance(step, Call))
     steps = [(step, 1) for step in part.steps]
     steps += [(step, count) for body, count in calls.items() for step in body.steps]
@@ -72,7 +72,7 @@ def bytes_at(program: Complete, event: Event | Copy) -> int:
 
 
 def largest_first(program: Complete) -> list[Event]:
-    """All communication by its bytes, largest first."""
+    """Returns all communication events, largest bytes first."""
     return sorted(program.events, key=lambda event: (-bytes_at(program, event), event.tag))
 
 

@@ -1,8 +1,8 @@
 """Minimum cut of a directed graph between a source and a sink, by maximum flow (Dinic's algorithm).
 
 The cost of a cut is the sum of the costs of the edges from the source's side to the sink's. Of all minimum cuts the one with the fewest
-nodes on the source's side is returned; its nodes are on that side in every other one. Flow is pushed along shortest augmenting paths until
-there is none: the source's side is then what the source still reaches over edges with remaining capacity.
+nodes on the source's side is returned; its nodes are on that side in every other minimum cut. Flow is pushed along shortest augmenting
+paths until there is none: the source's side is then the set of nodes that the source still reaches over edges with remaining capacity.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FlowNetwork(Generic[Node]):
         self._room: list[int] = []
 
     def edge(self, begin: Node, end: Node, cost: int) -> None:
-        """An edge, which costs so much if it is cut; those from one node to another add up."""
+        """Adds an edge with the cost of cutting it; the costs of edges from one node to another add up."""
         here, there, number = self._number(begin), self._number(end), len(self._target)
         self._edges[here].append(number)
         self._edges[there].append(number + 1)
@@ -51,7 +51,7 @@ class FlowNetwork(Generic[Node]):
         return self._numbers[node]
 
     def _levels(self, begin: int) -> list[int]:
-        """Per node its distance from the source over edges with remaining capacity; -1 where none leads there."""
+        """Maps each node to its distance from the source over edges with remaining capacity; -1 where it cannot be reached."""
         levels = [-1] * len(self._edges)
         levels[begin] = 0
         waiting = deque([begin])
@@ -64,7 +64,9 @@ class FlowNetwork(Generic[Node]):
         return levels
 
     def _push(self, begin: int, end: int, levels: list[int], left: list[Iterator[int]]) -> bool:
-        """Pushes flow along one augmenting path through the levels; whether there was one. `left`: edges that are still to be tried."""
+        """Pushes flow along one augmenting path through the levels; returns whether there was one. `left`: edges that are still to be
+        tried.
+        """
         way: list[int] = []
         at = begin
         while at != end:

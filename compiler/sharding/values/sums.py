@@ -1,26 +1,30 @@
 """Pass: defers all_reduce: partial sums flow through linear nodes, and are reduced where that costs least.
 
-A contracted factor that is sharded leaves partial sums on the ranks along its axes. Reduced behind the node that makes them, they are
-replicated for every reader. But a node that is linear in an operand (`Rule.linear`) maps partial to partial, and its output can be reduced:
+A contracted factor that is sharded leaves partial sums on the ranks along its axes. If they are reduced right after the node that computes
+them, they are replicated for every reader. But a node that is linear in an operand (`Rule.linear`) maps partial to partial, and its output
+can be reduced:
 
     x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
                        deferred          AllReduce((x.kept + attn.partial) + mlp.partial)
 
-The law: a partial value is taken partial by all of its readers, or reduced once for all of them. A replicated operand of a sum with partial
-ones stays on the first rank alone (`lower/masked_replicas.py`). So a choice of nodes costs the sum of what single values cost, and the
-cheapest choice is a minimum cut (`max_flow.py`): nodes on the source's side make partial sums, and their values with a reader on the sink's
-side are paid for. Among equal costs the cut nearest to the source is taken: nothing is deferred without gain.
+The law: all readers of a partial value read it partial, or it is reduced once for all of them. A replicated operand that is added to
+partial ones is masked: only the first rank keeps it (`lower/masked_replicas.py`). So the cost of a choice of nodes is the sum of the costs
+of single values, and the cheapest choice is a minimum cut (`max_flow.py`): nodes on the source's side compute partial sums, and their
+values with a reader on the sink's side are paid for. Among equal costs the cut nearest to the source is chosen: no reduction is deferred
+without gain.
 
 A deferred reduction is proven to take no more bytes and no more collectives than before, for all sizes of the symbols. Not deferred are:
 maxima and minima; sums of a size known only at run time, or into a narrower type, which would round each partial; sums through nodes of
-several groups, bodies or local maps; values to which the plan gives a layout. In training, a product whose other factor is trained makes
-a partial gradient for it, too: its bytes count, and one more collective is accepted if the bytes fall to a quarter.
+several groups, bodies or local maps; values to which the plan gives a layout. In training, a product whose other operand is trained
+computes a partial gradient for it, too: its bytes count, and one more collective is accepted if the bytes fall to a quarter.
 
-Warnings of looked-up matrices, such as experts that a router picks, whose rows are sharded: each rank has a partial of every token.
+The module also warns of looked-up matrices, such as experts that a router picks, whose rows are sharded: each rank has a partial value for
+every token.
 
-Every rank then computes all tokens with the experts that it has, zeros standing for the others, and the terms are added up: of the
-picked matrices themselves, or of what is made of them, as far as sums pass. Cut in their inner dim, each rank has its part of every
-expert, and one sum of what a token gets is left, as in any two products of a tensor parallel model.
+Every rank then computes all tokens with the experts that it has, with zeros in place of the others, and the partial values are summed:
+those of the picked matrices themselves, or of results computed from them, as far as partial sums pass. If the matrices are sharded in their
+inner dim instead, each rank has its shard of every expert, and only one sum per token's result remains, as in any two products of a tensor
+parallel model.
 """
 
 from __future__ import annotations
@@ -55,14 +59,14 @@ from partc.compiler.sharding.values.versions import ValueVersions, deliver, redu
 _Side: TypeAlias = set[NodeOnGroup | ir.Value | str]
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _LEFT = 4
-"""Further collectives are taken where the bytes are divided by so much."""
+"""The factor by which the bytes must fall for a further collective to be accepted."""
 _TYPICAL = 512
-"""The size at which dims without bounds are weighed."""
+"""The size that is assumed for dims without bounds."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of moving some values to their readers: expressions of bytes with their shares, and collectives and messages."""
+    """The cost of moving some values to their readers: byte expressions with their shares, and the number of collectives and messages."""
 
     bytes: tuple[tuple[Fraction, sympy.Expr], ...] = ()
     count: int = 0
@@ -72,7 +76,7 @@ class Cost:
 
 
 def defer_all_reduce(program: Targeted) -> Targeted:
-    """Pass: fills in, per sharding, the axes over which a node is given partial sums and gives partial sums."""
+    """Pass: sets in each node's sharding which inputs it reads as partial sums and which it masks, so that its outputs are partial sums."""
     if not program.choices:
         return program
     work = _Sums(program)
@@ -86,7 +90,7 @@ def defer_all_reduce(program: Targeted) -> Targeted:
 
 @dataclass(frozen=True)
 class _PartialSums:
-    """A kind of partial sums: those over the same ranks."""
+    """A kind of partial sums: those over the same ranks of a group."""
 
     group: Group
     layout: Layout
@@ -95,7 +99,7 @@ class _PartialSums:
 
 @dataclass
 class _Passing:
-    """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `layouts` of them all."""
+    """Nodes that could pass partial sums of one kind on, in order, and `layouts` of all values that are partial then."""
 
     makers: list[NodeOnGroup] = field(default_factory=list)
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
@@ -125,7 +129,7 @@ class _Sums:
         self.instances = [instance for instance in alone if instance is not None]
 
     def sources(self) -> Iterator[_PartialSums]:
-        """One kind of terms after the other, in the order of the first node that makes each."""
+        """Yields the kinds of partial sums, in the order of the first node that computes each."""
         found: dict[tuple[Group, Layout], _PartialSums] = {}
         for instance in self.instances:
             for layout in self._layouts_of(instance).values():
@@ -134,7 +138,7 @@ class _Sums:
         yield from found.values()
 
     def place(self, terms: _PartialSums) -> None:
-        """Decides on all nodes that could pass terms of this kind on."""
+        """Decides for all nodes that could pass partial sums of this kind on whether they do."""
         found = self._passing(terms)
         if not found.choices:
             return
@@ -184,7 +188,7 @@ class _Sums:
         return found
 
     def _alone(self, node: ir.Node) -> NodeOnGroup | None:
-        """A node on the one group that runs it, if all outputs are numbers of known sizes in layouts that the plan does not request."""
+        """A node on its only group, if all outputs are numbers of known sizes whose layouts the plan does not request; else None."""
         placed = self.program.placement[node]
         if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
             return None
@@ -202,7 +206,7 @@ class _Sums:
         return instance if fits else None
 
     def _layouts_of(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
-        """The layouts of a node's outputs; none if one is partial by another reduction than a sum, or they differ in their reductions."""
+        """The layouts of a node's outputs; empty if one has a pending reduction other than a sum, or if their reductions differ."""
         choice, found = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
             if value.name:
@@ -217,7 +221,7 @@ class _Sums:
         return all(self._bytes(value) is not None for value in values)
 
     def _operands(self, instance: NodeOnGroup, choice: NodeSharding, found: _Passing) -> tuple[int, ...]:
-        """The inputs that are partial, or masked to one rank, where a node passes partial sums on; none where it cannot."""
+        """The inputs that are partial, or masked to one rank, where a node passes partial sums on; () where it cannot."""
         node, rule = instance.node, choice.rule
         rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
         arriving = {k for row in rows for k in row if self._arrives(instance, choice, k, found)}
@@ -230,7 +234,7 @@ class _Sums:
         return ()
 
     def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
-        """The cost of reducing the gradients of the inputs that are not partial: each rank has a partial of those."""
+        """The cost of reducing the gradients of the inputs that are not partial: each rank has a partial value of those gradients."""
         found = Cost()
         for k, value in enumerate(instance.node.inputs):
             whole = choice.input(k)
@@ -240,14 +244,14 @@ class _Sums:
         return found
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
-        """Whether an input could be taken partial, in the layout in which it is produced."""
+        """Whether an input could be read partial, in the layout in which it is produced."""
         value = instance.node.inputs[k]
         if value is None or value not in found.layouts or choice.input(k) is None:
             return False
         return normal(choice.masked_layout(k)) == found.layouts[value]
 
     def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
-        """The readers that could take a value partial; None for each that cannot, and for an output of the model."""
+        """Yields the readers that could read a value partial; None for each reader that cannot, and for an output of the model."""
         if value in self.ends:
             yield None
         producer = value.producer()
@@ -259,7 +263,7 @@ class _Sums:
             yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
-        """The cost of today's reductions: each reader gets the reduced value."""
+        """The cost of the reductions without deferral: each reader gets the reduced value."""
         home, copies = ShardedValue(value, group, normal(layout)), ValueVersions()
         wanted = [
             input_layout_of(self.program, NodeOnGroup(node, each), k)
@@ -288,7 +292,7 @@ class _Sums:
         return total
 
     def _price(self, one: ShardedValue, other: ShardedValue, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
-        """The share of a value that a rank receives at most, and in how many steps; within a group, of all groups of that size at once."""
+        """The maximum share of a value that a rank receives, and the number of steps; within a group, cached for all groups of its size."""
         key = one.layout, other.layout, one.group == other.group, divisors
         if not key[2] or key not in self.prices:
             moves = lower(one.layout, other.layout, one.group, other.group, divisors)
@@ -300,7 +304,7 @@ class _Sums:
         return found if found is None else sympy.Integer(found) if isinstance(found, int) else read(str(found.value))
 
     def _weight(self, cost: Cost, per_byte: int, per_move: int) -> int:
-        """A cost as a number, at typical sizes."""
+        """A cost as one number, at typical sizes."""
         found = 0
         for share, whole in cost.bytes:
             facts = facts_of(whole, self.typical)
@@ -308,7 +312,7 @@ class _Sums:
         return found * per_byte + cost.count * per_move
 
     def _cheapest(self, choices: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
-        """The nodes that make terms, and of the values that they make those whose terms all readers take."""
+        """Returns the nodes that compute partial sums in the cheapest choice, and those of their values that all readers read partial."""
         network = FlowNetwork[NodeOnGroup | ir.Value | str]()
         network.edge("source", "sink", 0)
         for instance in (*choices.makers, *choices.choices):
@@ -324,7 +328,7 @@ class _Sums:
         return network.source_side("source", "sink")
 
     def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
-        """The nodes that pass partial sums on, or produce them for such, in connected components."""
+        """Yields the connected components of the nodes that pass partial sums on and of those that produce the sums for them."""
         leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
         def lead(one: NodeOnGroup) -> NodeOnGroup:
@@ -344,7 +348,7 @@ class _Sums:
         yield from parts.values()
 
     def _gains(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side, costs: Mapping[ir.Value, Cost]) -> bool:
-        """Whether nothing becomes more expensive, at any sizes, and something becomes cheaper."""
+        """Whether deferral makes nothing more expensive, at any sizes, and something cheaper."""
         before, after = Cost(), Cost()
         for instance in part:
             after += found.gradients.get(instance, Cost()) if instance in side else Cost()
@@ -360,7 +364,7 @@ class _Sums:
         return (after.count < before.count or weights[1] < weights[0]) and self._is_no_more(after, before)
 
     def _is_no_more(self, one: Cost, other: Cost) -> bool:
-        """Whether it is proven that one takes no more bytes than another."""
+        """Whether the cost `one` is proven to have no more bytes than `other`."""
         shares = [(share, whole) for share, whole in other.bytes] + [(-share, whole) for share, whole in one.bytes]
         scale = math.lcm(*(share.denominator for share, _ in shares))
         summed: dict[sympy.Expr, int] = {}
@@ -390,7 +394,7 @@ def _kind(layout: Layout) -> Layout:
 
 
 def _typical(facts: Facts) -> int:
-    """One of the sizes that a dim may have, the largest if that is told."""
+    """A typical size of a dim: its maximum if that is known."""
     if facts.max is not None:
         return facts.max
     least = max(facts.min or 1, _TYPICAL)
@@ -398,7 +402,7 @@ def _typical(facts: Facts) -> int:
 
 
 def _holds(operand: ir.Value | None, outputs: Iterable[ir.Value]) -> bool:
-    """Whether every output's type holds all numbers of an operand's type, so that no term is rounded."""
+    """Whether every output's type can represent all numbers of the operand's type, so that no partial value is rounded."""
     if operand is None or operand.dtype not in _FLOATS:
         return False
     wider = {operand.dtype, *(_FLOATS[2:] if operand.dtype in _FLOATS[:2] else _FLOATS[3:])}
@@ -406,11 +410,11 @@ def _holds(operand: ir.Value | None, outputs: Iterable[ir.Value]) -> bool:
 
 
 _FURTHEST = 12
-"""The largest number of nodes between a product and another node that reads its result."""
+"""The most nodes between a product and another node that reads its result."""
 
 
 def picked_rows(program: Sharded) -> Iterator[str]:
-    """A warning for each table of matrices whose rows are sharded, with the bytes that are added up and the better cut."""
+    """Yields a warning for each table of matrices whose rows are sharded, with the bytes that are summed and a better sharding."""
     meant = {node: styled(node) for node in program.model.graph if node.op_type in LOOKUPS}
     products = {product for node, product in meant.items() if product is not node}
     for instance, choice in program.choices.items() if products else ():
@@ -436,7 +440,7 @@ def _warning(
     reduced: Iterable[ir.Value],
     last: ir.Node | None,
 ) -> str:
-    """The warning; `last` is the product of what a token gets, None where another one follows."""
+    """Returns the warning; `last` is the last product for a token, None where another product follows."""
 
     def size(value: ir.Value) -> str:
         return bytes_text(program.values[value], program.values[value].shape)
@@ -454,7 +458,7 @@ def _warning(
 
 
 def _between(node: ir.Node, product: ir.Node) -> set[ir.Value]:
-    """The values computed from picked matrices up to their product."""
+    """The values computed from looked-up matrices up to their product."""
     found = {*node.outputs}
     while node is not product:
         node = next(user for user, _ in node.outputs[0].uses())

@@ -1,4 +1,4 @@
-"""A bias next to a sharded contraction: every rank makes a term of the product, and only one rank adds the bias."""
+"""A bias next to a sharded contraction: every rank computes a partial product, and only one rank adds the bias."""
 
 from __future__ import annotations
 

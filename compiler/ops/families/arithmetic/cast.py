@@ -1,4 +1,4 @@
-"""Casts: any dim may be sharded; a sum passes where no term of it is rounded to an integer."""
+"""Casts: any dim may be sharded; a partial sum passes through where no partial value is rounded to an integer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running sums and products, and the largest along an axis: the axis is replicated, every other dim is free."""
+"""Running sums and products, and the maximum along an axis: the axis is replicated, every other dim is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops on matrices, each of which is one problem: every other dim is free."""
+"""Ops on whole matrices (the last two dims): every other dim is free."""
 
 from __future__ import annotations
 

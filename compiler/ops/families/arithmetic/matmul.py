@@ -1,4 +1,4 @@
-"""Products of matrices: rows, columns and batches may be sharded; sharding the contracted dim leaves a sum.
+"""Products of matrices: rows, columns and batches may be sharded; sharding the contracted dim leaves a partial sum.
 
 The gradient is the cotangent times the other operand, contracted over what the operand itself lacks.
 """

@@ -1,4 +1,4 @@
-"""Quantization: elements by themselves, scales and zero points are sharded with the axis that they belong to."""
+"""Quantization: elementwise; scales and zero points are sharded together with their axis."""
 
 from __future__ import annotations
 

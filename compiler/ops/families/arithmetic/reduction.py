@@ -1,8 +1,8 @@
-"""Reductions: sharding a dim that is reduced leaves a term of the sum, or the largest or the smallest of a shard.
+"""Reductions: sharding a reduced dim leaves partial values: the sum, maximum or minimum of a shard.
 
-What takes a root or a logarithm after its sum needs all of its axes; so do the positions of the largest. The gradient is the cotangent
-of the result, spread over what was reduced. With `noop_with_empty_axes` and no axes nothing is summed, and what an op does beside
-its sum is done to every element: ReduceSumSquare gives the squares, ReduceL1 absolute values, ReduceLogSum logarithms.
+What takes a root or a logarithm after its sum needs all of its axes; so do the positions of the largest. The gradient is the cotangent of
+the result, spread over what was reduced. With `noop_with_empty_axes` and no axes nothing is summed, and what an op does beside its sum is
+done to every element: ReduceSumSquare gives the squares, ReduceL1 absolute values, ReduceLogSum logarithms.
 """
 
 from __future__ import annotations

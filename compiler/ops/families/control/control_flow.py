@@ -91,7 +91,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
 
 @dataclass(frozen=True)
 class _Along:
-    """How a Scan goes along a tensor."""
+    """The direction and axis in which a Scan iterates over a tensor."""
 
     axis: int = 0
     direction: int = 0
@@ -243,7 +243,7 @@ class _Turns:
         return names
 
     def _element(self, name: str, along: _Along) -> ir.Value:
-        """What one turn sees of a stack."""
+        """A value with the type and shape of the element of a stack that one iteration reads."""
         value = self.g.scope.value(name)
         if value.shape is None:
             return value

@@ -1,12 +1,12 @@
-"""Ops of a local map: a part of the model that speaks of one rank's shards, with its borders and the collectives inside.
+"""Ops of a local map, a part of the model that is written for one rank's shards: its borders and the collectives inside.
 
     Enter(x) {spec, axes, pieces}     the shard of a global value; `spec` has per dim the mesh axes that shard it, `pieces` their product
     Leave(y) {spec, axes, pieces}     the global value of shards; along an axis that does not shard it, it is the same
     AllReduce(x) {axis, size, ...}    and the other collectives, among the ranks that differ along the axis
 
-Between the borders nodes are ordinary ones in local shapes: every rank runs them on what it has. So are cotangents: each
-rank's are its own. A value that enters uncut has on every rank a term of its cotangent; one that leaves uncut takes terms. `size`
-and `pieces` are filled in from the plan's mesh (`rewrite/local_maps.py`), all 1 on one rank, where every op here is an Identity.
+Between the borders nodes are ordinary ones in local shapes: every rank runs them on what it has. So are cotangents: each rank's are its
+own. A value that enters uncut has on every rank a term of its cotangent; one that leaves uncut takes terms. `size` and `pieces` are filled
+in from the plan's mesh (`rewrite/local_maps.py`), all 1 on one rank, where every op here is an Identity.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_collective(node: ir.Node) -> bool:
 
 
 def specs(node: ir.Node) -> tuple[tuple[str, ...], ...]:
-    """Per dim of a border's value the mesh axes that shard it, major first; () where none does."""
+    """For each dim of a border's value the mesh axes that shard it, major first; () for an unsharded dim."""
     return tuple(tuple(filter(None, text.split(","))) for text in node.attributes.get_strings("spec") or ())
 
 

@@ -1,4 +1,4 @@
-"""Convolutions: images and channels are free, sharding the channels that are summed leaves a sum, groups stay together."""
+"""Convolutions: images and channels are free, sharding the channels that are summed leaves a partial sum; groups are not split."""
 
 from __future__ import annotations
 

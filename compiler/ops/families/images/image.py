@@ -1,4 +1,4 @@
-"""Ops on images and regions: images and channels are free; pixels are replicated, but for those that an op makes one by one."""
+"""Ops on images and regions: images and channels are free; pixels are replicated, except in ops that compute each pixel alone."""
 
 from __future__ import annotations
 

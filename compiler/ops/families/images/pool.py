@@ -1,4 +1,4 @@
-"""Pooling: images and channels are free; over all positions, positions are contracted too."""
+"""Pooling: images and channels are free; global pooling also contracts the positions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _largest(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
 
 
 def _counts(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
-    """How many numbers each window averages: all of the kernel, or those that lie within the image, or its padding."""
+    """The number of elements that each window averages: all of the kernel, or those inside the image, or inside its padding."""
     places = math.prod(windows.kernel)
     rank = len(windows.kernel)
     padded = bool(g.attribute("count_include_pad", 0))

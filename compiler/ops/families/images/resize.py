@@ -1,4 +1,4 @@
-"""Resize: images and channels are free; a resized dim is replicated, but where an integer scale repeats pixels."""
+"""Resize: images and channels are free; a resized dim is replicated, except where an integer scale repeats pixels."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SPATIAL = "hwdefgijk"
 
 @dataclass(frozen=True)
 class Windows:
-    """How windows lie in an image: sizes a spatial dim, and the padding before and after."""
+    """The windows in an image: per spatial dim their sizes, and the padding before and after."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class Windows:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """How far a window reaches."""
+        """The extent that a dilated window covers in each spatial dim."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Indices into a sharded axis: each rank answers for the rows that it has, and the others are masked out.
+"""Indices into a sharded axis: each rank reads or writes the rows that it holds, and masks out the others.
 
-With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
-and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for constants. An index of V or more is taken
-for one of the last shard, where the lookup itself refuses it, as that of the unsharded model does: masked, it would be zeros.
+With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added, and has it if
+that is in 0 .. V/n - 1. The program is the same on every rank but for constants. An index of V or more is taken for one of the last shard,
+where the lookup itself refuses it, as that of the unsharded model does: masked, it would be zeros.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> RowRange:
 
 
 def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> LocalIndices:
-    """Where `indices`, of int64, lie in this rank's shard."""
+    """Computes the positions of `indices`, of int64, in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
     def emit(op_type: str, inputs: list[str], word: str) -> str:

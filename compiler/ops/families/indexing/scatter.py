@@ -1,7 +1,7 @@
-"""Ops that write elements: dims that indices do not reach are free; updates that are added up may be spread over ranks.
+"""Ops that write elements: dims that are not indexed are free; updates that are summed may be sharded over ranks.
 
-Along a sharded dim of the data, a rank writes the rows that it has; the others go into one more row, which is cut off again.
-With a reduction of max or min, updates sharded over ranks leave results that await the same; with a sum, the data are counted once.
+Along a sharded dim of the data, a rank writes the rows that it has; the others go into one more row, which is cut off again. With a
+reduction of max or min, updates sharded over ranks leave results that await the same; with a sum, the data are counted once.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @tensor_scatter.row
 def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
-    """What is behind the axis."""
+    """Returns the dims after the axis."""
     return inputs[0][axis_of(node, len(inputs[0]), -2) + 1 :]
 
 
@@ -193,7 +193,7 @@ def _replaces(g: GradientBuilder) -> bool:
 
 
 def _reduction(node: ir.Node) -> str:
-    """What results of parts of the updates await; empty where the last one wins or all are multiplied."""
+    """The pending reduction of results of parts of the updates; empty where the last update wins or all are multiplied."""
     if not _typed(node):
         return ""
     return _REDUCTIONS.get(node.attributes.get_string("reduction", "none"), "")

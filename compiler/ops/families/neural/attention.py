@@ -1,11 +1,10 @@
-"""Attention of the standard and rotary embedding: batch and heads are free, and queries where none waits for another.
+"""The ONNX standard's attention and rotary embedding: batch and heads are free, and queries where none depends on another.
 
-Heads of queries and of keys are sharded together, so that every rank keeps their ratio: the shards must divide the number of keys'
-heads; a single head is replicated. Where heads lie in the hidden dim, the attributes that count them are
-divided.
+Heads of queries and of keys are sharded together, so that every rank keeps their ratio: the shards must divide the number of keys' heads; a
+single head is replicated. Where heads lie in the hidden dim, the attributes that count them are divided.
 
-For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the
-backward pass instead of being kept, which for long sequences would be the largest value.
+For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the backward
+pass instead of being kept, which for long sequences would be the largest value.
 """
 
 from __future__ import annotations
@@ -251,7 +250,7 @@ def _repeated(g: GradientBuilder, x: str, heads: Dim) -> str:
 
 
 def _causal(g: GradientBuilder, query: str, keys: str, past: str | None) -> str:
-    """Which keys a query may see: those up to its own place, which the past ones come before."""
+    """The mask of the keys that a query may attend to: those up to its own position, counted after the past keys."""
     here, there = (g.reshape(extents(g, one, [_LENGTH]), []) for one in (query, keys))
     rows = g.Range(g.constant(0), here, g.constant(1))
     if past:

@@ -194,7 +194,7 @@ def _thirds(shape: Sequence[Dim], heads: int) -> bool:
 
 
 def _columns(local: Local, extent: int) -> str:
-    """Where this rank's heads stand in queries, keys and values in a row."""
+    """The positions of this rank's heads in packed rows of queries, keys and values."""
     part, shards = extent // 3, local.num_shards("h")
     here = np.arange(part // shards) + local.index("h") * (part // shards)
     return local.constant("columns", np.concatenate([here + part * k for k in range(3)]).astype(np.int64))

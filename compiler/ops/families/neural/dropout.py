@@ -1,18 +1,16 @@
-"""Dropout: the standard's, and the one that trains, whose mask follows from the place of an element in the global tensor.
+"""Dropout: the standard's, and the one that trains, whose mask is a function of an element's position in the global tensor.
 
 The standard's op draws its mask in the order of the global tensor, so that only the mode that drops nothing can be sharded.
-`partc.nn.Dropout` draws from a seed, the number of the step, and the element's place. So the masks of a model are the same on one
-rank and on many, however a tensor is sharded, and those of a step that is run again are those that it had. `partc.nn.Dropout(x, step)
-{ratio, seed}` is not an op that a runtime knows: on every rank it becomes plain ones. `Dropout(x, step, part) {ratio, seed, parts,
-records_dim}` draws the masks of one of several parts of a batch: what a rank has of a whole batch is `parts` shards like its own,
-one behind the other.
+`partc.nn.Dropout` draws from a seed, the number of the step, and the element's place. So the masks of a model are the same on one rank and
+on many, however a tensor is sharded, and those of a step that is run again are those that it had. `partc.nn.Dropout(x, step) {ratio, seed}`
+is not an op that a runtime knows: on every rank it becomes plain ones. `Dropout(x, step, part) {ratio, seed, parts, records_dim}` draws the
+masks of one of several parts of a batch: what a rank has of a whole batch is `parts` shards like its own, one behind the other.
 
-The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed
-and step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns
-odd. An element is kept where (row + column)**2 is below the share to be kept. The square is needed: of sums alone the fourth
-corner of every rectangle follows from the other three. Squares of odd numbers meet all residues of 1 modulo 8 equally often, so
-the share is exact to 2**-29. Only the sum, the square, the comparison and what is done with the mask are passes over the whole
-tensor.
+The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed and step,
+mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns odd. An element is
+kept where (row + column)**2 is below the share to be kept. The square is needed: of sums alone the fourth corner of every rectangle follows
+from the other three. Squares of odd numbers meet all residues of 1 modulo 8 equally often, so the share is exact to 2**-29. Only the sum,
+the square, the comparison and what is done with the mask are passes over the whole tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _WEYL = 0x9E3779B1
 """2**32 over the golden ratio: multiples of it stay as far apart as numbers can."""
 _STEP = {"rows": 0x85EBCA77, "columns": 0xC2B2AE3D}
 _ROUNDS = ((2**16, 0x7FEB352D), (2**15, 2 * 0x046CA68B))
-"""Per round what is divided by, as a shift to the right, and the factor; the last one leaves an even number."""
+"""For each round the right shift and the factor; the last round leaves an even number."""
 _SIZE_OF_A_SYMBOL = 64
 
 dropout = op(

@@ -1,4 +1,4 @@
-"""Ops that repeat elements: dims that are kept may be sharded, and so may dims of 1 along their repetition."""
+"""Ops that repeat elements: unchanged dims may be sharded, and so may dims of 1 along their repetition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops that make numbers out of extents: the shape of a sharded tensor is the global one, and a rank takes its shard of a range.
+"""Ops that compute numbers from extents: the shape of a sharded tensor is the global one, and a rank takes its shard of a range.
 
 What counts elements or is small is on every rank alike.
 """

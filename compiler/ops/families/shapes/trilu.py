@@ -1,4 +1,4 @@
-"""The triangle of a matrix: a shard of it is a triangle too, whose diagonal is moved by where the shard begins."""
+"""The triangle of a matrix: a shard of it is a triangle, too, with its diagonal shifted by the begin of the shard."""
 
 from __future__ import annotations
 
