@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, as exporters of `transformers` write them; `flat`: of tokens without their dims."""
+    """Two of four experts for each token, as exporters of `transformers` write them."""
 
     def __init__(self) -> None:
         super().__init__()
