@@ -104,7 +104,6 @@ def test_every_script_is_run() -> None:
     assert scripts == {
         *run,
         "in_turn",
-        "keys_together",
         "random_torch",
         "planted_differences",
         "torch_semantics",
