@@ -184,6 +184,13 @@ class _Context(Rewriting[Typed]):
                 law = f"'context' cuts dim {dims[0]}, the tokens, over '{self.rules.axis}'"
                 problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
                 continue
+            if taken := [dim for dim, one in enumerate(spec) if isinstance(one, tuple) and self.rules.axis in one]:
+                fact = f"'{self.rules.axis}' cuts '{name}' dim {taken[0]} already"
+                law = f"'context' cuts dim {dims[0]}, the tokens, over it, and an axis cuts one dim"
+                problems.append(
+                    Problem(self.rules.where("axis"), fact, law, "give the tokens an axis of their own in the mesh")
+                )
+                continue
             if problem := self.uneven(name, dims[0], info.shape[dims[0]] if info.shape else 0):
                 problems.append(problem)
             named = [one if isinstance(one, tuple) else () for one in spec]

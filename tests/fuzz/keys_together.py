@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, as exporters of `transformers` write them; `flat`: of tokens without their dims."""
+    """Two of four experts for each token, as exporters of `transformers` write them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +167,8 @@ TABLE: dict[str, Key] = {
     "stored": Key("stored", ("dp",), ('parameters: {"**": {stored: dp}}',)),
     "kept": Key("stored", ("dp",), ('parameters: {"**": {stored: dp, after_forward: keep}}',)),
     "stored along cp": Key("stored", ("cp",), ('parameters: {"**": {stored: cp}}',)),
+    "stored along tp": Key("stored", ("tp",), ('parameters: {"**": {stored: tp}}',)),
+    "replicas": Key("stored", ("dp", "cp"), ('parameters: {"layers.*": {stored: cp}, head: {stored: true}}',)),
     "stored by all": Key("stored", (), ('parameters: {"**": {stored: true}}',)),
     "each microbatch": Key(
         "stored", ("dp",), ('parameters: {"**": {stored: dp}}', "stored: {reduce: microbatch}"), ("microbatches: 2",)
@@ -174,6 +176,7 @@ TABLE: dict[str, Key] = {
     "routed": Key("experts", ("dp",), ("experts: {axis: dp}",)),
     "routed along cp": Key("experts", ("cp",), ("experts: {axis: cp}",)),
     "shared": Key("experts", ("ep",), ("experts: {axis: ep}",)),
+    "shared along tp": Key("experts", ("tp",), ("experts: {axis: tp}",)),
     "gather": Key("context", ("cp",), ("context: {axis: cp, attention: gather}",)),
     "heads": Key("context", ("cp",), ("context: {axis: cp, attention: heads}",)),
     "ring": Key("context", ("cp",), ("context: {axis: cp, attention: ring}",)),
@@ -201,6 +204,9 @@ TABLE: dict[str, Key] = {
     "microbatches": Key("microbatches", (), (), ("microbatches: 4",)),
     "accumulate": Key("accumulate", train="  accumulate: 2\n"),
     "clip": Key("clip", train="  clip: {norm: 0.05}\n", everywhere="train"),
+    "frozen": Key("frozen", train='  parameters: {"{tokens,layers.0}": {frozen: true}}\n', everywhere="train"),
+    "target": Key("target", lines=('target: {"layers.0": cuda, "head": cuda}',)),
+    "pull": Key("sharding", ("dp",), ("sharding: {tokens: pull}",)),
     "ema": Key("ema", train="  ema: {decay: 0.9}\n", everywhere="train"),
     "bfloat16": Key("precision", everywhere="precision: {compute: bfloat16}\n", tolerance=0.15),
     "adapters": Key(
@@ -271,10 +277,14 @@ def outcome(names: list[str]) -> tuple[str, str]:
 
 
 def together(names: list[str]) -> bool:
-    """Whether a plan can say all of them: one of each kind, and those that the model has."""
+    """Whether a plan can say all of them: one of each kind, and those that the model has.
+
+    Of an adapter that begins with zeros eight bits leave nothing that could be compared.
+    """
     kinds = [TABLE[name].kind for name in names]
     stack = any(TABLE[name].stack for name in names)
-    return len({*kinds}) == len(kinds) and not (stack and {*kinds} & {"experts", "context", "adapters"})
+    others = {"experts", "context", "adapters", "frozen", "target"} if stack else set()
+    return len({*kinds}) == len(kinds) and others.isdisjoint(kinds) and not {"messages", "adapters"} <= {*kinds}
 
 
 def main(sets: list[list[str]]) -> int:

@@ -240,6 +240,7 @@ REFUSED = [
     (plan(2, "gather", ", order: fold"), "'order: fold' is not supported"),
     (plan(2, "gather", mesh="tp: 2"), "'cp' is not an axis of the mesh\n  the mesh is tp=2\n  help: write axis: tp"),
     (plan(2, "gather") + "dataset: {ids: [null, cp]}", "dataset of 'ids' cuts the tokens itself"),
+    (plan(2, "gather") + "dataset: {ids: [cp, null]}", "plan.yaml:3: 'cp' cuts 'ids' dim 0 already\n  'context' cuts dim 1, the tokens"),
     (plan(2, "gather").replace(", seq: {divisor: 12, max: 48}", "") + "inputs: {ids: [batch, 9], keep: [batch, 9], labels: [batch, 9]}",
      "9 is not divisible by 2\n  help: take 8 or 10 tokens"),
 ]  # fmt: skip

@@ -238,6 +238,10 @@ def test_a_region_that_reads_what_another_gathered_is_named(tmp_path: Path) -> N
             'parameters: {"**": {stored: dp, after_forward: free}}\nstored: {gather: step}\n',
             ["plan.yaml:7", "'gather: step', and 'after_forward: free'"],
         ),
+        (
+            'parameters: {"layers.*.mlp.gelu": {stored: dp}}\n',
+            ["plan.yaml:6", "'layers.*.mlp.gelu' matches no module with parameters"],
+        ),
         ("stored: {ahead: 2}\n", ["plan.yaml:6", "'stored' without 'parameters'"]),
     ],
 )
