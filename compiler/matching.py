@@ -73,8 +73,9 @@ def placement_rules(program: Loaded) -> tuple[dict[ir.Node, Rule], list[Problem]
 
 
 def stage_rules(program: Loaded) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
-    """Maps each node that the plan names in a stage to the stage's number and to its rule; a problem for each unmatched or conflicting
-    pattern.
+    """Returns the number and the rule of the stage of each node that the plan names in one, and the problems.
+
+    A problem is of a pattern that matches nothing, or another stage's nodes.
     """
     stages = program.plan.pipeline.stages if program.plan.pipeline is not None else ()
     problems: list[Problem] = []

@@ -461,8 +461,6 @@ def _write(
 
 
 def _record(path: Path) -> SourceRecord:
-    """Returns the record of a source file's hash, or of a folder's configuration; weights are covered by the hashes of the artifact's
-    files.
-    """
+    """Returns the record of a source file's hash, or of a folder's configuration; weights are covered by the artifact's hashes."""
     with open_regular(path / CONFIG if path.is_dir() else path) as file:
         return SourceRecord(name=path.absolute().name, sha256=hashlib.file_digest(file, "sha256").hexdigest())

@@ -524,9 +524,7 @@ class _Unrolling:
         return value
 
     def _base(self, node: ir.Node) -> str:
-        """The module of a node's unrolled body: the module around the node, if the node has its op's name and is the only one there, else
-        its path.
-        """
+        """The module of a node's unrolled body: the one around the node if the node is alone there under its op's name, else its path."""
         module, _, own = self.paths[node].rpartition(".")
         return module if module and module not in self.several and _OWN_NAME.fullmatch(own) else self.paths[node]
 

@@ -338,9 +338,7 @@ def _local(program: Localized) -> Iterator[str]:
 
 
 def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
-    """Yields the faults of a job's ops in order: an op's ranks must have its operands, and make a value once; `made`: the values before
-    them.
-    """
+    """Yields the faults of a job's ops in order: an op's ranks must have its operands, and make a value once; `made`: earlier values."""
     later: list[tuple[JobOp, Ranks]] = []
     behind = 0
     for step, ranks in job.program:
@@ -456,9 +454,7 @@ def _each_tag(steps: Sequence[Op]) -> Iterator[int]:
 
 
 def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[str]:
-    """Yields the faults of events: every rank has the events in which it takes part, in one order; `rows`: maps ranks to their tags in
-    order.
-    """
+    """Yields the faults of events: every rank has the events in which it takes part, in one order; `rows`: each rank's tags in order."""
     expected: dict[int, list[int]] = {}
     for event in events:
         for rank in dict.fromkeys(rank for some in event.ranks for rank in some):

@@ -91,9 +91,7 @@ def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
 
 
 def inherited() -> str:
-    """Returns a line of help that names schedulers' and MPI's settings in the environment, which may be left from another job; "" without
-    any.
-    """
+    """Returns a line of help that names schedulers' and MPI's settings in the environment, maybe those of another job; "" without any."""
     names = sorted(name for name in os.environ if name.startswith(_INHERITED) and name not in _AS_ROOT)
     if not names:
         return ""

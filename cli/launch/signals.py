@@ -51,9 +51,7 @@ class Signals:
         return bool(self._asked)
 
     def give_up(self) -> None:
-        """Counts a request to save as a request to end: the launcher has received the signal too, and has ended the ranks before they
-        saved.
-        """
+        """Counts a request to save as a request to end: the launcher has received the signal too, and ended the ranks before they saved."""
         self.noted += [] if self.noted else sorted(self._asked)[:1]
 
     @property

@@ -76,9 +76,7 @@ def _count_of_logprobs(given: object) -> object:
 
 
 def _prompts(given: object, most: int = _MOST_CHOICES) -> object:
-    """Returns the prompts as a list, each a text or a list of token ids; raises ValueError for anything else, or if there are more than
-    `most`.
-    """
+    """Returns the prompts as a list, each a text or a list of token ids; raises ValueError for anything else, or more than `most`."""
     several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
     found = given if isinstance(given, list) and several else [given]
     if len(found) > most:
@@ -484,9 +482,7 @@ class Reader:
         return text.ids(prompt)
 
     def _refuse_tools(self, tools: Sequence[_Tool]) -> None:
-        """Raises RefusedError if a request has tools and the template does not show them to the model, or the form of its calls is not
-        known.
-        """
+        """Raises RefusedError if a request has tools and the template does not show them to the model, or the form of calls is unknown."""
         if not tools:
             return
         assert self.template is not None
@@ -739,9 +735,7 @@ def _letters(document: object) -> Iterator[int]:
 
 
 def _up_to_end_of(prompt: str, message: str) -> str:
-    """Returns the prompt up to the end of the last message, without the end of its turn; raises RefusedError if the prompt lacks the
-    message.
-    """
+    """Returns the prompt up to the end of the last message, without the end of its turn; raises RefusedError if the prompt lacks it."""
     shown = message if message in prompt else message.strip()
     before, content, _ = prompt.rpartition(shown) if shown else ("", "", "")
     if not content:

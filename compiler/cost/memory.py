@@ -87,9 +87,7 @@ _NUMBER = 8
 
 @dataclass
 class TargetMemory:
-    """Bytes of a rank on one of its targets; `unknown`: the number of values that are left out because their size is known only at run
-    time.
-    """
+    """Bytes of a rank on one of its targets; `unknown`: the number of values left out because their size is known only at run time."""
 
     target: str
     weights: int = 0
@@ -384,9 +382,7 @@ def _places(
 
 
 def _places_of_turn(node: NodeProto, of: Callable[[str], Operand]) -> list[Span[str, int]]:
-    """Returns the places of a turn of a Scan, whose values have the sizes of a turn's operands: of products, reductions and broadcasting
-    ops.
-    """
+    """Returns the places of a turn of a Scan, whose values have the sizes of a turn's operands: products, reductions, broadcasting ops."""
     body = graph_bodies(node)[0]
     ints = {one.name: one.ints for one in node.attribute}
     states = len(node.input) - integer_of(node, "num_scan_inputs", 0)
@@ -451,9 +447,7 @@ def laid_out(nodes: Iterable[NodeProto], weights: Mapping[str, int]) -> int:
 
 
 class _Program:
-    """One of the programs of a rank, with its values laid out. `state`: the targets of the rank's state, if another program has laid it
-    out.
-    """
+    """One of the programs of a rank, with its values laid out. `state`: targets of the rank's state, if another program has laid it out."""
 
     def __init__(
         self,
@@ -573,9 +567,7 @@ class _Program:
         return _known_bytes(self.of.operand(name))
 
     def _bound_lookups(self) -> None:
-        """Bounds the results of lookups, whose sizes are known only at run time: a rank asks for each row once, and a Route brings at most
-        all rows.
-        """
+        """Bounds the results of lookups, whose sizes only a run knows: a rank asks for a row once, and a Route brings at most all rows."""
         for step in self.file.steps:
             if not isinstance(step, LookUp) or (ids := self.promises.get(step.call.tag)) is None:
                 continue

@@ -145,9 +145,7 @@ def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: i
 
 
 def _cuts(program: Complete, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
-    """Notes the axes of each factor for every group on which the node could be sharded: an unsharded node must not be sharded like its
-    neighbours.
-    """
+    """Notes each factor's axes for every group that could shard the node: an unsharded node must not be sharded like its neighbours."""
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
         for group in groups

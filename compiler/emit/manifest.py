@@ -335,9 +335,7 @@ class _Elements:
 
 
 def looked_up(value: ir.Value) -> list[IdsRecord]:
-    """Returns a record for each table whose rows an input names, with the places of the ids; tables of one size at the same places share a
-    record.
-    """
+    """Returns a record for each table whose rows an input names, with the places of the ids; equal sizes and places share a record."""
     if value.dtype is None or not _is_id(value.dtype):
         return []
     found: dict[tuple[int, tuple[int, ...], int], ir.Value] = {}

@@ -186,9 +186,7 @@ class _Cutter:
             del self.pending[name]
 
     def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
-        """Adds a node to the open segment, or to a new one; `alone`: whether it needs a segment of one thread, with the zeros to which it
-        adds.
-        """
+        """Adds a node to the open segment or a new one; `alone`: whether it needs a one-thread segment, with the zeros to which it adds."""
         self.wait(operands)
         again, target = is_recomputed(node), target_of(node)
         onto_zeros = alone and self.open and node.input[0] == self.zeros and target == self.target
@@ -469,9 +467,7 @@ class _Member:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for nodes with the same function and operands of the same kind: kept parameters, or shards cut out in each
-        step.
-        """
+        """A key, equal for nodes with the same function and operands of the same kind: kept parameters, or shards cut out in each step."""
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
         kept = tuple(name in self.kept for name in self.tensors)
         kind = self.types[self.tensors[0]]

@@ -22,9 +22,7 @@ COPIES_DIMS = "partc.copies_dims"
 UNBIASED = "partc.unbiased"
 """Key of a BatchNormalization's meta: it updates the running variance with the variance over n - 1, as torch's layers do."""
 FROZEN_STATISTICS = "partc.frozen_statistics"
-"""Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, so its statistics do not
-change.
-"""
+"""Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, so statistics do not change."""
 STOPS_GRADIENT = "partc.stops_gradient"
 """The metadata of an Identity through which no gradient flows, as of torch's `detach`; in files, too."""
 OWN_BACKWARD = "partc.own_backward"

@@ -331,9 +331,7 @@ class _Ring:
         return self.typed(ranks, made, (shape[0], *self.heads, shape[2], depth))
 
     def apart(self, ranks: Group, value: Value, word: str, block: str, *, turned: bool) -> Value:
-        """Inserts a dim of 1 into keys or values, so that they broadcast over the heads of queries; transposes the last two dims if
-        `turned`.
-        """
+        """Inserts a dim of 1 into keys or values, to broadcast them over the heads of queries; transposes the last two dims if `turned`."""
         hop = f"{block} {self.tag}{' causal' if self.causal else ''}"
         made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
         return self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3]) if turned else made
@@ -360,9 +358,7 @@ class _Ring:
         return value
 
     def masked(self, nodes: _Nodes, ranks: Group, hop: int, values: dict[str, Value], scanned: dict[str, int]) -> str:
-        """Writes the nodes that compute a hop's scores and apply the mask, and returns their handle; adds the operands to `values` and
-        `scanned`.
-        """
+        """Writes the nodes of a hop's masked scores, and returns the handle of these; adds the operands to `values` and `scanned`."""
         scores = nodes("MatMul", "q", "kt")
         if self.causal:
             if hop:
@@ -426,9 +422,7 @@ class _Ring:
         return {"mask": value}
 
     def parts(self, hop: int) -> list[Sequence[int]]:
-        """Groups the places of a hop by the nodes that they run: one set, or one set for each place where the mask's slice depends on the
-        place.
-        """
+        """Groups the places of a hop by the nodes that they run: one set, or one for each place if the mask's slice differs by place."""
         places = self.places(hop)
         return (
             [[place] for place in places]

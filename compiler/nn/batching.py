@@ -52,9 +52,7 @@ class NotBatchedError(Exception):
 
 @dataclass(frozen=True)
 class _Form:
-    """The changes to a node that runs for all records: its attributes, replaced constant operands, and dims of 1 to insert after the new
-    dim.
-    """
+    """The changes to a node that runs for all records: its attributes, new constant operands, and dims of 1 to insert after the new dim."""
 
     attributes: Mapping[str, object] = field(default_factory=dict)
     constants: Mapping[int, Array] = field(default_factory=dict)

@@ -228,9 +228,7 @@ class Declared:
         return self._set_field("local", form)
 
     def gradient(self, rule: Function) -> Function:
-        """Sets the gradient: a function of each output's cotangent (None if there is none) and the inputs, which returns a name for each
-        input.
-        """
+        """Sets the gradient: a function of each output's cotangent (or None) and the inputs, which returns a name for each input."""
         return self._set_field("rule", rule, "gradients")
 
     def body_gradient(self, rule: Function) -> Function:

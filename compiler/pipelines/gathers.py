@@ -411,9 +411,7 @@ class _Gathers:
         clones: list[Op],
         done: set[Value],
     ) -> Value:
-        """The value that a reader in these regions reads in place of `value`; appends to `clones` the ops that make it, unless they are
-        `done`.
-        """
+        """The value that a reader in these regions reads instead of `value`; adds the ops that make it, unless `done`, to `clones`."""
         keys = self.regions.keys(readers.bases.get(value, ()))
         regions = tuple(places[key] for key in keys if key in places)
         if not regions:
@@ -459,9 +457,7 @@ class _Gathers:
         return self.casts[parameter.shard]
 
     def _gather(self, place: Place, key: Key, steps: Sequence[Op]) -> list[Comm]:
-        """The messages that gather a unit for a region: one for each type among parameters sharded along dim 0, and one for each other
-        parameter.
-        """
+        """The messages that gather a unit for a region: one for each type of parameters sharded along dim 0, and one for each other one."""
         if place not in self.messages:
             task = steps[-1].task if steps else TaskKind.FORWARD
             joined: dict[object, list[Parameter]] = {}
@@ -494,9 +490,7 @@ class _Gathers:
         )
 
     def _counted(self, steps: Sequence[Op], labels: Sequence[Label]) -> int:
-        """The peak of a program's gathered bytes, counted in its ops; with microbatches, those of units that are not freed plus the peak of
-        a task.
-        """
+        """The peak of a program's gathered bytes, counted in its ops; with microbatches, of units that are not freed plus a task's peak."""
         if not self.regions.divided:
             return self._most(steps)
         apart = {label: [step for step, own in zip(steps, labels, strict=True) if own == label] for label in {*labels}}
@@ -504,9 +498,7 @@ class _Gathers:
         return kept + max((self._most(some) for some in apart.values()), default=0)
 
     def _most(self, steps: Sequence[Op]) -> int:
-        """The peak of the bytes that ops have gathered: each value counts until its last reader, and unread ones until the next gather
-        begins.
-        """
+        """The peak of the bytes that ops have gathered: each value counts until its last reader, an unread one until the next gather."""
         last = {value: at for at, step in enumerate(steps) for value in step.reads if value in self.sizes}
         before, events = -1, list[tuple[int, int]]()
         for at, step in enumerate(steps):

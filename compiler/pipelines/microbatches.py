@@ -254,9 +254,7 @@ class _Rows:
                 row.steps.append(self._copied(row, step, k))
 
     def _reduction(self, step: Comm) -> Reduction:
-        """Returns the collectives that replace a reduction of sums over parts; their events are listed when the first rank reaches the
-        reduction.
-        """
+        """Returns the collectives that replace a reduction of sums over parts; their events are listed when the first rank reaches it."""
         if step.tag not in self.reductions:
             event, rules = self.listed[step.tag], self.program.plan.pipeline
             assert rules is not None

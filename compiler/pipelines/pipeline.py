@@ -100,9 +100,7 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
 
 
 def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int], counts: bool) -> Unit:
-    """Returns a unit of ranks; `counts`: whether each microbatch counts for the batch's totals; if not, inputs of these alone are not dealt
-    out.
-    """
+    """Returns a unit of ranks; `counts`: whether each microbatch counts for the batch's totals; else inputs of these are not dealt out."""
     read = {value for step in part.steps for value in step.reads} | {held.value for held in part.outputs}
     own = {
         held.value

@@ -92,9 +92,7 @@ class _Recompute:
         self.listed = {event.tag: event for event in self.program.events}
 
     def in_step(self) -> list[Item]:
-        """The ops of all units, forward ones first, sorted by the longest chain of ops before them, so that all units repeat a region
-        together.
-        """
+        """The ops of all units, forward ones first, sorted by their depth: so all units repeat a region together."""
         times = [0] * len(self.units)
         found: dict[Item, tuple[bool, int]] = {}
         for item in self.labels.order:
@@ -138,9 +136,7 @@ class _Recompute:
         return None if found is None else (found[0], self.label(item).stage)
 
     def owners(self) -> dict[Item, Own]:
-        """Maps every forward op that may be repeated to its region; an op without a node of the model belongs to the region of its
-        operands.
-        """
+        """Maps every forward op that may be repeated to its region; an op without a model node belongs to its operands' region."""
         found: dict[Item, Own] = {}
         made: dict[There, Own | None] = {}
         for item in self.order:
@@ -183,9 +179,7 @@ class _Recompute:
         return {value for some in made for value in some}
 
     def once(self, item: Item, readers: Mapping[There, set[Own | None]]) -> Own | None:
-        """Returns the only region that reads an op outside of microbatches; None if there are several, or the backward pass reads it
-        elsewhere.
-        """
+        """Returns the only region that reads an op outside of microbatches; None if several do, or the backward pass reads it elsewhere."""
         assert self.program.plan.pipeline is not None
         own = self.of_node(item)
         if (

@@ -50,9 +50,7 @@ class Reduction:
 def reduction(
     event: Event, step: Comm, parts: int, item_bytes: int, base: Value, list_event: Callable[[Event], int]
 ) -> Reduction:
-    """Returns the collectives that replace `event`; `list_event` lists an event and returns its tag, and `base` is the value to name them
-    after.
-    """
+    """Returns the collectives that replace `event`; `list_event` lists an event and returns its tag, `base` gives their names."""
     (group,) = event.ranks
     ranks = len(group)
     most = max(len(roots((0, parts), run_of(place, ranks, parts))) for place in range(ranks))

@@ -64,9 +64,7 @@ class PipelineRules:
     shares: int = 1
     """A number by which a dim of a parameter must be divisible to be sharded over ranks, besides the number of the ranks."""
     pieces: int = 1
-    """The least number of pieces into which a batch is dealt, a share of each for a microbatch: those of the ranks for which one rank
-    stands.
-    """
+    """The least number of pieces into which a batch is dealt, a share of each per microbatch: those of ranks for which one stands."""
 
     def of_forward_passes(self, groups: int) -> PipelineRules:
         """Returns the rules for a program of forward passes alone over `groups` groups of ranks; the schedule, which orders both passes, is

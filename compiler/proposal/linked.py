@@ -64,9 +64,7 @@ class Linked:
         return found if isinstance(found, int) and 0 < found < shards and shards % found == 0 else 0
 
     def indivisible(self, program: Typed, shards: int, repeats: bool = False) -> str:
-        """Returns a text about a dim that cannot be divided into equal shards, or ""; `repeats`: whether fewer heads of a cache may be
-        repeated.
-        """
+        """Returns a text about a dim that has no equal shards, or ""; `repeats`: whether caches' heads may be repeated."""
         known = {name: info.facts for name, info in program.symbols.items()}
         repeated = self.heads_to_repeat(program, shards) if repeats else 0
         for value, dim in self.places:

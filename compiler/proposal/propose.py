@@ -160,9 +160,7 @@ class Work:
     base: BasePlan = BasePlan()
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> Proposal:
-        """Returns the plan with these shardings, without those that the compiler refuses; `dearer`: a text about a candidate that sends
-        more.
-        """
+        """Returns the plan with these shardings, without those the compiler refuses; `dearer`: a text of a candidate that sends more."""
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, kept = self.program, caches(self.program) if self.generation is None else []
         stages, more = self.stages, self.base
@@ -247,9 +245,7 @@ def parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
 
 
 def taken_apart(source: Source, frame: str, name: str) -> Typed:
-    """Returns the program in the form that is sharded: detours removed, and packed weights taken apart, so that each part is linked
-    separately.
-    """
+    """Returns the program in the form that is sharded: detours removed, and packed weights taken apart, so parts are linked separately."""
     text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
         return run_passes(start(*parsed(source, text, name)), unpack)
@@ -267,9 +263,7 @@ def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
 
 
 def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) -> Iterator[str]:
-    """Yields lines that place the modules of stages, unless `pipeline` does; `moved`: nodes that would otherwise run against the data's
-    direction.
-    """
+    """Yields lines that place the modules of stages, unless `pipeline` does; `moved`: nodes that would go against the data's direction."""
     if len(stages) > degrees.stages:
         return
     if not stages:

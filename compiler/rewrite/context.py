@@ -271,9 +271,7 @@ class _Context(Rewriting[Typed]):
         return TypicalSizes(self.before, {name: size for name, size in bounds.items() if size is not None})
 
     def moved(self, side: Side, heads: int) -> int:
-        """The number of heads of keys or values that are sent: all if the ranks divide them, else one for each rank, else as many as
-        queries have.
-        """
+        """The number of keys' or values' heads to send: all if the ranks divide them, else one a rank, else as many as queries have."""
         own = side.heads or heads
         spread = self.ranks * self.tensor_parallel
         if own % spread == 0:
@@ -283,9 +281,7 @@ class _Context(Rewriting[Typed]):
         return spread if repeated and spread % own == 0 else heads
 
     def mark(self, attention: Attention, way: Way) -> None:
-        """Marks the nodes of an attention with the factors that stay unsharded and the factor that the axis shards; or replaces it by a
-        ring.
-        """
+        """Marks an attention's nodes with the factors that stay unsharded and the one that the axis shards, or replaces it by a ring."""
         if way == "ring":
             self.ring(attention)
             return

@@ -31,9 +31,7 @@ _SHOWN = 3
 
 
 def in_microbatches(program: Annotated) -> Annotated:
-    """Adds the outputs to `batch_dims`, and changes symbols and shapes to those of a microbatch; raises CompileError if that is not
-    possible.
-    """
+    """Adds the outputs to `batch_dims`, and changes symbols and shapes to those of a microbatch; raises CompileError if it cannot."""
     rules = program.plan.pipeline
     if rules is None or program.plan.train is not None or rules.microbatches == 1:
         return program

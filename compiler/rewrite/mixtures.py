@@ -131,9 +131,7 @@ def _unpacked(
 
 
 def with_dense_experts(model: ir.Model) -> ir.Model:
-    """Returns the model with each expert product whose weights are to be blocks as quantized products of all rows with each expert's
-    matrix.
-    """
+    """Returns the model with each expert product with weights in blocks as quantized products of all rows with each expert's matrix."""
     graph = model.graph
     for node, product in products(graph).items():
         blocks: ExpertBlocks | None = product.weight.meta.get(EXPERT_BLOCKS)

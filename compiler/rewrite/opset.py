@@ -101,9 +101,7 @@ def _number(number: int, like: ir.Value, add: Callable[..., ir.Value]) -> ir.Val
 
 
 OLDEST, TARGET = 18, 21
-"""The oldest opset in whose forms rules emit ops, and the opset in whose forms gradients do; older models are converted to these, not
-further.
-"""
+"""The oldest opset in whose forms rules emit ops, and the opset in whose forms gradients do; older models are converted to these only."""
 
 
 def cuts(plan: Plan, declared: Declared) -> bool:

@@ -39,9 +39,7 @@ from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.compiler.sharding.seeding.styles import parameter_factor, source_of, styled
 
 MOST_PARTS = 8
-"""The most parts of a Split that are assumed to be packed weights: a Split into more, unless a rule says otherwise, is of heads or
-positions.
-"""
+"""The most parts of a Split that are assumed to be packed weights: a Split into more is of heads or positions, unless a rule differs."""
 _PARTS = "partc.parts"
 """Key of a tensor's meta: maps a dim, begin and end to the part that is a weight of its own."""
 _EAGER = 1 << 16

@@ -274,9 +274,7 @@ class _Typing(Rewriting[Typed]):
         return isinstance(value.type, ir.TensorType) and value.dtype in _KINDS
 
     def _as(self, value: ir.Value, kind: ir.DataType, reader: ir.Node, k: int) -> ir.Value:
-        """Returns a value in another type: a constant of a constant, else a Cast at its first reader, or for 16 bits where the value is
-        made.
-        """
+        """Returns a value in another type: a constant of a constant, else a Cast at its first reader, or for 16 bits at its maker."""
         known = self.casts.get((value, kind))
         if known is not None:
             return known

@@ -16,9 +16,7 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 @dataclass(frozen=True)
 class Picked:
-    """The matrices of a stack `weights` that `ids` selects; `swapped`: with rows and columns exchanged. `nodes`: the nodes that make them,
-    in order.
-    """
+    """The matrices of a stack `weights` that `ids` selects; `swapped`: with rows as columns. `nodes`: those that make them, in order."""
 
     weights: ir.Value
     ids: ir.Value

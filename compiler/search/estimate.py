@@ -290,9 +290,7 @@ class Estimates:
         return reduced / degrees.stages, gathered / degrees.stages
 
     def calibrate(self, seconds: float) -> None:
-        """Sets `backward` from the measured seconds of a step of the unsharded model on one rank: the estimate's error is put on the
-        backward pass.
-        """
+        """Sets `backward` from the measured seconds of an unsharded model's step on one rank: the backward pass gets the error."""
         forward, backward, _ = self.task(Sharding(), 1, 1, 1)
         if self.slots is not None and backward > 0:
             processor = self.processor(1)
@@ -387,17 +385,15 @@ class Estimates:
         return self._all_sums[key]
 
     def _apart(self, sharding: Sharding, one: Candidate) -> int:
-        """Returns the number of sessions that sums over `tp` add: one after each, and for one of the backward pass also that of weights'
-        gradients.
-        """
+        """Returns the number of sessions that sums over `tp` add: one after each, and one of weights' gradients in the backward pass."""
         if one.degrees.tp == 1:
             return 0
         forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
         return forward + 2 * len(sharding.backward) * (self.slots is not None)
 
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
-        """Returns the seconds of reducing the gradients of `own` bytes of parameters, and of their update; `beside`: the ranks of tp with
-        the same.
+        """Returns the seconds of the reduction and update of `own` bytes of parameters; `beside`: the number of tp ranks that have the
+        same.
         """
         if self.slots is None:
             return 0.0

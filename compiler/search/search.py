@@ -101,9 +101,7 @@ class Modules:
         return own - others, kept - kept_there
 
     def saved(self, ways: Sequence[Placing], blocks: Collection[int]) -> float:
-        """Returns the seconds that sharding these blocks saves against replicating them, or sharding their records, whichever is possible
-        and faster.
-        """
+        """Returns the seconds that sharding these blocks saves against replicating them or sharding records, the faster of the two."""
         own, others = self.chain.cost(ways)[0], (Placing.WHOLE, Placing.RECORDS)
         costs = [self.chain.cost([other if k in blocks else way for k, way in enumerate(ways)])[0] for other in others]
         return min(costs) - own if min(costs) < float("inf") else 0.0

@@ -228,9 +228,7 @@ class Backward:
         flows: Sequence[bool],
         inner: Sequence[ir.Value],
     ) -> None:
-        """Writes the nodes of an op's gradient rule; `flows`: whether each input depends on parameters, `inner`: outer values of its bodies
-        that do.
-        """
+        """Writes an op's gradient by its rule; `flows`: whether parameters change each input, `inner`: outer values that they change."""
         node = instance.node
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
@@ -311,9 +309,7 @@ class Backward:
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _pushed(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
-        """Writes the Push for a node's Pull: the table's gradient as rows, or added up; for a border of experts the opposite Route or
-        Return.
-        """
+        """Writes the Push for a node's Pull: the table's gradient as rows, or added up; for experts' borders a Route or Return."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         layout = dual_of_input(self.program, instance, 0)
         spellings = self.cotangent_names.spellings(instance, read, layout)
@@ -380,9 +376,7 @@ class Backward:
             self.sums.parameter(parameter, given, defs)
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:
-        """Raises CompileError with the path from a parameter through the node to the loss, and with the node at which a rank became
-        unknown.
-        """
+        """Raises CompileError with the path from a parameter through the node to the loss, and with the node at which a rank was lost."""
         lost = next((one for one in node.inputs if one is not None and one.shape is None and one.producer()), None)
         if lost is not None and "is not known" in why:
             why = f"{why}: {how_lost(self.program, lost)[0]}"

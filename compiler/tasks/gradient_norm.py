@@ -142,9 +142,7 @@ class GradientNorm(UpdateWriter):
         return shared_dim(self.program, gradient.owner, 1)
 
     def _row_squares(self, gradient: Gradient, dim: int) -> Value:
-        """Writes the squares of a gradient's shard, added for each index of a dim element by element, and so in the same order in any
-        shard.
-        """
+        """Writes the squares of a gradient's shard, added for each index of a dim element by element: in the same order in any shard."""
         group, shape = gradient.owner.group, self.values.local_shape(gradient.share) or ()
         kind = gradient.parameter.type
 

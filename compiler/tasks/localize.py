@@ -140,9 +140,7 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
 
 
 def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
-    """Writes the local form of a node that makes `made` on its ranks; returns the form as written, or the one that a larger group already
-    has.
-    """
+    """Writes the local form of a node that makes `made` on its ranks; returns the form as written, or that of a larger group."""
     node, job = form.source, comm.job
     written = job.forms.setdefault(node, [])
     outputs = {form.values[name] for name in form.outputs}

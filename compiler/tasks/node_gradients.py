@@ -160,9 +160,7 @@ class NodeGradients:
         )
 
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
-        """Returns the operands of the node and its bodies with their local types; constants have their numbers unless something changes
-        them.
-        """
+        """Returns the operands of the node and its bodies with their local types; constants have their numbers unless these change."""
         program, node = self.program, instance.node
         read = [(k, input_layout_of(program, instance, k)) for k, value in enumerate(node.inputs) if value is not None]
         operands = [(version, operand_as(self.comm, instance, k, version)) for k, version in read]

@@ -118,9 +118,7 @@ class _PackedSum:
         return self._reshaped(partial, [self.ranks, -1], "shares")
 
     def _packed(self, numbers: Value, count: int, word: str, factors: str = "") -> tuple[Value, Value]:
-        """Writes the codes and scales of `count` numbers; with `keep_rest` adds the last step's rounding error before, and stores the new
-        one.
-        """
+        """Writes the codes and scales of `count` numbers; with `keep_rest` adds the last step's rounding error, and stores the new one."""
         shape = [count // self.rules.block, self.rules.block]
         blocks = self._reshaped(numbers, shape, f"{word}.blocks", factors)
         rest = self.comm.job.derived_on(self.group, self.base, f".{word}.{REST}")
@@ -149,9 +147,7 @@ class _PackedSum:
     def _moved(
         self, packed: tuple[Value, Value], shape: Sequence[int], before: Cuts, after: Cuts
     ) -> tuple[Value, Value]:
-        """Moves codes and scales to another layout; `shape` is the shape of the codes, except along `others`, where ranks have other
-        shards.
-        """
+        """Moves codes and scales to another layout; `shape` is the shape of the codes, except along `others`, where shards differ."""
         made = []
         for given, kind, numbers in zip(
             packed, (ir.DataType.INT8, ir.DataType.FLOAT), (1, self.rules.block), strict=True

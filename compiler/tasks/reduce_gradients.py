@@ -143,9 +143,7 @@ class GradientReduction:
         defs: Sequence[ShardedValue],
         each: bool,
     ) -> None:
-        """Reduces a gradient, and sends it to all definitions. `each`: whether it is reduced in each microbatch, and the sum updates the
-        parameter.
-        """
+        """Reduces a gradient, and sends it to all definitions. `each`: whether it is per microbatch, and the sum updates the parameter."""
         main, comm = defs[0], self.comm if each else self.update
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
         if self.messages and not all(

@@ -101,9 +101,7 @@ def add_metric(
 
 
 def meant(model: ir.Model, metric: Metric, where: str) -> Metric:
-    """Returns the metric; a word that is not an output of the model is taken as the usual name of a type; raises CompileError for other
-    words.
-    """
+    """Returns the metric; a word that is not a model output is taken as a type's usual name; raises CompileError for other words."""
     outputs = [name_of(value) for value in model.graph.outputs]
     if not isinstance(metric, OutputMetric) or metric.output in outputs:
         return metric
@@ -308,9 +306,7 @@ def _taken(name: str) -> Problem:
 
 
 def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
-    """Returns a function of a weight's name: whether the plan keeps the weight one parameter. The last matching rule wins; a frozen weight
-    stays.
-    """
+    """Returns a function of a weight's name: whether the weight stays one parameter. The last matching rule wins; a frozen weight stays."""
     patterns = [(rule, compile_pattern(pattern)) for pattern, rule in rules.parameters.items()]
 
     def said(name: str) -> bool | None:
@@ -412,9 +408,7 @@ def _is_open(pattern: str) -> bool:
 
 
 def misnamed(rules: TrainRules, names: Sequence[str]) -> list[Problem]:
-    """Returns the problems of parameter rules that match none of a module's tensors; used when these are known before the model is
-    exported.
-    """
+    """Returns the problems of parameter rules that match none of a module's tensors; used if they are known before the export."""
     wrong = [pattern for pattern in rules.parameters if not _is_open(pattern) and not _matching(pattern, names)]
     return [_unmatched(rules, pattern, list(names), []) for pattern in wrong]
 

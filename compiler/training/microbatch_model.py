@@ -67,9 +67,7 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
 
 
 def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
-    """Returns the number of classes of logits: along `axis`, else the last dim, for images the channels; None if it is known only at run
-    time.
-    """
+    """Returns the number of classes of logits: along `axis`, else the last dim, for images the channels; None if only a run knows it."""
     dims = scores.shape.dims if scores is not None and scores.shape is not None else ()
     size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1] if dims else 0
     return size if isinstance(size, int) else None

@@ -179,9 +179,7 @@ def run_list_file(rank_file: str) -> str:
 
 
 def weights_file(rank: int, program: str = "") -> str:
-    """Returns the file of the weights whose lowest using rank is `rank`; for another `program` that of weights that the main one does not
-    have.
-    """
+    """Returns the file of the weights whose lowest using rank is `rank`; for another `program` that of weights which the main one lacks."""
     return f"{WEIGHTS}/{_before(program)}rank_{rank:04d}.safetensors"
 
 

@@ -109,9 +109,7 @@ class CheckpointIndex(Record):
     files: dict[Annotated[str, AfterValidator(inside)], CheckpointFile]
 
     def text(self) -> str:
-        """Returns the index as JSON, a line for each tensor and file, so that indices can be compared; the last line is the hash of those
-        before.
-        """
+        """Returns the index as JSON, a line for each tensor and file, to compare indices; the last is the hash of the others."""
         data = self.model_dump(mode="json")
         lists = {key: data.pop(key) for key in ("tensors", "files")}
         lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
@@ -155,9 +153,7 @@ def is_step(path: Path) -> bool:
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """Returns the checkpoints in a folder, complete or not, the oldest first; includes one that was being replaced, if its replacement is
-    missing.
-    """
+    """Returns the checkpoints in a folder, complete or not, the oldest first; includes one whose replacement is missing."""
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)

@@ -69,8 +69,9 @@ class StepPlans:
         return plan
 
     def _resized(self, bindings: Bindings) -> StepPlan | None:
-        """Returns the least recently used plan with room for these sizes, changed to them, once the cache has been full; its old sizes are
-        forgotten.
+        """Returns the least recently used plan with room for these sizes, changed to them, once the cache has been full; else None.
+
+        The plan's old sizes are forgotten.
         """
         if not self._many or (self.profiler is not None and not self.profiler.has_stopped):
             return None

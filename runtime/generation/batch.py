@@ -41,9 +41,7 @@ _NO_NEWS = np.zeros(WORDS, np.int64)
 
 @dataclass(frozen=True)
 class Command:
-    """Requests that join, by number; numbers of cancelled requests; adapters that are loaded or unloaded after these; and whether no step
-    follows.
-    """
+    """Requests that join, by number; numbers of cancelled requests; adapters to load or unload after these; and whether no step follows."""
 
     admitted: Mapping[int, Request] = field(default_factory=dict)
     cancelled: Sequence[int] = ()

@@ -93,9 +93,7 @@ class Generator:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
-        """Returns the answers to all requests, in order; collective: each rank passes the same ones. Raises InputError if any cannot be
-        met.
-        """
+        """Returns the answers to all requests, in order; collective, with equal requests. Raises InputError if one cannot be met."""
         answers = [Answer() for _ in requests]
         for made in self.each(requests):
             answers[made.request].add(made)

@@ -179,9 +179,7 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
-        """Maps a group and number of slots to the tokens, count, position, lengths and adapters of decodes: always the same arrays, to
-        which sessions stay bound.
-        """
+        """Maps a group and number of slots to the tokens, count, position, lengths and adapters of decodes: arrays that stay bound."""
 
     @property
     def running(self) -> set[int]:
@@ -393,9 +391,7 @@ class Slots:
     def _of_each_run(
         self, waiting: Mapping[int, _Sequence], group: int
     ) -> tuple[list[int], dict[int, tuple[int, int, _Sequence]]]:
-        """Returns a slot of each run of a group, that of its earliest sequence; also maps rows to the part of a chunk that this sequence
-        has.
-        """
+        """Returns a slot of each run of a group, that of its earliest sequence; also maps rows to this sequence's part of a chunk."""
         record = self.record
         size = record.slots // record.runs
         slots = self._of_group[group][:: size // record.groups]

@@ -76,9 +76,7 @@ def distinct(given: Ids) -> Distinct:
 
 
 def counted_from_front(ids: Array, rows: int) -> tuple[Ids, int]:
-    """Returns the ids, flat, with those below 0 counted from the end of a table of `rows` rows; also the index of the first invalid id, or
-    -1.
-    """
+    """Returns flat ids, with those below 0 counted from the end of a table of `rows` rows; and the index of the first wrong id, or -1."""
     flat: Ids = ids.reshape(-1).astype(np.int64)
     if not flat.size:
         return flat, -1
@@ -388,9 +386,7 @@ class Lookup:
         return rows
 
     def _exchange(self, rows: Bytes, leaving: Mapping[int, int], landing: Bytes, coming: Mapping[int, int]) -> int:
-        """Sends and receives rows, rank by rank in the order of each mapping, which has the number for each rank; returns the received
-        bytes.
-        """
+        """Sends and receives rows, rank by rank in the order of each mapping from ranks to numbers; returns the received bytes."""
         mine, received, at = self.transport.rank, 0, 0
         parts: dict[int, Bytes] = {}
         for rank, count in leaving.items():

@@ -60,9 +60,7 @@ class Checkpoints:
         best: int | None,
         background: bool = False,
     ) -> Path:
-        """Writes a checkpoint into a folder that all ranks share, and returns its path; in the `background` it is complete once `finish`
-        has returned.
-        """
+        """Writes a checkpoint into a folder shared by all ranks, and returns its path; in the `background` complete after `finish`."""
         self.finish()
         self.claim(folder)
         share, rank = self._program.all_gather_text, self._program.rank

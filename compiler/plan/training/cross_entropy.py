@@ -122,9 +122,7 @@ class _Parts:
     dtype: ir.DataType
 
     def at(self, labels: ir.Value, counted: ir.Value | None, rank: int) -> tuple[ir.Value, ir.Value | None]:
-        """Adds the loss of each position with its label, and its weight, None if every weight is 1; both have the axis of classes with size
-        1.
-        """
+        """Adds the loss of each position with its label, and its weight, None if all weights are 1; both have size 1 along the classes."""
         to, smoothing = self.to, self.loss.label_smoothing
         places = to.op("label_places", "Unsqueeze", labels, self.axes)
         chosen = to.op("at_label", "GatherElements", self.shifted, places, axis=self.axis)

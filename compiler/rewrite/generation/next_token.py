@@ -51,9 +51,7 @@ class NextToken:
 
 
 def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
-    """Returns the output that scores every token of the vocabulary after each token of a step; raises CompileError unless there is exactly
-    one.
-    """
+    """Returns the output that scores every token of the vocabulary after each token of a step; raises CompileError unless it is unique."""
     found = [
         value
         for value in outputs

@@ -107,9 +107,7 @@ def shared_dim(program: Sharded, version: ShardedValue, shards: int) -> int | No
 
 
 def divided_dim(shape: Sequence[int | str], cut: Sequence[int], shards: int) -> int | None:
-    """Returns the first dim of a parameter that can be divided further into `shards`; `cut`: the number of shards that each dim has
-    already.
-    """
+    """Returns the first dim of a parameter that can be divided further into `shards`; `cut`: the current number of shards of each dim."""
     sizes = enumerate(zip(shape, cut, strict=True))
     fits = (dim for dim, (size, own) in sizes if isinstance(size, int) and size and size % (own * shards) == 0)
     return next(fits, None) if shards > 1 else None

@@ -236,9 +236,7 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
 
 
 def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
-    """Returns warnings of parameters that the plan stores in shards and that stay unsharded; raises CompileError for a rule that divides
-    none.
-    """
+    """Returns warnings of parameters to be stored in shards that stay unsharded; raises CompileError for a rule that divides none."""
     problems, told = list[Problem](), list[str]()
     for rule in program.plan.stored.rules:
         read = [value for value, unit in program.pinned.units.items() if unit.rule is rule and versions.uses.get(value)]
@@ -310,9 +308,7 @@ def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedVal
 
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
-    """Names the versions of a value; no name equals that of another value of the model (`own`), or of a scalar input of a training step
-    (`fed`).
-    """
+    """Names the versions of a value; no name is that of another value of the model (`own`), or of a scalar of a training step (`fed`)."""
     name = operand_name(value)
     allowed = "" if name in fed and not value.is_graph_input() else name
     defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())

@@ -100,9 +100,7 @@ class _Rank:
         return self.at > begun
 
     def _exchange(self, node: NodeProto, operands: Sequence[Nodes | str]) -> None:
-        """Concatenates the tree nodes that all ranks send, in their order; ranks with fewer nodes are padded with zeros, which are not a
-        node.
-        """
+        """Concatenates the tree nodes that all ranks send, in their order; shorter lists are padded with zeros, which are not a node."""
         lists = [one for one in operands if not isinstance(one, str)]
         if len(lists) < len(operands):
             if reason := next((one for one in operands if one and isinstance(one, str)), ""):

@@ -178,9 +178,7 @@ def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:
 
 
 def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
-    """Yields states that the record does not name, or names wrongly: prompts do not share states, and an invalid token must not change
-    them.
-    """
+    """Yields states that the record omits, or names wrongly: prompts do not share states, and invalid tokens must not change them."""
     found = set[str]()
     for rank, *_ in subject.manifest.by_file(subject.models).values():
         kept = [one for one in subject.manifest.state if rank in one.ranks]

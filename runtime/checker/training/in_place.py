@@ -68,9 +68,7 @@ def check_updates(subject: Subject) -> list[Violation]:
 
 
 def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
-    """Returns the reasons for which one rank's state must not be laid out and updated as its file says; for callers that load only that
-    rank.
-    """
+    """Returns the reasons for which one rank's state must not be laid out and updated as its file says; for loading that rank alone."""
     file = manifest.program(rank)
     if found := [*check_state_of_rank(manifest, rank, model), *check_calls(file, model)]:
         return found
