@@ -76,7 +76,6 @@ def memory() -> Iterator[Finding]:
         yield Finding("shared memory", NOTE, "there is no /dev/shm", "")
         return
     about = shutil.disk_usage(shared)
-    about = shutil.disk_usage(shared)
     text = f"/dev/shm has {size_text(about.free)} free of {size_text(about.total)}"
     if not os.access(shared, os.W_OK | os.X_OK):
         yield Finding("shared memory", NOTE, f"{text}; this user may not write there", "chmod 1777 /dev/shm")

@@ -17,7 +17,6 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -125,13 +124,6 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]
     if dtype.hasobject:
         raise ValueError("it holds Python objects; save arrays of numbers or of text")
     return shape, fortran, dtype, file.tell() - start
-
-
-@lru_cache(maxsize=64)
-def _header_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Parses a header from the first bytes of a file, and caches the result for files that begin with the same bytes."""
-    with io.BytesIO(data) as file:
-        return _header(file)
 
 
 def _promised(shape: tuple[int, ...], dtype: np.dtype[Any], have: int) -> int:
