@@ -340,7 +340,7 @@ class PlanEntries(DataEntries):
     )
 
     @model_validator(mode="after")
-    def _one_number_of_parts(self) -> PlanEntries:
+    def _elastic_fits(self) -> PlanEntries:
         if self.elastic is not None and self.train is None:
             law = "a training continues from its checkpoint, and an inference has none"
             raise Refused("'elastic' without 'train'", law, "leave out 'elastic'", "elastic")
@@ -361,6 +361,10 @@ class PlanEntries(DataEntries):
         if self.elastic is not None and self.train is not None and getattr(self.train.loss, "per_rank_mean", False):
             law = "it is other numbers on another number of ranks"
             raise Refused("'elastic', and a loss with 'sum_over_ranks'", law, "write reduction: mean", "elastic")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_each_other(self) -> PlanEntries:
         if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
             raise Refused(
                 f"'train.accumulate' is {self.train.accumulate} already",
