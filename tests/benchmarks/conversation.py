@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from exported_decoders import VOCABULARY, exported
+from exported_decoders import exported
 from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, Request, load_local_generator
 
@@ -54,8 +54,7 @@ def main() -> int:
     random, length = Random(1), 2 * NEW * (args.turns + 1)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        size = {"layers": args.layers, "width": args.width, "heads": args.width // 64, "vocabulary": VOCABULARY}
-        model = exported("llama", 23, "plain", args.files, **size)
+        model = exported(args.files, args.layers, args.width, 212)
         (folder / "plan.yaml").write_text(f"ranks: 1\ngenerate: {{slots: 4, length: {length}, chunk: 16}}\n")
         compile_model(model, folder / "plan.yaml", folder / "build")
         with (

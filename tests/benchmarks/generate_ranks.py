@@ -22,8 +22,11 @@ from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
+from partc.compiler import compile_model
+from partc.compiler.frontend import load
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_generator
 from transformer import ROOT, mpi_command
 
@@ -56,10 +59,8 @@ def main() -> None:
         run_rank(options.rank, options.slots, options.prompt, options.tokens)
         return
     from exported_decoders import exported
-    from generate import built
 
-    sizes = {"layers": options.layers, "width": options.width, "heads": options.width // 64, "vocabulary": VOCABULARY}
-    path = exported("llama", 23, "plain", options.files, **sizes)
+    path = exported(options.files, options.layers, options.width, VOCABULARY)
     seconds: dict[str, list[float]] = {name: [] for name in LAYOUTS}
     cpu: dict[str, list[list[float]]] = {name: [] for name in LAYOUTS}
     made = set[str]()
@@ -70,7 +71,11 @@ def main() -> None:
             length = options.prompt + options.tokens + 1
             generation = Generation.over(degrees, length, options.slots)
             more = f"sampling: false{'' if generation.length < 64 else ', chunk: 32'}"
-            builds[name] = built(path, Path(place) / str(k), degrees, generation, more)[0]
+            text, _ = propose(load(path), path.name, degrees, generation=generation)
+            plan = Path(place) / f"{k}.yaml"
+            plan.write_text(text.replace("generate: {", f"generate: {{{more}, "))
+            builds[name] = Path(place) / str(k)
+            compile_model(path, plan, builds[name])
         for _ in range(options.rounds):
             for name, build in builds.items():
                 numbers = [f"--{one}={getattr(options, one)}" for one in ("slots", "prompt", "tokens")]

@@ -17,7 +17,6 @@ from finetuning_case import FineTuning, largest  # noqa: E402
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_fine_tuning_is_the_trainers(tmp_path: Path) -> None:
-    """`tests/benchmarks/fine_tuning.py` is the same with 50 steps and all pairs of plans."""
     from transformers import LlamaForCausalLM
 
     case = FineTuning(tmp_path, steps=4)

@@ -47,9 +47,8 @@ def folder(shape: str, path: str) -> None:
 
 
 def gguf(path: str, target: str) -> None:
-    """A file of llama.cpp: the writer of `generate_llama.py`, with products and the table in four bits."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import generate_llama
+    """A file of llama.cpp: products and the table in four bits."""
+    import gguf_file
     import torch
     from safetensors import safe_open
 
@@ -57,9 +56,7 @@ def gguf(path: str, target: str) -> None:
         files = [safe_open(file, "pt") for file in sorted(Path(path).glob("*.safetensors"))]
         return {name: file.get_tensor(name) for file in files for name in list(file.keys())}
 
-    generate_llama.write(
-        Path(path), Path(target), ((name, one.float().numpy()) for name, one in tensors().items()), True
-    )
+    gguf_file.write(Path(path), Path(target), ((name, one.float().numpy()) for name, one in tensors().items()))
 
 
 def genai(path: str, target: str) -> None:

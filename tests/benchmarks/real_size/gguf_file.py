@@ -1,23 +1,12 @@
-"""Tokens of llama.cpp behind a prompt, in turns; for an interpreter that has `xllamacpp` and `gguf`.
+"""Writes the weights of a saved Llama as a GGUF file of four bits, for llama.cpp."""
 
-    python tests/benchmarks/generate_llama.py FOLDER PROMPT --threads 2    # a saved Llama, a JSON file with the prompt
-
-Writes the weights as float32 into a GGUF file beside them. A turn is a request for so many tokens that goes on from those before, which
-are in the cache. Says at its end which tokens there were.
-"""
-
-import argparse
 import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import xllamacpp
-from safetensors.numpy import load_file
-from turns import answer, told
 
 Array = np.ndarray[Any, Any]
 OF_LAYER = {
@@ -34,11 +23,8 @@ OF_LAYER = {
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]], four_bits: bool = False) -> Path:
-    """Writes the weights of a saved LlamaForCausalLM to a GGUF file, in which the word of a token is its number.
-
-    With `four_bits` all matrices are Q4_0.
-    """
+def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]]) -> None:
+    """Writes `tensors` of the LlamaForCausalLM saved in `folder` to `path`: matrices are Q4_0, the word of a token is its number."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv, width = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -52,7 +38,7 @@ def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]], four_b
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0 if four_bits else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     words = [f"{number};" for number in range(config["vocab_size"])]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
@@ -60,7 +46,7 @@ def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]], four_b
     writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
 
     def add(name: str, array: Array) -> None:
-        if not four_bits or array.ndim == 1:
+        if array.ndim == 1:
             return writer.add_tensor(name, np.ascontiguousarray(array))
         kind = gguf.GGMLQuantizationType.Q4_0
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
@@ -79,38 +65,3 @@ def write(folder: Path, path: Path, tensors: Iterable[tuple[str, Array]], four_b
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("prompt", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    params = xllamacpp.CommonParams()
-    tensors = load_file(options.folder / "model.safetensors").items()
-    params.model.path = str(write(options.folder, options.folder / "model.gguf", tensors))
-    params.n_ctx, params.n_parallel, params.warmup = 4096, 1, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
-    params.verbosity = -1
-    server = xllamacpp.Server(params)
-    prompt, made = json.loads(options.prompt.read_text()), list[int]()
-
-    def go_on(count: int) -> None:
-        """So many tokens more."""
-        given = {"prompt": [*prompt, *made], "n_predict": count, "cache_prompt": True}
-        found = server.handle_completions({**given, "temperature": 0, "top_k": 1, "ignore_eos": True, "stream": False})
-        made.extend(int(word) for word in found["choices"][0]["text"].split(";")[:-1])
-
-    go_on(1)
-    answer([])
-    for count in told():
-        begin, worked = time.perf_counter(), time.process_time()
-        go_on(count)
-        answer([time.perf_counter() - begin, time.process_time() - worked])
-    print(json.dumps(made))
-
-
-if __name__ == "__main__":
-    main()
