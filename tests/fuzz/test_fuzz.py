@@ -44,18 +44,13 @@ KNOWN = {
     "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
     "mutations 1": "7 of 7 mutations refused",
     "semantic_mutants 6 --only generation": "2 of 3 mutants that give other numbers refused",
-    "microbatch_numbers 5 45": r"\d+ changes: (\d+ harmless, )?\d+ refused$",
     "every_strategy --only Neg": r"\d+ accepted$",
-    "recomputed_models --only mlp": "mlp, ranks: 2, 4 microbatches: by .* without, .* with",
-    "target_models --models dlrm --only 'by rows, one rank, plain'": "1 cases, 0 not equal",
     "pipeline_models --models mlp --microbatches 2 --steps 1 --most 4": "4 cases, 0 differ",
-    "late_updates --in-process one": "one: table 2, up 1 steps late: losses .*, parameters",
 }
 """Scripts about known models, and every op."""
 OVER_MPI = {
     "saving --kills 1": "1 kills .* files that differ: none",
     "restarts --failures 1 --seed 3": "[1-3] failures .* 0 wrong; .* a mistake ended it",
-    "preemption --signals 1 --seed 1 --ranks 2": "1 signals, .* files that differ: none",
     "hostile_clients --seconds 1 --only all --late 0 --in-process": "all .* attacks .* 0 wrong",
     "kills --cases 1 --seed 326 --only run --start 8": "1 cases, 0 wrong",
     "early_signals --count 4 --seed 2 --within 1.5 --only train,run,serve,compile": "4 signals, 0 wrong",
