@@ -23,10 +23,7 @@ from partc.runtime.user_code import user_code
 from training_equivalence import from_text
 from turns_case import PING_PONG
 
-THREADS, CALLS = 4, 500
-FEWER = {"save": 60, "load": 100, "load_weights": 100, "beside": 60}
-"""Calls of methods that read files or make sessions."""
-"""Calls of methods that write or read a checkpoint: each takes as long as a hundred of the others, and all of it is within its turn."""
+THREADS, STEPS = 4, 50
 ALONE = ["rank0 (float[batch, 3] x) => (float[batch, 3] y) <float[batch, 3] h> { h = Relu(x) y = Neg(h) }"]
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[B, 6] x) => (float[B, 4] y) <float[6, 8] w, float[8, 4] v> { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, v) }"""
@@ -141,22 +138,25 @@ TRAINER: Mapping[str, Case] = {
 }
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
-    *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
     *(
-        "source",
-        "manifest",
-        "turn",
-        "numbers",
-        "ask_to_stop",
-        "ask_to_trace",
-        "is_saving",
-        "loader",
-        "at_slots",
+        "inputs",
+        "outputs",
+        "state",
+        "looked_up",
+        "usable",
+        "describe",
+        "leave",
+        "release",
+        "close",
+        "ranks",
+        "rank",
         "size",
     ),
+    *("source", "manifest", "turn", "numbers", "ask_to_stop", "ask_to_trace", "is_saving", "loader", "at_slots"),
 }
 """What works after the end; all else is a RankError then."""
-EACH = [(kind, name) for kind, cases in KINDS.items() for name in cases]
+ALONE_IN_TURN = {"release", "leave", "close", "recover", "announce"}
+"""What ends, or binds the next call, of whatever thread."""
 
 
 def made(kind: type, built: Path) -> Any:
@@ -172,50 +172,27 @@ def test_every_public_method_has_a_case(kind: type) -> None:
     assert "one call is under way at a time" in " ".join((kind.__doc__ or "").lower().split())
 
 
-@pytest.mark.parametrize(("kind", "name"), EACH, ids=lambda one: one if isinstance(one, str) else one.__name__)
-def test_many_calls_of_many_threads(built: Path, tmp_path: Path, kind: type, name: str) -> None:
-    case, thing = KINDS[kind][name], made(kind, built)
-    if kind is Trainer:
-        thing.save(tmp_path / "before")
-    wrong: list[object] = []
-
-    def work(thread: int) -> None:
-        for k in range(thread, FEWER.get(name, CALLS), THREADS):
-            if not case(thing, k, tmp_path):
-                wrong.append(k)
-
-    in_threads(work)
-    assert wrong == []
-    if name in ("train", "advance"):
-        assert thing.step == CALLS
-        with load_trainer(built / "trains", threads=1) as alone:
-            for _ in range(CALLS):
-                alone.train(BATCH)
-            for (_, found), (_, wanted) in zip(thing.program.state.arrays(), alone.program.state.arrays(), strict=True):
-                np.testing.assert_array_equal(found, wanted)
-    thing.close()
-    if name in STILL:
-        assert case(thing, 0, tmp_path)
-    else:
-        with pytest.raises(RankError, match="the program has stopped: it was closed"):
-            case(thing, 0, tmp_path)
-    thing.close()
+def test_steps_of_many_threads_follow_each_other(built: Path) -> None:
+    with load_trainer(built / "trains", threads=1) as thing, load_trainer(built / "trains", threads=1) as alone:
+        in_threads(lambda _: [thing.train(BATCH) for _ in range(STEPS)])
+        assert thing.step == THREADS * STEPS
+        for _ in range(THREADS * STEPS):
+            alone.train(BATCH)
+        for (_, found), (_, wanted) in zip(thing.program.state.arrays(), alone.program.state.arrays(), strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_methods_at_once_and_the_end_meanwhile(built: Path, tmp_path: Path, kind: type) -> None:
-    """Threads that make all calls in orders of their own, until one of them closes: right, or told that it was closed."""
+    """Threads that make all calls in orders of their own, until one of them closes: right, or told that it was closed, as all are then."""
     thing = made(kind, built)
     if kind is Trainer:
         thing.save(tmp_path / "before")
-    skipped = {
-        "release",
-        "leave",
-        "close",
-        "recover",
-        "announce",
-    }  # what is announced binds the next call, of whatever thread
-    cases = {name: case for name, case in KINDS[kind].items() if name not in skipped}
+    for name in ALONE_IN_TURN & KINDS[kind].keys():
+        other = made(kind, built)
+        in_threads(lambda _, name=name, other=other: [KINDS[kind][name](other, k, tmp_path) for k in range(5)])
+        other.close()
+    cases = {name: case for name, case in KINDS[kind].items() if name not in ALONE_IN_TURN}
     found: list[object] = []
 
     def work(thread: int) -> None:
@@ -231,6 +208,13 @@ def test_all_methods_at_once_and_the_end_meanwhile(built: Path, tmp_path: Path, 
 
     in_threads(work)
     assert found == [True] * (60 * THREADS)
+    for name, case in KINDS[kind].items():
+        if name in STILL:
+            assert case(thing, 0, tmp_path), name
+        else:
+            with pytest.raises(RankError, match="the program has stopped: it was closed"):
+                case(thing, 0, tmp_path)
+    thing.close()
 
 
 def in_threads(work: Callable[[int], None]) -> None:
