@@ -29,22 +29,16 @@ COMPARED = {
     "random_streams --cases 1 --seed 1": "1 cases: 1 ok",
     "random_lookups --cases 1 --seed 1": "1 cases, 0 wrong",
     "random_experts --cases 1 --seed 8": "1 cases, 0 wrong",
-    "keys_together --cases 1 --seed 3": r"\d+ equal, \d+ refused, 0 different, 0 fault",
     "random_generation --cases 1 --seed 3": "1 cases: 1 equal, 0 refused, 0 wrong",
     "random_requests --requests 40 --seed 1": r"40 requests: \d+ equal, \d+ left, \d+ refused",
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
-    "random_bodies 4 1": "4 models, 0 wrong",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
     "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",
 }
 """Scripts that compare random models with one rank."""
 KNOWN = {
-    "random_cases --cases 2 --seed 4": "1  equal",
-    "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
-    "mutations 1": "7 of 7 mutations refused",
     "semantic_mutants 6 --only generation": "2 of 3 mutants that give other numbers refused",
-    "every_strategy --only Neg": r"\d+ accepted$",
     "pipeline_models --models mlp --microbatches 2 --steps 1 --most 4": "4 cases, 0 differ",
 }
 """Scripts about known models, and every op."""
@@ -57,6 +51,16 @@ OVER_MPI = {
     "little_memory --from 240 --to 400 --step 80 --only run,compile": "6 commands, 0 wrong",
 }
 """Scripts that start jobs."""
+ELSEWHERE = {
+    "every_strategy": "fuzz/test_every_strategy.py",
+    "keys_together": "training/plans/test_keys_together.py",
+    "mutations": "checker/test_check_mutations.py",
+    "planted_differences": "frontend/test_compare_with_torch.py",
+    "random_annotations": "annotations/test_random_annotations.py",
+    "random_bodies": "sharding/test_unrolled_bodies.py",
+    "random_cases": "sharding/test_random_cases.py",
+}
+"""Scripts whose cases another test runs."""
 WRONG_ONCE = (
     "random_pipelines --seed 700100 --case 90",  # one group keeps what another computes again, and `partc check` refused it
     "random_pipelines --seed 21 --case 27",  # a rank hands on, within a task, what the stage's own ranks read again
@@ -93,18 +97,13 @@ def test_jobs_over_mpi_end_as_they_should() -> None:
 
 
 def test_every_script_is_run() -> None:
-    """A script that no test runs may be broken for days; `test_compare_with_torch.py` plants differences."""
+    """A script that no test runs may be broken for days."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {
-        *run,
-        "in_turn",
-        "random_torch",
-        "planted_differences",
-        "torch_semantics",
-        "decoder_families",
-        "torch_extremes",
-    }
+    here = {"in_turn", "random_torch", "torch_semantics", "decoder_families", "torch_extremes"}
+    assert scripts == run | here | ELSEWHERE.keys()
+    for script, test in ELSEWHERE.items():
+        assert script in (FOLDER.parent / test).read_text()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -226,8 +226,10 @@ EPSILON, MOMENTUM, RATE = (float(np.float32(number)) for number in (1e-5, 1 - np
 """Attributes of ONNX and the numbers of a step have 32 bits."""
 
 
-@pytest.mark.parametrize("placed", ["ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n", "ranks: 1\n"])
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("float64", 1e-14)])
+@pytest.mark.parametrize(
+    ("placed", "dtype", "bound"),
+    [("ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n", "float32", 2e-6), ("ranks: 1\n", "float64", 1e-14)],
+)
 def test_statistics_are_of_microbatches_and_move_once_a_step(
     placed: str, dtype: str, bound: float, tmp_path: Path
 ) -> None:

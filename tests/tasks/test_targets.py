@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
+from dealt import dealt
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Call, Compute, Copy, Op
@@ -39,8 +40,7 @@ def copies(program: Complete, rank: int = 0) -> list[str]:
     return [f"{one.source} -> {one.target}" for one in ops(program, rank) if isinstance(one, Copy)]
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, ON_CPU])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "optimizer"), dealt(PLANS, [ADAM, ON_CPU]))
 def test_targets_change_no_number(name: str, optimizer: str, whole: Run, tmp_path: Path) -> None:
     plan = PLANS[name] + train(MEAN, 1, optimizer)
     steps = [numbers(MEAN)] * 2

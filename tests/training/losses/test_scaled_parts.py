@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dealt import dealt
 from nonfinite_case import fed, kept
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
@@ -73,8 +74,7 @@ def by_torch(
     return found, {name: one.detach().numpy() for name, one in own.items()}
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan, 60000.0])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "bad"), dealt(PLANS, [np.inf, np.nan, 60000.0]))
 def test_a_part_that_overflows_skips_the_step_once(name: str, bad: float, tmp_path: Path) -> None:
     """60,000 is finite in 16 bits, and its products are not: partc's alone, so that torch is given infinity."""
     ranks, plan = PLANS[name]
