@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's sections on collectives and transports: their diffs are applied, and what they add runs."""
+"""CONTRIBUTING.md's sections on collectives and transports: what their diffs add runs, is checked, and has a reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import onnx.defs
 import pytest
 from artifact_text import write
-from contributing import followed, output_of
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load
 from partc.runtime.artifact.comm import collectives
@@ -35,51 +34,6 @@ def added(heading: str) -> str:
     (diff,) = re.findall(r"```diff\n(.*?)```", section, re.S)
     first = re.sub(r"\A--- .*\n\+\+\+ .*\n", "", diff).partition("\n--- ")[0]
     return "\n".join(line[1:] for line in first.splitlines() if line.startswith("+"))
-
-
-FOLLOWED = r"""
-import sys
-from pathlib import Path
-sys.path += ["tests/support"]
-import numpy as np
-from partc.compiler.frontend import load
-from partc.compiler.frontend.source import Source
-from partc.compiler.rewrite.unrolled import unrolled
-from partc.runtime.artifact.comm import collectives
-from training_equivalence import run, same_training, train_whole
-
-assert collectives.__file__.startswith(sys.argv[1]), collectives.__file__
-model = Path(sys.argv[1]) / "model.py"
-model.write_text('''
-from partc.compiler import Input, collectives as cc, nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter([6, 4], "float32", init=nn.init.normal(0.5))
-
-    def forward(self, op, x):
-        def shards(op, x):
-            h = op.Tanh(op.MatMul(x, self.w))
-            return op.Sub(cc.gather(h, axis="dp", dim=1, root=1), op.Concat(h, h, h, axis=1))
-
-        return cc.local_map(shards, in_specs=[("dp", None)], out_specs=("dp", None))(op, x)
-
-model, inputs, outputs = Net(), {"x": Input(["batch", 6], "float32")}, ["y"]
-''')
-plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 3}}\n"
-train = "train: {loss: {type: l1, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n"
-rng = np.random.default_rng(2)
-steps = [{"x": rng.normal(size=(6, 6)).astype("f"), "t": rng.normal(size=(6, 12)).astype("f")} for _ in range(2)]
-alone = train_whole(plan + train).replace("ranks: 1\n", "ranks: 1\nsymbols: {batch: {divisor: 3}}\n")
-whole = run(Source(unrolled(load(model).model, {"dp": 3})), alone, Path("one"), steps)
-program = same_training(lambda: load(model), plan + train, Path("three"), steps, rtol=1e-5, atol=1e-4, whole=whole)
-print(*(event.op_type for event in program.events if event.cause.startswith("written")))
-"""
-
-
-def test_a_model_says_it_and_ranks_learn_as_the_whole(tmp_path: Path) -> None:
-    assert output_of(followed(tmp_path, "Add a collective"), "-c", FOLLOWED, str(tmp_path)).split() == ["Gather"]
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ def followed(folder: Path, *sections: str) -> Path:
     ignored = shutil.ignore_patterns("benchmarks", "golden", "fuzz", "simulation")
     for name in ("cli", "compiler", "runtime", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", copy)
+    for name in ("pyproject.toml", "__init__.py"):
+        shutil.copy(ROOT / name, copy)
     changed = [item for section in sections for item in patched(section).items()]
     assert len(dict(changed)) == len(changed)
     for path, text in changed:
@@ -50,6 +51,6 @@ def output_of(copy: Path, *arguments: str) -> str:
     """What Python prints, run in a copy of the project with these arguments; fails where it fails."""
     environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
     run = [sys.executable, *arguments]
-    made = subprocess.run(run, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
+    made = subprocess.run(run, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout
