@@ -190,7 +190,13 @@ def test_all_methods_at_once_and_the_end_meanwhile(built: Path, tmp_path: Path, 
         thing.save(tmp_path / "before")
     for name in ALONE_IN_TURN & KINDS[kind].keys():
         other = made(kind, built)
-        in_threads(lambda _, name=name, other=other: [KINDS[kind][name](other, k, tmp_path) for k in range(5)])
+        right: list[bool] = []
+        in_threads(
+            lambda _, name=name, other=other, right=right: right.extend(
+                KINDS[kind][name](other, k, tmp_path) for k in range(5)
+            )
+        )
+        assert right == [True] * (5 * THREADS), name
         other.close()
     cases = {name: case for name, case in KINDS[kind].items() if name not in ALONE_IN_TURN}
     found: list[object] = []
