@@ -43,6 +43,7 @@ KNOWN = {
     "random_cases --cases 2 --seed 4": "1  equal",
     "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
     "mutations 1": "7 of 7 mutations refused",
+    "expert_faults --cases 20 --seed 1": r"(\d+) of \1 faults found",
     "semantic_mutants 6 --only generation": "2 of 3 mutants that give other numbers refused",
     "microbatch_numbers 5 45": r"\d+ changes: (\d+ harmless, )?\d+ refused$",
     "every_strategy --only Neg": r"\d+ accepted$",
