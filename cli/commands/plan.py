@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,10 +95,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--ranks",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Search for the fastest plan on N ranks; --tp, --dp, --stages fix a part of it.",
+    help="Search for the fastest plan on N ranks; --tp, --dp, --ep, --stages fix a part of it.",
 )
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Propose tensor parallelism over N ranks.")
 @click.option("--dp", type=click.IntRange(min=1), metavar="N", help="Propose data parallelism over N ranks.")
+@click.option(
+    "--ep", type=click.IntRange(min=1), metavar="N", help="Propose to shard experts over N ranks of --dp [--dp N]."
+)
 @click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Propose N stages of equal cost.")
 @click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of a rank for --ranks, such as 8GB.")
 @click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records of a batch for --ranks.")
@@ -156,6 +159,7 @@ def command(
     ranks: int | None,
     tp: int | None,
     dp: int | None,
+    ep: int | None,
     stages: int | None,
     memory: int | None,
     batch: int | None,
@@ -178,6 +182,7 @@ def command(
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
     With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
+    With --ep some or all of the DP ranks share the experts of a model.
 
     With --ranks it is the fastest that a search finds on a machine: candidates are estimated, and the best are compiled and played as by
     `partc simulate`. It also says what usual plans take. --plan has a training to take over. --try 4 runs the four fastest on this host,
@@ -196,6 +201,7 @@ def command(
     \b
     partc plan model.onnx -o plan.yaml
     partc plan model.onnx --dp 2 --tp 4 -o plan.yaml
+    partc plan mixtral --dp 8 --ep 4 -o plan.yaml
     partc plan model.onnx --ranks 16 --memory 8GB --machine machine.yaml --batch 64 --plan train.yaml -o plan.yaml
     partc plan decoder.onnx --tp 2 --generate 4096 --slots 8 -o plan.yaml
     partc plan decoder.onnx --tp 4 --from config.json --generate 4096 -o plan.yaml
@@ -208,7 +214,15 @@ def command(
     from partc.runtime.errors import UsageError
 
     options = {
-        **{"--ranks": ranks, "--tp": tp, "--dp": dp, "--stages": stages, "--memory": memory, "--batch": batch},
+        **{
+            "--ranks": ranks,
+            "--tp": tp,
+            "--dp": dp,
+            "--ep": ep,
+            "--stages": stages,
+            "--memory": memory,
+            "--batch": batch,
+        },
         **{
             "--set": sizes or None,
             "--time": limit,
@@ -224,8 +238,11 @@ def command(
     }
     if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
         raise UsageError("\n".join(problems))
-    if given is not None and ranks is None and (tp or dp or stages):
-        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
+    if given is not None and ranks is None and (tp or dp or ep or stages):
+        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp, --ep and --stages, or --plan")
+    if ep is not None and dp is not None and dp % ep:
+        fact, law = f"--ep {ep}: it does not divide --dp {dp}", "experts are sharded over ranks that have other records"
+        raise UsageError(f"{fact}\n  {law}\n  help: give a divisor of {dp}")
     if out is not None and out.exists():
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
     name, weights = model.absolute().name, has_weights(model) if model.is_dir() else True
@@ -235,7 +252,7 @@ def command(
         from partc.compiler.search.candidate import Fixed
         from partc.compiler.unroll import layers_unrolled
 
-        fixed = Fixed(tp, dp, stages)
+        fixed = Fixed(tp, dp, stages, ep)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
         with kept():
             source = layers_unrolled(load(model, compare=not no_compare, keep=not no_cache, weights=weights))
@@ -260,7 +277,8 @@ def command(
     from partc.compiler.quantize import quantized, reordered
     from partc.compiler.unroll import layers_unrolled
 
-    degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
+    degrees = Degrees(tp or 1, dp or ep or 1, stages or 1, ep or 1)
+    imported = read_imported(files) if files else None
     if imported is not None:
         degrees = _degrees(degrees, imported)
         if length is not None and (others := _not_generating(imported)):
@@ -312,7 +330,6 @@ def _misplaced(given: set[str]) -> Iterator[str]:
 
 def _degrees(given: Degrees, imported: Imported) -> Degrees:
     """The degrees of the command, else those of the files. UsageError where the two differ, or styles come without a degree."""
-    from partc.compiler.proposal.degrees import Degrees
     from partc.runtime.errors import UsageError
 
     found = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}
@@ -325,7 +342,7 @@ def _degrees(given: Degrees, imported: Imported) -> Degrees:
     if imported.styles and found["tp"] == 1:
         fact = f"{imported.source} says what is sharded, and not over how many ranks"
         raise UsageError(f"{fact}\n  help: add --tp, such as --tp 4")
-    return Degrees(**found)
+    return replace(given, **found)
 
 
 def _not_generating(imported: Imported) -> str:

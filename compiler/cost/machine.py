@@ -12,6 +12,7 @@ With p ranks of which each gives b bytes:
     AllReduce      2(p - 1)    2(p - 1)/p   AllGather   p - 1    p - 1
     ReduceScatter  p - 1       (p - 1)/p    Broadcast   p - 1    1
     AllToAll       p - 1       (p - 1)/p    Reduce      p - 1    1
+    Route          2(p - 1)    (p - 1)/p    Return      p - 1    (p - 1)/p
 
 AllReduce, Broadcast and Reduce are by a tree where that is faster, as with many ranks and few bytes: log2(p) levels, twice of an AllReduce,
 of which each sends all bytes.
@@ -28,7 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, RETURN, ROUTE
 
 FALLBACK, MATMUL = "elementwise", "matmul"
 """The kernel, and the product, whose curves stand for those that a machine file leaves out."""
@@ -124,7 +125,8 @@ class Link:
         """Seconds of a collective among so many ranks that each give so many bytes: around a ring, or by a tree where that is faster."""
         if ranks < 2:
             return 0.0
-        measured, curve = (op, self.split[op]) if op in self.split else (ALL_REDUCE, self.all_reduce)
+        like = ALL_TO_ALL if op in _ROUTES else op
+        measured, curve = (like, self.split[like]) if like in self.split else (ALL_REDUCE, self.all_reduce)
         own_hops, own_share = law(measured, self.ranks)
         latency = curve.least / own_hops
         sent = max(0.0, curve(given) - curve.least) / own_share
@@ -136,7 +138,9 @@ class Link:
         return min(ring, levels * (latency + sent))
 
 
-_SPLIT = (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, EXCHANGE)
+_ROUTES = (ROUTE, RETURN)
+"""Collectives that send rows as an AllToAll, on average over ranks; before a Route ranks tell each other how many."""
+_SPLIT = (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, EXCHANGE, *_ROUTES)
 """Collectives of which each rank gets another result, or all of what all give: no tree sends less."""
 
 
@@ -145,8 +149,8 @@ def law(op: str, ranks: int) -> tuple[float, float]:
     others = ranks - 1
     if op == ALL_REDUCE:
         return 2.0 * others, 2.0 * others / ranks
-    if op in (REDUCE_SCATTER, ALL_TO_ALL):
-        return float(others), others / ranks
+    if op in (REDUCE_SCATTER, ALL_TO_ALL, *_ROUTES):
+        return float(others) * (2 if op == ROUTE else 1), others / ranks
     return float(others), float(others) if op == ALL_GATHER else 1.0
 
 

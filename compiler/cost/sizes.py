@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from partc.runtime.artifact.format import OPTIMIZER, Shape
+from partc.compiler.cost.even_rows import EvenRows
+from partc.runtime.artifact.format import OPTIMIZER, ROUTE, Shape
 from partc.runtime.artifact.graph.onnx_graph import reads
 from partc.runtime.artifact.graph.row_function import MERGE
 from partc.runtime.artifact.tasks.task import parse
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
-from partc.runtime.program.steps import Segment
+from partc.runtime.program.steps import LookUp, Segment
 from partc.runtime.program.value_table import types_from_manifest
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class FileSizes:
         self._bound: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
         self._names: dict[int, dict[str, str]] = {}
         self._fixed: dict[int, frozenset[str]] = {}
+        self._numbers: dict[str, tuple[int, ...] | None] = {}
+        """Maps values of which shapes are made to their numbers."""
+        self._followed = not any(isinstance(step, Segment) for step in file.steps)
 
     @cached_property
     def types(self) -> dict[str, str]:
@@ -86,10 +90,47 @@ class FileSizes:
         if name not in self._known:
             shape, dtype = self.shapes.get(name), dense(self.types.get(name, ""))
             found = None if shape is None else self._at_sizes(tuple(shape))
+            if found is None and not self._followed:
+                self._follow()
+                return self.operand(name)
             if found is None:
                 self.unknown.add(name)
             self._known[name] = Operand(found, _SOME if dtype is None else dtype.bits / 8)
         return self._known[name]
+
+    def _follow(self) -> None:
+        """Derives sizes that the file does not state, step by step, as `EvenRows` does."""
+        self._followed = True
+        for step in self.file.steps:
+            if isinstance(step, LookUp) and step.call.op == ROUTE and (sent := self._sizes(step.call.operand or "")):
+                self._derive(step.call.result or "", (sent[0], *step.call.row))
+                self._derive(step.call.numbers or "", sent[:1])
+            if not isinstance(step, Segment):
+                continue
+            names, suffix = self.names(step), f".{parse(step.task).microbatch}" if step.task else ""
+            rules = self._even_rows(step)
+            for node in step.formal.nodes:
+                results = [names.get(name, name + suffix) for name in node.output]
+                if any(self._sizes(name) is None for name in results if name):
+                    for name, sizes in zip(results, rules.outputs(node), strict=True):
+                        self._derive(name, sizes)
+                if node.op_type in ("Shape", "Gather", "Concat"):
+                    self._numbers[results[0]] = rules.numbers(node.output[0])
+
+    def _even_rows(self, segment: Segment) -> EvenRows:
+        of, names, formal = self.reader(segment), self.names(segment), segment.formal
+        constants = {name: self.file.tensors[name] for name in formal.initializers if name in self.file.tensors}
+        arriving = {name: self._numbers.get(names.get(name, "")) for node in formal.nodes for name in node.input}
+        return EvenRows(formal.nodes, lambda name: of(name).sizes, constants, arriving.get)
+
+    def _sizes(self, name: str) -> tuple[int, ...] | None:
+        return self.operand(name).sizes if name else None
+
+    def _derive(self, name: str, sizes: tuple[int, ...] | None) -> None:
+        """Gives a value sizes if the file states none."""
+        if sizes is not None and self._sizes(name) is None and name:
+            self._known[name] = Operand(sizes, self.operand(name).item)
+            self.unknown.discard(name)
 
     def _at_sizes(self, shape: tuple[int | str, ...]) -> tuple[int, ...] | None:
         """A shape with the symbols bound; None where they do not allow it."""

@@ -20,6 +20,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import OF_TURNS, name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
+from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS
 from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
@@ -45,7 +46,12 @@ from partc.runtime.units import count, size_text
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
-_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
+_AXES = {
+    "pp": "pp: stages",
+    "dp": "dp: shards of the batch",
+    "ep": "ep: shards of the batch, and of experts",
+    "tp": "tp: shards of a layer",
+}
 
 
 def propose(
@@ -73,6 +79,12 @@ def propose(
         OF_TURNS in node.metadata_props for node in source.model.graph
     )  # whose weights are those of their layers
     program = run_passes(start(*parsed(source, frame, name)), unpack if has_stacks else routed)
+    if degrees.ep > 1 and not any(
+        node.op_type in (EXPERT_MATMUL, EXPERT_MATMUL_N_BITS) for node in program.model.graph
+    ):
+        fact = f"experts over {degrees.ep} ranks: the model has no layer of experts"
+        law = "experts are matrices of one weight, of which a router chooses some for each token"
+        raise CompileError(Problem(name, fact, law, "leave out --ep"))
     stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
@@ -292,12 +304,16 @@ def _sections(
             yield f"  {line}" if line.startswith("#") else f"  {key(pattern)}: {style}"
         yield ""
     dims = arriving(kept, cut.places) if cut is not None else {}
-    over = ["dp"] * (degrees.dp > 1) + ["tp"] * (cut is not None and cut.has_records)
+    if degrees.ep > 1:
+        yield f"experts: {{axis: {degrees.expert_axis}}}   # tokens go to the ranks of their experts, and come back"
+        yield ""
+    over = [*degrees.batch_axes, *["tp"] * (cut is not None and cut.has_records)]
     if over == ["dp"] and not batch.others and not dims:
         yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
         yield ""
     elif over or dims:
         words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
+        words += ["the batch is sharded over dp and ep"] if "ep" in over else []
         words += ["a cache arrives as it is kept"] if dims else []
         words += ["the batch is cut over tp, too, up to what is sharded"] if over[-1:] == ["tp"] else []
         yield f"dataset:   # {'; '.join(words)}"
@@ -307,7 +323,9 @@ def _sections(
             if value.name in batch.inputs and over:
                 axes[0] = over[0] if len(over) == 1 else f"[{', '.join(over)}]"
             if value in dims:
-                axes[dims[value]] = "tp" if axes[dims[value]] == "null" else "[dp, tp]"
+                axes[dims[value]] = (
+                    "tp" if axes[dims[value]] == "null" else f"[{', '.join([*degrees.batch_axes, 'tp'])}]"
+                )
             if {*axes} != {"null"} and axes:
                 specs.setdefault(f"[{', '.join(axes)}]", []).append(name_of(value))
         names = [name_of(value) for value in program.model.graph.inputs]
@@ -340,6 +358,7 @@ def _head(
     parts = [
         *([f"{max(degrees.stages, len(stages))} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
+        *([f"experts over {degrees.ep}"] if degrees.ep > 1 else []),
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]

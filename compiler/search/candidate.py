@@ -3,11 +3,14 @@ recomputation.
 
     ranks 4     (stages, dp, tp) = (1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (4, 1, 1), ... and those of fewer ranks
 
+Of a model with layers of experts the ranks of dp, or a divisor of them that divides the experts, may share these.
+
 The order is fixed, so that a search of the same model gives the same plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,16 +31,17 @@ class Fixed:
     tp: int | None = None
     dp: int | None = None
     stages: int | None = None
+    ep: int | None = None
 
     def allows(self, degrees: Degrees) -> bool:
         """Whether these degrees are as given."""
-        pairs = ((self.tp, degrees.tp), (self.dp, degrees.dp), (self.stages, degrees.stages))
+        pairs = ((self.tp, degrees.tp), (self.dp, degrees.dp), (self.stages, degrees.stages), (self.ep, degrees.ep))
         return all(given in (None, own) for given, own in pairs)
 
     @property
     def least(self) -> Degrees:
         """The degrees with 1 for those that are searched."""
-        return Degrees(self.tp or 1, self.dp or 1, self.stages or 1)
+        return Degrees(self.tp or 1, self.dp or 1, self.stages or 1, self.ep or 1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Candidate:
 
     def __str__(self) -> str:
         one, on = self.degrees, f" on {self.degrees.stages} groups" if self.stages_each > 1 else ""
-        parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"tp {one.tp}"] * (one.tp > 1)
+        parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"ep {one.ep}"] * (one.ep > 1) + [f"tp {one.tp}"] * (one.tp > 1)
         parts += ["by module"] * self.by_module + [f"{self.stages} stages{on}"] * (one.stages > 1)
         parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero + ["recompute"] * self.recompute
@@ -85,13 +89,14 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def degrees_of(ranks: int, fixed: Fixed) -> list[Degrees]:
-    """All degrees of as many ranks or a divisor of them, those of more ranks first."""
+def degrees_of(ranks: int, fixed: Fixed, experts: int = 1) -> list[Degrees]:
+    """All degrees of as many ranks or a divisor of them, those of more ranks first; `experts`: a divisor of those of all layers."""
     found = [
-        Degrees(tp, used // tp // stages, stages)
+        Degrees(tp, used // tp // stages, stages, ep)
         for used in reversed(divisors(ranks))
         for stages in divisors(used)
         for tp in divisors(used // stages)
+        for ep in divisors(math.gcd(used // tp // stages, experts))
     ]
     return [one for one in found if fixed.allows(one)]
 

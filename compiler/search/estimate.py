@@ -50,7 +50,7 @@ from partc.compiler.sharding.values.operands import divided_dim
 from partc.compiler.tasks.buckets import Filling
 from partc.compiler.training.optimizer_functions import FAMILIES, function, variant
 from partc.compiler.training.trainable import trainable_names
-from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, CPU, REDUCE_SCATTER
 from partc.runtime.updates.updater import SHARD
 
 _Kind: TypeAlias = tuple[int | None, tuple[int, ...], float]
@@ -125,6 +125,8 @@ _USUAL, _ITEM = "Adam", 4
 
 _BESIDE_SUMS = 0.4
 """The approximate share of reductions that overlaps a backward pass whose ranks wait for sums of layers: reductions queue after these."""
+_NUMBER = 8
+"""The bytes of a number of rows, which ranks tell each other before a Route."""
 _SPLIT = ("zb_h1", "zbv")
 """Schedules whose gradients of weights fill idle time."""
 
@@ -207,7 +209,7 @@ class Estimates:
         again = forward if self.slots is not None and candidate.recompute else 0.0
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
-        sums = self._sums(sharding, candidate)
+        sums = self._sums(sharding, candidate) + self.routed(candidate)
         sessions = (3 if candidate.schedule in _SPLIT else 2) * candidate.stages_each
         apart = self._apart(sharding, candidate) / groups * processor.session
         work = (forward + again + backward) / groups + sessions * processor.session + apart
@@ -286,8 +288,21 @@ class Estimates:
             each = self.processor(degrees.ranks).session  # a collective that begins ends the session of what it is of
             before = calls - gathers
             self._all_reduced[key] = taken(before) + each * sum(before.values()), taken(gathers)
-        reduced, gathered = self._all_reduced[key]
+        own = 1 - self._not_reduced(sharding, degrees)
+        reduced, gathered = (own * seconds for seconds in self._all_reduced[key])
         return reduced / degrees.stages, gathered / degrees.stages
+
+    def _not_reduced(self, sharding: Sharding, degrees: Degrees) -> float:
+        """Returns the share of the gradients' bytes that is not sent, since each expert's gradient is complete on the ranks that have it.
+
+        Of an expert dp / ep ranks have copies, whose gradients are reduced.
+        """
+        if degrees.ep == 1:
+            return 0.0
+        experts, copies = self._expert_weights(degrees), degrees.dp // degrees.ep
+        whole = self.weights - sharding.weights + sharding.weights / degrees.tp
+        sent = (copies - 1) / copies / degrees.ep / ((degrees.dp - 1) / degrees.dp)
+        return experts / max(1.0, whole) * (1 - sent)
 
     def calibrate(self, seconds: float) -> None:
         """Sets `backward` from the measured seconds of an unsharded model's step on one rank: the backward pass gets the error."""
@@ -344,7 +359,29 @@ class Estimates:
     def _own(self, sharding: Sharding, one: Candidate) -> float:
         """Returns the bytes of a rank's parameters."""
         degrees = one.degrees
-        return (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
+        others = self._expert_weights(degrees) * (1 - 1 / degrees.ep)
+        return (self.weights - sharding.weights + sharding.weights / degrees.tp - others) / degrees.stages
+
+    def _expert_weights(self, degrees: Degrees) -> float:
+        """Returns the bytes of all experts' matrices, of a shard of each if `tp` shards layers."""
+        return sum(one.weights for one in self.work.experts) / degrees.tp
+
+    def routed(self, candidate: Candidate) -> float:
+        """Returns the seconds in which one microbatch's rows go to the ranks of their experts and come back, forward and backward.
+
+        Each layer's ranks first tell each other their numbers of rows, once for both passes.
+        """
+        degrees, records = candidate.degrees, candidate.degrees.dp * candidate.microbatches
+        if degrees.ep == 1:
+            return 0.0
+        link, passes = self.link(degrees.tp, degrees.ep), 1 if self.slots is None else 2
+
+        def sent(bytes: float) -> float:
+            return link.collective(ALL_TO_ALL, degrees.ep, bytes) + link.wake
+
+        rows = (sent(layer.entering / records) + sent(layer.leaving / records) for layer in self.work.experts)
+        counts = (sent(_NUMBER * layer.count) for layer in self.work.experts)
+        return passes * sum(rows) + sum(counts)
 
     def counted(self, sharding: Sharding) -> Counter[tuple[Work, bool]]:
         """Counts nodes by their work, and by whether they are sharded."""
@@ -385,11 +422,15 @@ class Estimates:
         return self._all_sums[key]
 
     def _apart(self, sharding: Sharding, one: Candidate) -> int:
-        """Returns the number of sessions that sums over `tp` add: one after each, and one of weights' gradients in the backward pass."""
+        """Returns the number of sessions that communication adds.
+
+        One ends at each Route and Return; one comes after each sum over `tp`, and one of weights' gradients in the backward pass.
+        """
+        routed = 2 * len(self.work.experts) * (1 + (self.slots is not None)) if one.degrees.ep > 1 else 0
         if one.degrees.tp == 1:
-            return 0
+            return routed
         forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
-        return forward + 2 * len(sharding.backward) * (self.slots is not None)
+        return routed + forward + 2 * len(sharding.backward) * (self.slots is not None)
 
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
         """Returns the seconds of the reduction and update of `own` bytes of parameters; `beside`: the number of tp ranks that have the

@@ -204,7 +204,7 @@ class Search:
         again = base.trains and self.request.memory is not None and bool(self.repeated)
         return [
             one
-            for degrees in degrees_of(self.request.ranks, self.request.fixed)
+            for degrees in degrees_of(self.request.ranks, self.request.fixed, self.estimates.work.experts_divisor)
             if self._is_possible(degrees)
             for one in candidates(
                 degrees,

@@ -8,6 +8,7 @@ for both operands, and any other node once more.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from partc.compiler.cost.node import PRODUCT, VIEW
 from partc.compiler.cost.price import NodeCost, cost_of
 from partc.compiler.cost.sizes import Operand
 from partc.compiler.ir.program import Typed
+from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS, experts_of
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes, weights_read
 
@@ -43,6 +45,16 @@ class Work:
         return (2 if self.cost.is_product else 1) * self.seconds(processor, records, shards)
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A layer of experts: their number, the bytes of their matrices, and of the rows that enter and leave it."""
+
+    count: int
+    weights: float
+    entering: float
+    leaving: float
+
+
 class ModelWork:
     """The work of the nodes of a model at these sizes of its symbols; weights that are not trained are constants."""
 
@@ -61,6 +73,27 @@ class ModelWork:
                 known[key] = Work(cost_of(node, given, made), weights, bytes)
             self.of[node] = known[key]
         self._order = {node: k for k, node in enumerate(self.of)}
+        self.experts = self._experts()
+
+    @property
+    def experts_divisor(self) -> int:
+        """The largest number that divides the experts of all layers; 1 without layers of experts."""
+        return math.gcd(*(one.count for one in self.experts)) or 1
+
+    def _experts(self) -> list[Experts]:
+        layers = dict[ir.Value | None, list[ir.Node]]()
+        for node in self.of:
+            if node.op_type in (EXPERT_MATMUL, EXPERT_MATMUL_N_BITS):
+                layers.setdefault(node.inputs[2], []).append(node)
+        return [
+            Experts(
+                experts_of(products[0]),
+                sum(self.of[node].weights for node in products),
+                0.0 if products[0].inputs[0] is None else self.bytes(products[0].inputs[0]),
+                self.bytes(products[-1].outputs[0]),
+            )
+            for products in layers.values()
+        ]
 
     def _operand(self, value: ir.Value | None) -> Operand | None:
         info = self.program.values.get(value) if value is not None else None

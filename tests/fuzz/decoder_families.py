@@ -2,13 +2,16 @@
 
     python tests/fuzz/decoder_families.py [--only "Glm;Cohere2"] [--layouts "1 slot,tp 2"] [--results families.jsonl] [--jobs 2]
     python tests/fuzz/decoder_families.py --kind encoder [--only "BertForMaskedLM;ViTForImageClassification"]
+    python tests/fuzz/decoder_families.py --kind training [--only "Mixtral;Qwen3Moe"]
 
 The families are the classes of `AutoModelForCausalLM` of the installed version. Each is saved, exported once with its cache, planned and
 compiled for each layout, and continues prompts of 1, 5 and 23 tokens by 24, in a process of its own. Of `--kind encoder` they are the
 classes that fill masks, that classify sequences, images or sounds, and that have an encoder with a decoder: what the export gives is
-compared with the model, and the plan of `--tp 2` is verified. A row says of each layout `equal`, `refused` with the text, `no small
-model`, or `DIFFERS`; the exit code is 1 if any differs or fails otherwise. Families that end otherwise than in `families.json`, which
-`--record` writes, are listed: what a version of transformers, or of this compiler, changes.
+compared with the model, and the plan of `--tp 2` is verified. Of `--kind training` each causal model is exported with its own loss, whose
+gradients are compared with torch's, on one rank and data parallel; experts also over the ranks. A row says of each layout `equal`,
+`refused` with the text, `no small model`, or `DIFFERS`; the exit code is 1 if any differs or fails
+otherwise. Families that end otherwise than in `families.json`, which `--record` writes, are listed, but of
+trainings: what a version of transformers, or of this compiler, changes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 os.environ["TQDM_DISABLE"] = "1"
-sys.path.append(str(Path(__file__).parent))
+sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
 import numpy as np
 import onnxruntime
@@ -48,7 +51,9 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
+from partc.runtime.checker.check import check_artifact
 from pool import command
+from training_equivalence import run
 
 RECORD = Path(__file__).with_name("families.json")
 """How families ended with a version of transformers, and by family the cause of a known gap."""
@@ -62,6 +67,15 @@ LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
     "tp 2": (Degrees(tp=2), 2),
     "2 stages": (Degrees(stages=2), 2),
 }
+TRAINED: Mapping[str, str] = {
+    "1 rank": "ranks: 1\n",
+    "dp 2": "ranks: 2\nmesh: {dp: 2}\ndataset: data_parallel\n",
+    "dp 4, ep 4": "ranks: 4\nmesh: {dp: 4}\ndataset: data_parallel\nexperts: {axis: dp}\n",
+    "dp 4, ep 2": "ranks: 4\nmesh: {dp: 2, ep: 2}\ndataset: {'*': [[dp, ep], null]}\nexperts: {axis: ep}\n",
+}
+"""Maps layouts of trainings to their plans; those with experts are for models that have any."""
+STEP = "symbols: {batch: {divisor: 4}}\ntrain: {loss: loss, optimizer: {type: sgd, lr: 1.0}}\n"
+NO_EXPERTS = "product with the matrices of experts"
 TASKS = (
     "MASKED_LM",
     "SEQUENCE_CLASSIFICATION",
@@ -261,6 +275,40 @@ def rows(title: str, layouts: list[str], folder: Path) -> Iterator[tuple[str, st
             yield layout, f"FAILS {type(error).__name__}: {error}"
 
 
+def training_rows(title: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """By layout the largest difference of a gradient from torch's: of a step of SGD, at a rate of 1, what it changes."""
+    try:
+        model = build(title)
+        rng = np.random.default_rng(1)
+        fed = {name: rng.integers(3, 90, (4, 7)) for name in ("input_ids", "labels")}
+        with quiet(), torch.enable_grad():
+            model(**{name: torch.from_numpy(array) for name, array in fed.items()}, use_cache=False).loss.backward()
+    except Exception as error:
+        yield "", f"no small model: {type(error).__name__}: {' '.join(str(error).split())}"
+        return
+    wanted = {name: one.grad.numpy() for name, one in model.named_parameters() if one.grad is not None}
+    model.save_pretrained(folder / "model")
+    lines = (
+        "import transformers",
+        f"model = transformers.{type(model).__name__}.from_pretrained({str(folder / 'model')!r})",
+    )
+    (folder / "model.py").write_text("\n".join([*lines, 'inputs = ["input_ids", "labels"]']))
+    for layout, plan in TRAINED.items():
+        try:
+            source = load(folder / "model.py")
+            done = run(source, plan + STEP, folder / layout, [fed])
+            apart = {name: abs(done.before[name] - done.after[name] - one).max() for name, one in wanted.items()}
+            worst = max(apart, key=lambda name: apart[name])
+            problems = check_artifact(folder / layout)
+            fine = apart[worst] <= 1e-5 * max(1.0, abs(wanted[worst]).max()) and not problems
+            yield layout, "equal" if fine else f"DIFFERS by {apart[worst]} in {worst}; check: {problems[:1]}"
+        except CompileError as error:
+            if NO_EXPERTS not in str(error):
+                yield layout, _refusal(error)
+        except Exception as error:
+            yield layout, f"FAILS {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def encoder_rows(title: str, folder: Path) -> Iterator[tuple[str, str]]:
     """The result of one rank, the export against the model, and of two."""
     try:
@@ -318,7 +366,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=600, help="the most that a family may take")
     parser.add_argument("--jobs", type=int, default=1, help="how many families run at a time")
-    parser.add_argument("--kind", choices=("decoder", "encoder"), default="decoder")
+    parser.add_argument("--kind", choices=("decoder", "encoder", "training"), default="decoder")
     parser.add_argument("--record", action="store_true", help=f"write how families end into {RECORD.name}")
     options = parser.parse_args()
     every = [*encoders()] if options.kind == "encoder" else [*families(), *VARIANTS]
@@ -341,6 +389,8 @@ def main() -> int:
             counts[result.split()[0].strip(":")] += 1
             print(f"{title:20} {layout:10} {result[:240]}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    if options.kind == "training":
+        return int(bool(counts["DIFFERS"] or counts["FAILS"]))
     record = json.loads(RECORD.read_text())
     before = record["results"]
     for title, end in ends.items():
@@ -368,7 +418,7 @@ def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[di
         while waiting and len(running) < options.jobs:
             title = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send, args=(title, options.layouts.split(","), sender))
+            process = context.Process(target=_send, args=(title, options.kind, options.layouts.split(","), sender))
             process.start()
             sender.close()
             running[title] = process, receiver, time.monotonic() + options.seconds
@@ -390,13 +440,17 @@ def _in_processes(titles: list[str], options: argparse.Namespace) -> Iterator[di
             yield line
 
 
-def _send(title: str, layouts: list[str], sender: Connection) -> None:
+def _send(title: str, kind: str, layouts: list[str], sender: Connection) -> None:
     """Sends a family's results: pairs of a layout and text, the text of all where the model itself does not run."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = encoder_rows(title, Path(folder)) if title in encoders() else rows(title, layouts, Path(folder))
-            results = [*made]
+            if kind == "training":
+                results = [*training_rows(title, Path(folder))]
+            elif title in encoders():
+                results = [*encoder_rows(title, Path(folder))]
+            else:
+                results = [*rows(title, layouts, Path(folder))]
         except Exception as error:
             results = [("", f"FAILS {type(error).__name__}: {str(error)[:300]}")]
     sender.send({"family": title, "results": results})

@@ -38,6 +38,7 @@ COMPARED = {
 }
 """Scripts that compare random models with one rank."""
 KNOWN = {
+    "expert_faults --cases 6 --seed 1": r"(\d+) of \1 faults found",
     "semantic_mutants 6 --only generation": "2 of 3 mutants that give other numbers refused",
     "pipeline_models --models mlp --microbatches 2 --steps 1 --most 4": "4 cases, 0 differ",
 }

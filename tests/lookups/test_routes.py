@@ -12,16 +12,19 @@ import pytest
 from artifact_text import write
 from equivalence import compiled, same_as_whole
 from expert_layers import EXPERTS, SGD, WIDTH, batches, kinds, model
+from mpi_ranks_case import MPIEXEC, job
 from mutated import change_file, texts
 from onnx import numpy_helper
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.runtime import load_local
+from partc.runtime import describe_action, load_local
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import StepError
+from partc.runtime.job.status_board import VARIABLE, create_board, read_board
 from run_collectives import whole
+from run_steps import give_lists
 from training_equivalence import run_whole, same_training
 
 
@@ -58,6 +61,7 @@ TRAINED = [
     (4, "dp: 4", "dp", "dp", ", accumulate: 2", {"Route": 4, "Return": 4, "AllReduce": 3}),
     (2, "dp: 2", "dp", "dp", "recompute", {"Route": 4, "Return": 4, "AllReduce": 3}),
     (4, "dp: 2, tp: 2", "dp", "dp", "tp", {"Route": 2, "Return": 2, "AllReduce": 4}),
+    (8, "pp: 2, dp: 2, tp: 2", "dp", "dp", "stages", {"Route": 4, "Return": 4, "AllReduce": 8, "Send": 17}),
 ]
 
 
@@ -72,7 +76,11 @@ def test_training_is_that_of_one_rank(
     ]
     train = SGD[:-2] + more * (more[:1] == ",") + "}\n"
     said = plan(ranks, mesh, cut, axis, train).replace("outputs: sharded\n", "").replace("divisor: 4", "divisor: 8")
-    said += "sharding: {l0_up: colwise, l0_down: rowwise}\n" if more == "tp" else ""
+    said += "sharding: {l0_up: colwise, l0_down: rowwise}\n" if more in ("tp", "stages") else ""
+    if more == "stages":
+        said += (
+            "placement: {first: {pp: 0}, 'l0_*': {pp: 0}, head: {pp: 1}}\npipeline: {microbatches: 2, schedule: 1f1b}\n"
+        )
     said += 'pipeline: {microbatches: 2, recompute: ["l0_*"]}\n' if more == "recompute" else ""
     whole = run_whole(source(), "ranks: 1\nsymbols: {batch: {divisor: 8}}\n" + SGD, steps)
     program = same_training(source, said, tmp_path / "a", steps, rtol=1e-5, atol=1e-5, whole=whole)
@@ -197,6 +205,38 @@ def test_a_rank_that_fails_between_a_route_and_its_return_gives_zeros(tmp_path: 
         with pytest.raises(StepError, match="indices element out of data bounds"):
             program({**fine, "p1": np.full(6, 99)})
         np.testing.assert_array_equal(program(fine)["y2"], -2 * fine["x2"])
+
+
+KILLED = """
+random = np.random.default_rng(3)
+given = {f"{letter}{k}": random.integers(0, 6, 5) for letter in "ij" for k in range(3)}
+given |= {f"x{k}": np.ones((5, 2), np.float32) for k in range(3)}
+transport = MpiTransport(MPI.COMM_WORLD)
+isend, deadly = transport.isend, []
+def perhaps(*rest):
+    if deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return isend(*rest)
+transport.isend = perhaps
+program = runtime.load(folder, transport, threads=1)
+program(given)
+deadly += [rank] if rank == 1 else []
+program(given)
+"""
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python")
+def test_a_rank_killed_within_a_route_ends_the_job(tmp_path: Path) -> None:
+    """It has told how many rows come, and sends none: the others do not wait for them."""
+    give_lists(write(tmp_path, graphs(3), groups=whole(3)))
+    board = tmp_path / "board"
+    create_board(board, 3)
+    result = job(tmp_path, KILLED, environment={VARIABLE: str(board)})
+    assert result.returncode not in (0, 1)
+    assert "has waited" not in result.stderr
+    step, action = read_board(board)[1]
+    assert step == 2
+    assert describe_action(tmp_path, 1, action).startswith("Route")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = re.compile(
 )
 _HINTS = {
     "context_parallel_size": "partc does not shard the sequence of attention",
-    "expert_model_parallel_size": "write `experts: {axis: ep}`, with an axis of the mesh; it may be `dp`",
+    "expert_model_parallel_size": "add `--ep`, such as --ep 4: ranks of `--dp` share the experts",
     "num_layers_per_virtual_pipeline_stage": "write more stages than ranks, with `schedule: interleaved`",
     "virtual_pipeline_model_parallel_size": "write more stages than ranks, with `schedule: interleaved`",
     "sequence_parallel": "`{style: rowwise, level: 1}` shards the sequence between layers for less memory",

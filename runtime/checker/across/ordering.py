@@ -29,6 +29,7 @@ from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.artifact.tasks.task import marked
 from partc.runtime.checker.across.call_node import CallNode
 from partc.runtime.checker.across.collectives import call_nodes, check_collectives
+from partc.runtime.checker.across.expert_rows import check_expert_rows
 from partc.runtime.checker.across.layouts import check_layouts
 from partc.runtime.checker.across.lookups import check_pushed, check_routed
 from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of
@@ -103,6 +104,10 @@ def check_order(
     by_file = {file: models[rank] for file, rank in files.items()}
     routed = check_routed(by_file, types, {file: one[0] for file, one in read.items()})
     if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls), *routed]:
+        return found
+    for file, one in by_file.items():
+        found += check_expert_rows(file, one, types[file], read[file][0])
+    if found:
         return found
     kinds = {file: _are_messages(models[rank]) for file, rank in files.items()}
     events = {rank: _events(kinds[manifest.program(rank)], programs[rank], calls[rank]) for rank in models}
