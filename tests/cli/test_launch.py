@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
+from partc.cli.job.job import BOARD
 from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
 from partc.cli.launch.run_dir import RunDir
@@ -23,6 +24,7 @@ from partc.cli.launch.supervise import LauncherOutput, Outcome, RankEnd, supervi
 from partc.cli.main import invoke
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.job.status_board import VARIABLE, note_joined, write_pid
 from waiting import LONG, until
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -375,6 +377,24 @@ def test_a_rank_that_stops_before_it_has_noted_its_process_is_named(
         said += line
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] != 0
+
+
+def test_a_start_of_mpi_that_never_ends_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both ranks have a process, and one of them never joins the other."""
+    monkeypatch.setattr("partc.cli.launch.supervise._BEGINS", 0.5)
+    with RunDir(2) as run_dir:
+        for rank in range(2):
+            write_pid(run_dir.folder, rank)
+        monkeypatch.setenv(VARIABLE, str(run_dir.folder / BOARD))
+        note_joined(0)
+        command = [sys.executable, "-c", "import time; time.sleep(1000)", str(run_dir.folder)]
+        outcome = supervise(
+            command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals(), local=True
+        )
+    assert outcome == Outcome(1, is_lost=True)
+    assert "MPI has not begun: rank 1 has waited 0 s for it" in capfd.readouterr().err
 
 
 def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
