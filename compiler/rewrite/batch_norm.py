@@ -131,15 +131,15 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
 
 
 @dataclass(frozen=True)
-class Parts:
+class BatchSplit:
     """The parts of a batch, each with the same number of records."""
 
     count: int
     records: int
 
 
-def by_parts(
-    node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str], parts: Parts
+def decompose_each(
+    node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str], split: BatchSplit
 ) -> list[ir.Value]:
     """Replaces the node by plain ops that take the statistics of each part; arguments and result are those of `decompose`."""
     assert x.shape is not None
@@ -148,10 +148,10 @@ def by_parts(
     positions = list(range(2, len(x.shape)))
     shape, sizes = plain.add("Shape", [data], "shape"), x.shape.dims[1:]
     if all(isinstance(size, int) for size in sizes):
-        divided = plain.integers("divided", [-1, parts.records, *(size for size in sizes if isinstance(size, int))])
+        divided = plain.integers("divided", [-1, split.records, *(size for size in sizes if isinstance(size, int))])
     else:
         rest = plain.add("Shape", [data], "rest", start=1)
-        divided = plain.add("Concat", [plain.integers("part", [-1, parts.records]), rest], "divided", axis=0)
+        divided = plain.add("Concat", [plain.integers("part", [-1, split.records]), rest], "divided", axis=0)
     records = plain.add("Reshape", [data, divided], "records")
     axes = [1, *(k + 1 for k in positions)]
     mean = plain.add("ReduceMean", [records, plain.integers("mean.axes", axes)], "mean", keepdims=1)
@@ -170,9 +170,9 @@ def by_parts(
         own = plain.add("Squeeze", [new, plain.integers(f"{word}.flat", axes)], f"{word}.of_part")
         if word == "variance" and UNBIASED in node.meta:
             own = plain.add("Mul", [own, plain.unbiased(records, axes)], f"{word}.unbiased")
-        moved = plain.add("Mul", [own, plain.number(f"{word}.share", (1 - momentum) / parts.count)], f"{word}.moved")
+        moved = plain.add("Mul", [own, plain.number(f"{word}.share", (1 - momentum) / split.count)], f"{word}.moved")
         kept = plain.add(
-            "Mul", [plain.widened(old), plain.number(f"{word}.momentum", momentum / parts.count)], f"{word}.kept"
+            "Mul", [plain.widened(old), plain.number(f"{word}.momentum", momentum / split.count)], f"{word}.kept"
         )
         each = plain.add("Add", [kept, moved], f"{word}.term")
         total = plain.add("ReduceSum", [each, plain.integers(f"{word}.parts", [0])], f"running_{word}", keepdims=0)

@@ -2,8 +2,8 @@
 
 A task computes values of one part, that of its microbatch in the rank's run. The checker maps each value of a step to the tree nodes that
 it has, in order: an Add has both halves of a node, in their order; an op that only moves elements has the nodes of its operand; an exchange
-has those of all ranks. The loss, new statistics, and each gradient that an optimizer reads, must be the whole tree, or rows of all parts in their
-order.
+has those of all ranks. The loss, new statistics, and each gradient that an optimizer reads, must be the whole tree, or rows of all parts in
+their order.
 
     %g.of_0_2 = Add(%g.0, %g.1)      (0, 1) and (1, 2) are (0, 2)
     %g.of_0_3 = Add(%g.1, %g.2)      (1, 3) is not a node: on another number of ranks they are added otherwise
