@@ -87,6 +87,16 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
 )
 """The launchers' messages about a rank's end, the most informative first, with functions that read them."""
 
+_LAUNCHER_HELP = (
+    ("run as root", "Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"),
+    (
+        "access an executable",
+        f"each host needs Python and partc at the path of this one, {sys.executable}; leave out a host without them",
+    ),
+    ("failed to report back", "each host needs Open MPI of the same version, and ports that are open between hosts"),
+)
+"""Words of a launcher that started no rank, and the help for them."""
+
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
     r"^\[[^\]\s]+:\d+\] |^\[[^\]\s]+\]\[\[\d+,\d+\],\d+\]\["
@@ -456,10 +466,9 @@ def _verdict(
         return Outcome(1, is_lost=True)
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
-        refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
-        help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
-        fact = f"the launcher ended with exit code {code}, and no rank reported an error"
-        failed(fact + (help if refused else inherited()))
+        said = " ".join(" ".join(heard.words()).split())
+        help = next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), inherited())
+        failed(f"the launcher ended with exit code {code}, and no rank reported an error{help}")
         return Outcome(1)
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:

@@ -47,6 +47,13 @@ class ElasticEntry(Options):
         description="part: a batch normalization takes its statistics of each part; without it such a layer is refused with 'parts'.",
     )
 
+    copies: Literal[1] | None = Field(
+        None,
+        description="1: with --restarts each rank's state is also kept in memory, of its host and of the next one: a job that lost ranks, "
+        "or a host, continues from there.",
+    )
+    every: int = Field(10, ge=1, description="The number of steps from one copy in memory to the next.")
+
     @model_validator(mode="after")
     def _of_the_mesh(self, info: ValidationInfo) -> ElasticEntry:
         frame = frame_in(info)

@@ -140,6 +140,7 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,
         pipeline=pipeline,
+        copies=elastic.every if elastic is not None and elastic.copies else 0,
         precision=entries.precision.placed(where) if entries.precision else None,
         messages=entries.messages.placed(where) if entries.messages else None,
         quantize=tuple(

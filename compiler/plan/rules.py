@@ -184,6 +184,8 @@ class Plan(RankRules):
     adapters: tuple[AdapterRule, ...] = ()
     elastic: Mapping[int, Plan] = field(default_factory=dict)
     """Maps each further number of ranks of an elastic training to the plan for it."""
+    copies: int = 0
+    """The steps from one copy of the state in memory to the next; 0 without copies."""
     experts: tuple[ExpertsRule, ...] = ()
     context: ContextRules | None = None
 

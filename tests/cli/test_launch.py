@@ -397,15 +397,29 @@ def test_a_start_of_mpi_that_never_ends_is_lost(
     assert "MPI has not begun: rank 1 has waited 0 s for it" in capfd.readouterr().err
 
 
-def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
-    words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+ROOT = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+ABSENT = (
+    "prterun was unable to launch the specified application as it could not\\naccess an executable:\\n\\n   Node: b\\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "help"),
+    [
+        (ROOT, "Open MPI refuses to run as root: use partc run -- --allow-run-as-root"),
+        (ABSENT, "each host needs Python and partc at the path of this one"),
+    ],
+)
+def test_a_launcher_that_starts_no_rank_is_told_with_the_remedy(
+    words: str, help: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with RunDir(2) as run_dir:
         command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
         outcome = supervise(
             command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
         )
     assert outcome == Outcome(1)
-    assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err
+    assert f"help: {help}" in capfd.readouterr().err
 
 
 def test_a_launcher_that_hears_a_request_to_save_and_ends_ends_the_job_by_it(capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ from saving import ENVIRONMENT, MODEL, prepare
 
 PLAN = """
 ranks: 4
-elastic: {ranks: [4, 2, 1], parts: 12}
+elastic: {ranks: [4, 2, 1], parts: 12, copies: 1, every: 3}
 dataset: data_parallel
 train:
   loss: {type: softmax_cross_entropy, logits: y, labels: label}

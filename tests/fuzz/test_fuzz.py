@@ -36,6 +36,7 @@ COMPARED = {
     "random_tables 1 --seed 1": "1 equal",
     "random_bodies 4 1": "4 models, 0 wrong",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
+    "same_bits --only gpt --steps 2 --ranks 2,1": "1 models, 2 trainings of each, 0 with other bits",
     "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",
 }
 """Scripts that compare random models with one rank."""
