@@ -33,7 +33,7 @@ _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 _HOST_FILE = 1 << 20
 """The most bytes of a file of hosts."""
 _PROBE = [sys.executable, "-I", "-S", "-c", ""]
-"""What a host must run to count: the ranks' Python, which may be missing there."""
+"""The process that a host must start to count: the ranks' Python, which may be missing there."""
 _ANSWER, _PROBES = 20.0, 16
 """The seconds in which a host must run a process, and the number of hosts that are probed at the same time."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"

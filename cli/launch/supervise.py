@@ -476,8 +476,11 @@ def _verdict(
     advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
-    lacks_memory = any(line.startswith("MemoryError") or speaks_of_memory(line) for line in heard.words())
-    return Outcome(1, is_lost=ended.signal is not None or lacks_memory)
+    system = any(
+        line.startswith("MemoryError") or speaks_of_memory(line) or "An error occurred in MPI_Init" in line
+        for line in heard.words()
+    )
+    return Outcome(1, is_lost=ended.signal is not None or system)
 
 
 def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:

@@ -116,7 +116,7 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
     parts = program.plan.pipeline.parts if program.plan.pipeline is not None else 0
-    more = {"guard": guard_of(program), "parts": parts, "copies": program.plan.copies}
+    more = {"guard": guard_of(program), "parts": parts, "copies": program.plan.elastic.copies}
     return program.training.record().model_copy(update=more)
 
 

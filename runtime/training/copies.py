@@ -59,7 +59,7 @@ class Copies:
         self._save: Save | None = None
         self._written: tuple[str, Exception | None] = "", None
         self._thread: threading.Thread | None = None
-        self._said: list[str] = []
+        self._file_records: list[str] = []
         """The record of each rank's file as JSON; empty where it has none."""
         self._moving: list[tuple[Request, str, Bytes]] = []
         """The messages under way, each with the name of the file and its bytes; no name for a file that is sent."""
@@ -96,7 +96,7 @@ class Copies:
         save.owned.update(owners(records))
         mine = {owned.value for some in save.owned.values() for owned in some if owned.rank == self.rank}
         save.pieces = [(record, array.copy()) for record, array in pieces if record.value in mine]
-        self._save, self._said = save, []
+        self._save, self._file_records = save, []
 
         def write() -> str:
             make_folder(save.scratch, exist_ok=True)
@@ -127,11 +127,11 @@ class Copies:
         self._thread.join()
         self._thread = None
         text, failure = self._written
-        self._said = succeeded(save.target, self._transport.all_gather_text(text), failure)
+        self._file_records = succeeded(save.target, self._transport.all_gather_text(text), failure)
         self._remove_older(save.step)  # all ranks have completed the copy before this one
         tag = self._transport.tags
         for giver, taker in self._neighbours():
-            said, name = self._said[giver], rank_tensors(giver)
+            said, name = self._file_records[giver], rank_tensors(giver)
             if not said:
                 continue
             if taker == self.rank:
@@ -162,7 +162,7 @@ class Copies:
 
         def commit() -> str:
             if self.is_first:
-                index = index_of(save.step, save.records, save.owned, save.meta, self._said)
+                index = index_of(save.step, save.records, save.owned, save.meta, self._file_records)
                 write_new(save.scratch / INDEX, index.text().encode())
                 if save.target.exists():
                     remove(save.target)
