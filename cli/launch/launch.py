@@ -117,7 +117,7 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
             training = dataclasses.replace(job.training, resume="auto", init=None, only=())
             current = dataclasses.replace(job, training=training)
         begin = "as the command says" if newest == before else f"from {newest}"
-        begin += f", or from the copy of step {step} in memory" if step else ""
+        begin += f", or from the copy of step {step} in {copies}" if step else ""
         console.echo(f"starts the ranks again {begin}; {left} more times without a new checkpoint", err=True)
         time.sleep(job.training.backoff)
 

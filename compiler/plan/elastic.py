@@ -104,6 +104,14 @@ class ElasticEntry(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _of_copies(self) -> ElasticEntry:
+        if self.copies is None and "every" in self.model_fields_set:
+            raise Refused(
+                "'every' without 'copies'", "it is the interval of copies in memory", "write copies: 1", "every"
+            )
+        return self
+
     def pipeline(self, ranks: int, where: Callable[..., str]) -> PipelineRules | None:
         """The microbatches of a batch whose `parts` are dealt to this number of ranks; None without `parts`."""
         if self.parts is None:

@@ -94,6 +94,10 @@ class Checkpoints:
         self.copies = Copies(folder, self._program.transport)
         return self.copies
 
+    def _is_copy(self, path: Path) -> bool:
+        """Whether a checkpoint's path is that of a copy in memory."""
+        return self.copies is not None and path.parent == self.copies.folder
+
     def copy(self, step: int, meta: Mapping[str, JsonValue]) -> None:
         """Begins a copy of the state in memory."""
         assert self.copies is not None
@@ -154,7 +158,7 @@ class Checkpoints:
             return checkpoint.index
 
         self.source, index = take_newest_intact(path, take, option, self._program.rank, self._program.all_gather_text)
-        if self.copies is None or self.source.parent != self.copies.folder:
+        if not self._is_copy(self.source):
             self._ours.add(self.source.parent.resolve())
         return index
 
@@ -185,10 +189,14 @@ class Checkpoints:
     def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Loads these tensors into the state, once the ranks together have verified the checkpoint."""
         wanted, rank = frozenset(names), self._program.rank
+        share = rank, self._program.manifest.ranks
+        if self._is_copy(checkpoint.path):
+            assert self.copies is not None
+            share = self.copies.place  # each host has files of its own
 
         def prove() -> None:
             begun = self._ahead and self._ahead.take(checkpoint)
-            with begun or Verification(checkpoint, rank, self._program.manifest.ranks) as proof:
+            with begun or Verification(checkpoint, *share) as proof:
                 if problems := proof.problems():
                     raise DamagedError(problems)
 

@@ -39,7 +39,7 @@ from ..communication.transport import Request, Transport
 from ..errors import CheckpointError, PartcError, printable
 from ..files.regular import read_regular
 from ..files.replace import make_folder, move_folder, remove
-from ..files.writers import write_new
+from ..files.writers import new_file, write_new
 
 
 class Copies:
@@ -81,6 +81,12 @@ class Copies:
     def is_first(self) -> bool:
         """Whether the rank is the lowest one of its host."""
         return any(host[0] == self.rank for host in self.hosts)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank among the ranks of its host, and their number."""
+        host = next(host for host in self.hosts if self.rank in host)
+        return host.index(self.rank), len(host)
 
     def begin(
         self,
@@ -155,7 +161,7 @@ class Copies:
         def write() -> str:
             for _, name, buffer in moving:
                 if name:
-                    write_new(save.scratch / name, memoryview(buffer))
+                    _write(save.scratch / name, buffer)
             return ""
 
         self._agree(save, write)
@@ -232,7 +238,7 @@ class Copies:
                     self._transport.wait(self._transport.irecv(buffer, giver, tag), lambda: "a copy from another host")
                     try:
                         make_folder(place, exist_ok=True)
-                        write_new(place / name, memoryview(buffer))
+                        _write(place / name, buffer)
                     except OSError as error:
                         failure = failure or f"rank {self.rank}: {error}"
         if failures := list(filter(None, self._transport.all_gather_text(failure))):
@@ -263,6 +269,11 @@ def _identity(folder: Path) -> str:
 
 def _bytes_of(file: Path) -> Bytes:
     return np.frombuffer(read_regular(file), np.uint8)
+
+
+def _write(file: Path, data: Bytes) -> None:
+    with new_file(file) as out:
+        out.write(data.data)
 
 
 def _listed(folder: Path) -> dict[str, tuple[str, list[str], dict[str, int]]]:

@@ -133,7 +133,7 @@ def test_a_copy_without_room_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     copied(tmp_path, {10: tensors(1)})
-    written = "partc.runtime.training.copies.write_new"
+    written = "partc.runtime.training.copies._write"
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, os.strerror(28), str(path))
