@@ -187,7 +187,7 @@ class _Training:
             meta, _ = resume(trainer, loader, place)
         except DamagedError as error:
             if self.log:
-                console.echo(f"warning: a copy of the state is damaged, and skipped: {error}", err=True)
+                console.echo(f"warning: a copy of the state is damaged, and skipped: {error.problems[0]}", err=True)
             return None
         if self.log:
             self.log.resumed(trainer.step, place)
