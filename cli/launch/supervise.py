@@ -193,7 +193,7 @@ def _what(launcher: int, ranks: Sequence[int], local: bool) -> str:
 
 
 _BEGINS, _BEGINS_SOMEWHERE = 120.0, 600.0
-"""Seconds in which MPI must begin on one more rank: where all are processes of this machine, and where some are still unknown."""
+"""Seconds, and one for each rank, in which a further rank must begin: if all are processes of this machine, and if some are unknown."""
 
 
 class Beginning:
@@ -225,7 +225,7 @@ class Beginning:
         if self._over or (known, len(waiting)) != self._seen or not (known or self.local):
             self._seen, self._since = (known, len(waiting)), now
             return ""
-        limit = _BEGINS if known == run_dir.ranks else _BEGINS_SOMEWHERE
+        limit = (_BEGINS if known == run_dir.ranks else _BEGINS_SOMEWHERE) + run_dir.ranks
         if now - self._since < limit:
             return ""
         if any(state in _STOPPED for state in states([*naming(run_dir.folder)])):

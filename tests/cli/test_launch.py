@@ -394,7 +394,7 @@ def test_a_start_of_mpi_that_never_ends_is_lost(
             command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals(), local=True
         )
     assert outcome == Outcome(1, is_lost=True)
-    assert "MPI has not begun: rank 1 has waited 0 s for it" in capfd.readouterr().err
+    assert "MPI has not begun: rank 1 has waited 2 s for it" in capfd.readouterr().err
 
 
 ROOT = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
