@@ -378,7 +378,7 @@ def _compiled(
         fact = "the model has local maps, which ONNX annotations cannot express"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     elastic: dict[int, list[Complete]] = {}
-    for ranks, other in (chosen.elastic if chosen is not None else {}).items():
+    for ranks, other in (chosen.elastic.plans if chosen is not None else {}).items():
         watch(f"{ranks} ranks")
         try:
             name, configuration = model.absolute().name, options.configuration

@@ -28,13 +28,19 @@ DRAWS = 4
 def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Compiled:
     """Compiles the model on one rank: with the plan's placement, shardings and mesh removed, and a pipeline schedule that one rank can run.
 
-    `shards`: the number of shards of the batch over ranks. A microbatch has the records of all these shards, unless statistics are per
-    rank.
+    `shards`: the number of shards of the batch over ranks. A microbatch has the records of all these shards; where statistics are those of
+    parts, a microbatch is one part.
     """
     from partc.compiler.pipeline import compile_source
+    from partc.compiler.plan.pipeline import MICROBATCH
     from partc.compiler.plan.rules import Dataset
     from partc.compiler.rewrite.unrolled import unrolled
 
+    pipeline = plan.pipeline
+    if pipeline is not None:
+        pipeline = replace(pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards, parts=0)
+    if pipeline is not None and plan.pipeline is not None and pipeline.statistics == "part":
+        pipeline = replace(pipeline, microbatches=plan.pipeline.parts, pieces=1, statistics=MICROBATCH)
     alone = replace(
         plan,
         ranks=1,
@@ -44,13 +50,14 @@ def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Com
         mesh=(),
         dataset=Dataset(),
         outputs=(),
-        pipeline=None
-        if plan.pipeline is None
-        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards, parts=0),
+        pipeline=pipeline,
         train=None
         if plan.train is None
         else plan.train.model_copy(
-            update={"optimizer": plan.train.optimizer.model_copy(update={"shard": None, "target": None})}
+            update={
+                "accumulate": plan.train.accumulate if pipeline is None else pipeline.microbatches,
+                "optimizer": plan.train.optimizer.model_copy(update={"shard": None, "target": None}),
+            }
         ),
         target=(),
     )

@@ -49,6 +49,8 @@ class TrainingJob:
     restarts: int = 0
     """The most restarts without a new checkpoint; each begins `backoff` seconds after the loss of a rank."""
     backoff: float = 0.0
+    copies: str | None = None
+    """The folder in each host's memory for copies of the state, which outlive the ranks."""
     bar: bool = False
     """Whether the launching process has a terminal, and shows a progress bar there."""
 

@@ -42,7 +42,7 @@ from partc.runtime.errors import (
 from partc.runtime.files.replace import refuse_other
 from partc.runtime.garbage_collection import uncollected
 from partc.runtime.job.place import Place, is_launched, surrounding_job
-from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
+from partc.runtime.job.status_board import VARIABLE, note_joined, open_task, processes, write_pid
 from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
     watch = Watch(rank, job.stall, processes)
     with _temporary(job.run_dir):
         comm = begin(watch)
+    note_joined(rank)
     if job.run_dir is not None:
         write_faults(Path(job.run_dir), rank)
     return comm, watch

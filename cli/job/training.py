@@ -6,18 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from partc.cli.interruption import refuse_stopped, takes_steps
+from partc.cli.job.folders import MEMORY, locked, sweep
 from partc.cli.job.job import PROGRESS, Job, TrainingJob
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import measured, op_times, report_not_reached, write_profile
 from partc.cli.job.training_inputs import AUTO, TrainingInputs, saves
 from partc.cli.job.weights_of import weights_of
-from partc.cli.output import lookups
+from partc.cli.output import console, lookups
 from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line, mpi_memory
 from partc.cli.output.tensorboard import TensorBoard
@@ -25,7 +26,7 @@ from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.training.metric_formula import json_numbers
 from partc.runtime.checkpoint.index import steps
-from partc.runtime.errors import StoppedError
+from partc.runtime.errors import DamagedError, StoppedError
 from partc.runtime.training.best import EARLY_STOP
 from partc.runtime.training.stopping import NAMES, StopSignals, reason_text
 
@@ -119,6 +120,8 @@ class _Training:
     trainer: Trainer
     log: TrainingLog | None
     """The log on rank 0, None on other ranks."""
+    locks: list[int | None] = field(default_factory=list)
+    """Handles of locked folders, which the system releases when the rank ends."""
 
     def evaluate(self) -> None:
         """Evaluates the requested checkpoint; the metrics go to the log and, with --json, to the command."""
@@ -154,11 +157,40 @@ class _Training:
                 path = None
             if self.log and path is None:
                 self.log.warn_of_other_run(kept)
+        if self.options.copies is not None and (meta := self._continued(loader, Path(self.options.copies))) is not None:
+            return meta
         if path is None:
             return None
         meta, place = resume(trainer, loader, path, "--resume")
         if self.log and trainer.source:
             self.log.resumed(trainer.step, trainer.source, place)
+        return meta
+
+    def _continued(self, loader: Loader, folder: Path) -> Mapping[str, JsonValue] | None:
+        """Prepares copies of the state in memory, and continues from the newest whole one; None where the disk has a later step."""
+        from partc.runtime.training.loop import resume
+
+        trainer, checkpoint = self.trainer, self.inputs.settings.checkpoint
+        copies = trainer.keep_copies(folder)
+        if copies.is_first:
+            self.locks.append(locked(folder))  # where the launcher is on another host
+            sweep(MEMORY)
+        if self.log and len(copies.hosts) == 1:
+            console.echo(
+                "warning: all ranks are on one host: copies of the state outlive them, but not the host", err=True
+            )
+        saved = steps(Path(checkpoint.folder)) if checkpoint is not None and trainer.rank == 0 else []
+        place = copies.newest(trainer.program.largest(saved[-1][0] if saved else 0))
+        if place is None:
+            return None
+        try:
+            meta, _ = resume(trainer, loader, place)
+        except DamagedError as error:
+            if self.log:
+                console.echo(f"warning: a copy of the state is damaged, and skipped: {error.problems[0]}", err=True)
+            return None
+        if self.log:
+            self.log.resumed(trainer.step, place)
         return meta
 
     def listeners(self, loader: Loader, stack: ExitStack) -> Listener | None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from partc.cli.interruption import stopped
@@ -16,7 +17,7 @@ from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
 from partc.cli.launch.launcher import IN_PROCESS, Hosts, Launcher, find_launcher, slots
 from partc.cli.launch.ranks import command_of, environment_of, where_of
-from partc.cli.launch.run_dir import RunDir
+from partc.cli.launch.run_dir import RunDir, folder_of_copies
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import Outcome, supervise
 from partc.cli.output import console
@@ -39,8 +40,15 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
 
         return serve(job, manifest, hosts, extra)
     launcher = find_launcher(manifest.ranks, instead)
+    keeps = manifest.training is not None and manifest.training.copies > 0
     if job.training is not None and job.training.restarts:
-        return _train_on(job, manifest, hosts, extra, launcher)
+        with folder_of_copies() if keeps else nullcontext() as copies:
+            training = dataclasses.replace(job.training, copies=None if copies is None else str(copies))
+            return _train_on(dataclasses.replace(job, training=training), manifest, hosts, extra, launcher)
+    if job.training is not None and keeps and not job.training.only_test:
+        console.echo(
+            "warning: no copies of the state are kept in memory: 'elastic: copies' is for --restarts", err=True
+        )
     return _launched(*_fitting(job, manifest, hosts, extra, launcher), extra, launcher).code
 
 
@@ -82,7 +90,9 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
             "--restarts: the training has no folder for checkpoints\n  help: give --checkpoint DIRECTORY, too"
         )
     folder, most = Path(settings.folder), job.training.restarts
+    copies = Path(job.training.copies) if job.training.copies else None
     before = known = latest(folder)
+    copied = 0
     left, current, is_first = most, job, True
     while True:
         try:
@@ -97,18 +107,26 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
         is_first = False
         if not outcome.is_lost:
             return outcome.code
-        newest = latest(folder)
-        left = most if newest != known else left
+        newest, step = latest(folder), _last_copy(copies)
+        left = most if newest != known or step > copied else left
         if not left:
             console.echo(f"{count(most, 'restart')} without a new checkpoint: the training is given up", err=True)
             return outcome.code
-        left, known = left - 1, newest
+        left, known, copied = left - 1, newest, max(step, copied)
         if newest != before:
             training = dataclasses.replace(job.training, resume="auto", init=None, only=())
             current = dataclasses.replace(job, training=training)
         begin = "as the command says" if newest == before else f"from {newest}"
+        begin += f", or from the copy of step {step} in {copies}" if step else ""
         console.echo(f"starts the ranks again {begin}; {left} more times without a new checkpoint", err=True)
         time.sleep(job.training.backoff)
+
+
+def _last_copy(copies: Path | None) -> int:
+    """Returns the step of the newest copy of the state in this host's memory; 0 without one."""
+    from partc.runtime.checkpoint.index import steps
+
+    return max((step for step, _ in steps(copies)), default=0) if copies is not None else 0
 
 
 def _launched(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], launcher: Launcher) -> Outcome:

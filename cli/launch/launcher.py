@@ -32,7 +32,8 @@ _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions: since version 5, and before."""
 _HOST_FILE = 1 << 20
 """The most bytes of a file of hosts."""
-_PROBE = "true"
+_PROBE = [sys.executable, "-I", "-S", "-c", ""]
+"""The process that a host must start to count: the ranks' Python, which may be missing there."""
 _ANSWER, _PROBES = 20.0, 16
 """The seconds in which a host must run a process, and the number of hosts that are probed at the same time."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"
@@ -143,7 +144,7 @@ def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, 
         )
 
     def answers(name: str) -> bool:
-        command = command_line(launcher, 1, Hosts(names=f"{name}:{named[name]}"), extra, [_PROBE])
+        command = command_line(launcher, 1, Hosts(names=f"{name}:{named[name]}"), extra, _PROBE)
         how = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER, check=False)
         try:
             return how(command, env=launch_environment(launcher)).returncode == 0

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from partc.cli.job.folders import MEMORY, PREFIX, locked, remove_folder, sweep
 from partc.cli.job.job import BOARD
 from partc.cli.job.processes import kill, naming
 from partc.cli.launch import guard
-from partc.runtime.files.replace import remove
 from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
-
-_PREFIX = "partc-run-"
-_LOCK = "lock"
-_MEMORY = Path("/dev/shm")
-_YOUNG = 60.0
-"""The seconds in which a new folder may still be without its lock."""
 
 
 class RunDir:
@@ -40,7 +35,7 @@ class RunDir:
         self._pids = [0] * ranks
         self._locks: list[int] = []
         sweep(Path(tempfile.gettempdir()))
-        self.folder = self._locked_folder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+        self.folder = self._locked_folder(Path(tempfile.mkdtemp(prefix=PREFIX)))
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
             stdin=subprocess.PIPE,
@@ -50,9 +45,9 @@ class RunDir:
         )
         self.notify_guard(self.folder)
         with contextlib.suppress(OSError):
-            if _MEMORY.is_dir():
-                sweep(_MEMORY)
-                self.memory = _MEMORY / self.folder.name
+            if MEMORY.is_dir():
+                sweep(MEMORY)
+                self.memory = MEMORY / self.folder.name
                 self.notify_guard(self.memory)
                 self.memory.mkdir(mode=0o700)
                 self._locked_folder(self.memory)
@@ -68,7 +63,7 @@ class RunDir:
     ) -> None:
         self.end_ranks()
         for folder in self.folders():
-            _remove(folder)
+            remove_folder(folder)
         for lock in self._locks:
             os.close(lock)
         assert self._guard.stdin is not None
@@ -104,43 +99,27 @@ class RunDir:
 
     def _locked_folder(self, folder: Path) -> Path:
         """Locks the folder, and returns it."""
-        lock = _locked(folder)
+        lock = locked(folder)
         self._locks += [] if lock is None else [lock]
         return folder
 
 
-def sweep(place: Path) -> None:
-    """Removes the folders of jobs that were killed outright, and kills the ranks that they left."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            about = folder.lstat()
-            own = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-            if not own or not folder.is_dir() or folder.is_symlink() or time.time() - about.st_mtime < _YOUNG:
-                continue
-            if not (folder / _LOCK).is_file():
-                continue
-            lock = _locked(folder)
-            if lock is not None:
-                kill(naming(folder))
-                _remove(folder)
-                os.close(lock)
+@contextlib.contextmanager
+def folder_of_copies() -> Iterator[Path | None]:
+    """A folder in this host's memory for copies of a training's state, removed at the end; None where the system has no such memory.
 
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        remove(folder)
-
-
-def _locked(folder: Path) -> int | None:
-    """Returns a handle that holds the folder's lock; None where another process holds it, or the system has no such locks."""
+    The name holds on all hosts, where ranks create it. The folder is locked on each host: what is left by a job that was killed, and on
+    hosts that were lost, is removed by the next job there.
+    """
+    folder = MEMORY / f"{PREFIX}copies-{secrets.token_hex(16)}"
+    if not MEMORY.is_dir():
+        yield None
+        return
+    folder.mkdir(mode=0o700)
+    lock = locked(folder)
     try:
-        import fcntl
-    except ImportError:
-        return None
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+        yield folder
+    finally:
+        remove_folder(folder)
+        if lock is not None:
+            os.close(lock)

@@ -4,7 +4,8 @@ The ranks' output passes through. A rank reports its failure as one framed line 
 messages, or from the first process that vanished, and the status board has its position. After the first sign of a failure the launcher has
 some seconds to end, then its process group is killed; likewise after a signal to this process, and at once after a second.
 
-Also reports stopped processes that no rank can report: the launcher, all remaining ranks, or a rank that has not begun.
+Also reports stopped processes that no rank can report: the launcher, all remaining ranks, or a rank that has not begun. Ends a job in which
+MPI does not begin: each rank then waits for another within the library, and none can report it.
 
 Separates a launcher's own messages from the ranks' output, and reads from them which rank ended, and how. Launchers explain the end of a
 rank in many lines, after the rank itself has reported its error. Those lines are held back and shown only if there is no better message.
@@ -28,14 +29,14 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from partc.cli.job.faults import fault_of
-from partc.cli.job.processes import end_with_parent
+from partc.cli.job.processes import end_with_parent, naming
 from partc.cli.job.rank import FRAME
 from partc.cli.launch.launcher import inherited
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.output import console
 from partc.runtime.errors import NO_MEMORY, speaks_of_memory
-from partc.runtime.job.status_board import IDLE, read_task, states
+from partc.runtime.job.status_board import IDLE, STARTING, read_task, states
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
     ),
 )
 """The launchers' messages about a rank's end, the most informative first, with functions that read them."""
+
+_LAUNCHER_HELP = (
+    ("run as root", "Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"),
+    (
+        "access an executable",
+        f"each host needs Python and partc at the path of this one, {sys.executable}; leave out a host without them",
+    ),
+    ("failed to report back", "each host needs Open MPI of the same version, and ports that are open between hosts"),
+)
+"""Words of a launcher that started no rank, and the help for them."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
@@ -181,6 +192,52 @@ def _what(launcher: int, ranks: Sequence[int], local: bool) -> str:
     return "; ".join(f"rank {rank} (process {pid}) is stopped" for rank, pid, _ in there)
 
 
+_BEGINS, _BEGINS_SOMEWHERE = 120.0, 600.0
+"""Seconds, and one for each rank, in which a further rank must begin: if all are processes of this machine, and if some are unknown."""
+
+
+class Beginning:
+    """The watch over the start of MPI, in which all ranks wait for each other; `look` is called several times a second.
+
+    `local`: as for `Stopped`. Ranks on other hosts are not known, but MPI begins on all at once.
+    """
+
+    def __init__(self, local: bool) -> None:
+        self.local = local
+        self._over = False
+        self._seen = (0, 0)
+        self._looked = self._since = time.monotonic()
+
+    def look(self, run_dir: RunDir) -> str:
+        """Returns the failure of a start that has made no progress for too long, though no process is stopped; else ""."""
+        now = time.monotonic()
+        if self._over or now - self._looked < _BETWEEN:
+            return ""
+        self._looked = now
+        pids = run_dir.pids()
+        known = sum(pid > 0 for pid in pids)
+        waiting = [
+            rank
+            for rank, (_, action) in enumerate(run_dir.board())
+            if action == STARTING and (self.local or pids[rank])
+        ]
+        self._over = bool(known) and not waiting
+        if self._over or (known, len(waiting)) != self._seen or not (known or self.local):
+            self._seen, self._since = (known, len(waiting)), now
+            return ""
+        limit = (_BEGINS if known == run_dir.ranks else _BEGINS_SOMEWHERE) + run_dir.ranks
+        if now - self._since < limit:
+            return ""
+        if any(state in _STOPPED for state in states([*naming(run_dir.folder)])):
+            self._since = now
+            return ""
+        names = f"rank {waiting[0]} has" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} have"
+        return (
+            f"MPI has not begun: {names} waited {limit:.0f} s for it\n"
+            "  help: a rank that gets no memory, or a network that MPI cannot use; `partc doctor` tests both"
+        )
+
+
 _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0
 _POLL = 0.05
@@ -213,6 +270,7 @@ class _Heard:
     first_dead: int | None = None
     on_stdout: LauncherOutput = field(default_factory=LauncherOutput)
     on_stderr: LauncherOutput = field(default_factory=LauncherOutput)
+    not_begun: str = ""
     passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def ended(self) -> RankEnd | None:
@@ -251,7 +309,7 @@ def supervise(
     is passed through. Stopped processes are reported after `stall` seconds; if all ranks are `local`, of this machine, ranks that have not
     begun are reported too. `failed` gets the message.
     """
-    heard, stopped = _Heard(), Stopped(stall, local)
+    heard, stopped, beginning = _Heard(), Stopped(stall, local), Beginning(local)
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -278,7 +336,8 @@ def supervise(
             if signals.is_requested:
                 with contextlib.suppress(OSError):  # a stopped launcher, too, has to run for its ranks to end
                     process.send_signal(signal.SIGCONT)
-            if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
+            heard.not_begun = beginning.look(run_dir)
+            if heard.not_begun or (heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE):
                 break
             time.sleep(_POLL)
     finally:
@@ -384,6 +443,9 @@ def _verdict(
     if heard.failure is not None:
         failed(heard.failure.text)
         return Outcome(heard.failure.code, is_lost=NO_MEMORY in heard.failure.text)
+    if heard.not_begun:
+        failed(heard.not_begun)
+        return Outcome(1, is_lost=True)
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
         return Outcome(0)
@@ -404,10 +466,9 @@ def _verdict(
         return Outcome(1, is_lost=True)
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
-        refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
-        help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
-        fact = f"the launcher ended with exit code {code}, and no rank reported an error"
-        failed(fact + (help if refused else inherited()))
+        said = " ".join(" ".join(heard.words()).split())
+        help = next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), inherited())
+        failed(f"the launcher ended with exit code {code}, and no rank reported an error{help}")
         return Outcome(1)
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
@@ -415,8 +476,11 @@ def _verdict(
     advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
-    lacks_memory = any(line.startswith("MemoryError") or speaks_of_memory(line) for line in heard.words())
-    return Outcome(1, is_lost=ended.signal is not None or lacks_memory)
+    system = any(
+        line.startswith("MemoryError") or speaks_of_memory(line) or "An error occurred in MPI_Init" in line
+        for line in heard.words()
+    )
+    return Outcome(1, is_lost=ended.signal is not None or system)
 
 
 def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:
@@ -425,7 +489,7 @@ def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], loca
         return "on another host"
     task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)
     step, action = run_dir.board()[rank]
-    if action == IDLE:
+    if action in (IDLE, STARTING):
         position = f"after step {step}" if step else "before its first step"
     else:
         position = f"in step {step}, at {where(rank, action)}"

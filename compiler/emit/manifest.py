@@ -116,7 +116,8 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
     parts = program.plan.pipeline.parts if program.plan.pipeline is not None else 0
-    return program.training.record().model_copy(update={"guard": guard_of(program), "parts": parts})
+    more = {"guard": guard_of(program), "parts": parts, "copies": program.plan.elastic.copies}
+    return program.training.record().model_copy(update=more)
 
 
 def guard_of(program: Complete) -> str:

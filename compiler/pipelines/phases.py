@@ -160,7 +160,11 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
     """
     received = [{value for step in unit.steps if isinstance(step, Comm) for value in step.makes} for unit in units]
     used = [
-        {*(held.value for held in unit.program.outputs), *(value for step in unit.steps for value in step.reads)}
+        {
+            *(held.value for held in unit.program.outputs),
+            *(value for step in unit.steps for value in step.reads),
+            *(one.next for one in unit.program.state if one.next is not None),
+        }
         for unit in units
     ]
     readers: list[set[Value]] = [set() for _ in units]

@@ -175,7 +175,9 @@ class Records:
             return
         like = row.unit.program
         wanted = {held.value: held.version.value.name in self.training.records.summed for held in like.outputs}
-        wanted |= {one.next: False for one in like.state if one.kind == "statistics" and one.next is not None}
+        for one in like.state:
+            if one.kind == "statistics" and one.next is not None:
+                wanted[one.next] = one.next.of is not None and one.next.of.name in self.training.records.summed
         for step, label in zip(like.steps, labels, strict=True):
             for value in step.reads if label == UPDATE and not row.unit.appends(step) else ():
                 of = step.value if isinstance(step, Comm) else value.of

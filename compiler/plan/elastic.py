@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.groups import DATA_AXIS, frame_in, shown_mesh
@@ -42,6 +42,17 @@ class ElasticEntry(Options):
         description="The number of equal parts of a batch, each computed by itself and all sums over them in one order: a training has the "
         "same bits on each number of ranks. A multiple of each number, at least twice.",
     )
+    statistics: Literal["part"] | None = Field(
+        None,
+        description="part: a batch normalization takes its statistics of each part; without it such a layer is refused with 'parts'.",
+    )
+
+    copies: Literal[1] | None = Field(
+        None,
+        description="1: with --restarts each rank's state is also kept in memory, of its host and of the next one: a job that lost ranks, "
+        "or a host, continues from there.",
+    )
+    every: int = Field(10, ge=1, description="The number of steps from one copy in memory to the next.")
 
     @model_validator(mode="after")
     def _of_the_mesh(self, info: ValidationInfo) -> ElasticEntry:
@@ -74,6 +85,10 @@ class ElasticEntry(Options):
     @model_validator(mode="after")
     def _of_one_order(self, info: ValidationInfo) -> ElasticEntry:
         if self.parts is None:
+            if self.statistics is not None:
+                raise Refused(
+                    "'statistics' without 'parts'", "a part is one of 'parts'", "write parts: 24", "statistics"
+                )
             return self
         mesh = dict(frame_in(info).mesh or ())
         if others_of(mesh) > 1:
@@ -89,12 +104,23 @@ class ElasticEntry(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _of_copies(self) -> ElasticEntry:
+        if self.copies is None and "every" in self.model_fields_set:
+            raise Refused(
+                "'every' without 'copies'", "it is the interval of copies in memory", "write copies: 1", "every"
+            )
+        return self
+
     def pipeline(self, ranks: int, where: Callable[..., str]) -> PipelineRules | None:
         """The microbatches of a batch whose `parts` are dealt to this number of ranks; None without `parts`."""
         if self.parts is None:
             return None
         place, count = where("elastic", "parts"), self.parts // ranks
-        return PipelineRules(place, count, accumulates=True, parts=self.parts, shares=math.lcm(*self.ranks))
+        shares = math.lcm(*self.ranks)
+        return PipelineRules(
+            place, count, statistics=self.statistics, accumulates=True, parts=self.parts, shares=shares
+        )
 
     def refuse_uneven(
         self, batch: int | None, microbatches: int, mesh: Mapping[str, int], where: Callable[..., str]

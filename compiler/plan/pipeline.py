@@ -53,7 +53,8 @@ class PipelineRules:
     microbatches: int
     schedule: str | tuple[str, ...] | None = None
     memory: str | int | None = None
-    statistics: Literal["microbatch"] | None = None
+    statistics: Literal["microbatch", "part"] | None = None
+    """The records of which a layer takes its statistics; `part`: batch normalizations only, with `parts`."""
     rows: tuple[str, ...] = ()
     stages: tuple[StageRule, ...] = ()
     recompute: tuple[RecomputeRule, ...] = ()

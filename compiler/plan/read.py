@@ -23,6 +23,7 @@ from partc.compiler.plan.rules import (
     BatchDim,
     Dataset,
     DimRules,
+    Elastic,
     InputRule,
     OutputRule,
     PlacementRule,
@@ -69,7 +70,7 @@ def parse_plan(text: str, name: str) -> Plan:
         except CompileError as error:
             problems = [replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]
             raise CompileError(problems) from None
-    return replace(plan, elastic=others)
+    return replace(plan, elastic=replace(plan.elastic, plans=others))
 
 
 def _entries(document: Document, data: Data) -> PlanEntries:
@@ -140,6 +141,7 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,
         pipeline=pipeline,
+        elastic=Elastic(copies=elastic.every if elastic is not None and elastic.copies else 0),
         precision=entries.precision.placed(where) if entries.precision else None,
         messages=entries.messages.placed(where) if entries.messages else None,
         quantize=tuple(

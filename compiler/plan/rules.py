@@ -159,6 +159,14 @@ class RankRules:
         return workers_of(self.ranks, self.roles.values())
 
 
+@dataclass(frozen=True)
+class Elastic:
+    """The `plans` of an elastic training for its further numbers of ranks, and the steps between copies of its state; 0 without copies."""
+
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    copies: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(RankRules):
     """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size.
@@ -182,8 +190,7 @@ class Plan(RankRules):
     target: tuple[TargetRule, ...] = ()
     generate: GenerateRules | None = None
     adapters: tuple[AdapterRule, ...] = ()
-    elastic: Mapping[int, Plan] = field(default_factory=dict)
-    """Maps each further number of ranks of an elastic training to the plan for it."""
+    elastic: Elastic = Elastic()
     experts: tuple[ExpertsRule, ...] = ()
     context: ContextRules | None = None
 

@@ -13,6 +13,12 @@ of about 2**-24 m**2 / variance. The shift is the same number on all ranks and c
 
 The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n. Those of a torch
 module (`UNBIASED`) move by torch's, with the variance over n - 1; n counts the batch of all ranks, or the microbatch of all ranks.
+
+With `elastic: {statistics: part}` each part of a batch is normalized by its own statistics, with a dim of the parts, along which ranks and
+microbatches are dealt: no position of one part meets another's. The new running statistics are a sum of the parts' terms, which is added up
+like all sums over parts:
+
+    x of part p: (p, records, channels, ..)       new running = sum over p of (running momentum + own of p (1 - momentum)) / parts
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import UNBIASED, name_of
 from partc.compiler.ops.node import single
 
 EXACT = "partc.exact"
@@ -86,8 +92,6 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
 
     `x` has the rank and type of the node's input; `scopes` is metadata that names the node's path as the module of the new nodes.
     """
-    graph = node.graph
-    assert graph is not None
     assert x.shape is not None
     plain = _Plain(name_of(node), x.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
     data, scale, bias = (plain.widened(value) for value in node.inputs[:3])
@@ -122,14 +126,58 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
         plain.narrowed(value, old.dtype, f"narrow{k}")
         for k, (value, old) in enumerate(zip((new_mean, new_variance), running, strict=True))
     ]
-    outputs = [y, *made][: len(node.outputs)]
-    for old, new in zip(node.outputs, outputs, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-    for value, old in zip(made, running, strict=True):
-        value.type, value.shape = old.type, old.shape
-    for constant in plain.constants:
-        graph.register_initializer(constant)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], plain.nodes, node.outputs, outputs)
+    plain.replace(node, running, [y, *made])
+    return made
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """The parts of a batch, each with the same number of records."""
+
+    count: int
+    records: int
+
+
+def decompose_each(
+    node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str], split: BatchSplit
+) -> list[ir.Value]:
+    """Replaces the node by plain ops that take the statistics of each part; arguments and result are those of `decompose`."""
+    assert x.shape is not None
+    plain = _Plain(name_of(node), x.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
+    data, scale, bias = (plain.widened(value) for value in node.inputs[:3])
+    positions = list(range(2, len(x.shape)))
+    shape, sizes = plain.add("Shape", [data], "shape"), x.shape.dims[1:]
+    if all(isinstance(size, int) for size in sizes):
+        divided = plain.integers("divided", [-1, split.records, *(size for size in sizes if isinstance(size, int))])
+    else:
+        rest = plain.add("Shape", [data], "rest", start=1)
+        divided = plain.add("Concat", [plain.integers("part", [-1, split.records]), rest], "divided", axis=0)
+    records = plain.add("Reshape", [data, divided], "records")
+    axes = [1, *(k + 1 for k in positions)]
+    mean = plain.add("ReduceMean", [records, plain.integers("mean.axes", axes)], "mean", keepdims=1)
+    centered = plain.add("Sub", [records, mean], "centered")
+    squares = plain.add("Mul", [centered, centered], "squares")
+    variance = plain.add("ReduceMean", [squares, plain.integers("variance.axes", axes)], "variance", keepdims=1)
+    epsilon = plain.number("epsilon", single(node.attributes.get_float("epsilon", 1e-5)))
+    deviation = plain.add("Sqrt", [plain.add("Add", [variance, epsilon], "above_zero")], "deviation")
+    gain = plain.add("Div", [plain.unsqueezed(scale, "scale", [k - 1 for k in positions]), deviation], "gain")
+    scaled = plain.add("Mul", [centered, gain], "scaled")
+    normalized = plain.add("Add", [scaled, plain.unsqueezed(bias, "bias", [k - 1 for k in positions])], "normalized")
+    y = plain.narrowed(plain.add("Reshape", [normalized, shape], "y"), x.dtype, "narrow")
+    momentum = single(node.attributes.get_float("momentum", 0.9))
+    made = []
+    for old, new, word in zip(running, (mean, variance), ("mean", "variance"), strict=True):
+        own = plain.add("Squeeze", [new, plain.integers(f"{word}.flat", axes)], f"{word}.of_part")
+        if word == "variance" and UNBIASED in node.meta:
+            own = plain.add("Mul", [own, plain.unbiased(records, axes)], f"{word}.unbiased")
+        moved = plain.add("Mul", [own, plain.number(f"{word}.share", (1 - momentum) / split.count)], f"{word}.moved")
+        kept = plain.add(
+            "Mul", [plain.widened(old), plain.number(f"{word}.momentum", momentum / split.count)], f"{word}.kept"
+        )
+        each = plain.add("Add", [kept, moved], f"{word}.term")
+        total = plain.add("ReduceSum", [each, plain.integers(f"{word}.parts", [0])], f"running_{word}", keepdims=0)
+        made.append(plain.narrowed(total, old.dtype, f"narrow_{word}"))
+    plain.replace(node, running, [y, *made])
     return made
 
 
@@ -146,6 +194,27 @@ class _Plain:
     @property
     def wide(self) -> ir.DataType:
         return ir.DataType.FLOAT if self.dtype in _HALF else self.dtype
+
+    def replace(self, node: ir.Node, running: Sequence[ir.Value], results: Sequence[ir.Value]) -> None:
+        """Puts the nodes in place of `node`; `results`: its output, and the new running statistics."""
+        graph = node.graph
+        assert graph is not None
+        outputs = results[: len(node.outputs)]
+        for old, new in zip(node.outputs, outputs, strict=True):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+        for value, old in zip(results[1:], running, strict=True):
+            value.type, value.shape = old.type, old.shape
+        for constant in self.constants:
+            graph.register_initializer(constant)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], self.nodes, node.outputs, outputs)
+
+    def unbiased(self, records: ir.Value, axes: Sequence[int]) -> ir.Value:
+        """Returns n / (n - 1), where n is the number of positions of a part and channel; 1 where it is one."""
+        sizes = self.add("Gather", [self.add("Shape", [records], "sizes"), self.integers("places", axes)], "positions")
+        count = self.add("ReduceProd", [sizes], "count", keepdims=0)
+        wide, one = self.add("Cast", [count], "number", to=self.wide.value), self.number("one", 1)
+        rest = self.add("Max", [self.add("Sub", [wide, one], "less"), one], "others")
+        return self.add("Div", [wide, rest], "factor")
 
     def add(self, op_type: str, inputs: Sequence[ir.Value], word: str, **attributes: Any) -> ir.Value:
         return self._add(op_type, inputs, word, [ir.Value(name=f"{self.path}.{word}")], attributes)[0]

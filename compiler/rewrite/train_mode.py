@@ -25,7 +25,14 @@ from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, bodies, name_of
 from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.ops.node import single
 from partc.compiler.ops.rule import OWN
-from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place, unbiased
+from partc.compiler.rewrite.batch_norm import (
+    BatchSplit,
+    decompose,
+    decompose_each,
+    infer_in_place,
+    train_in_place,
+    unbiased,
+)
 
 STEP = "step"
 """The graph's input that determines the masks: an int64 number, different for each draw of one training."""
@@ -50,12 +57,19 @@ class Modes:
 
 
 def to_training(
-    model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str], bool], known: Known = MappingProxyType({})
+    model: ir.Model,
+    *,
+    cut: bool,
+    seed: int,
+    frozen: Callable[[str], bool],
+    known: Known = MappingProxyType({}),
+    split: BatchSplit | None = None,
 ) -> Modes:
     """Changes `model`, of opset 21 or later, into its form for training.
 
     `cut`: whether any operator may run on several ranks. `seed`: the seed of all masks. `frozen`: whether the weight of a name is frozen:
     a normalization with frozen statistics, or with frozen scale and bias, stays in inference form. `known`: promised facts about dims.
+    `split`: the parts of a batch of each of which normalizations take their own statistics.
 
     Raises CompileError with all violations, where randomness or statistics are used in a way that is not supported.
     """
@@ -83,7 +97,7 @@ def to_training(
         infer_in_place(node)
     for node in {*dropouts} - {*drawing}:
         _undropped(node)
-    statistics = _trained(model, training, shaped)
+    statistics = _trained(model, training, shaped, split)
     if not drawing:
         return Modes(statistics, None)
     step = ir.Value(name=STEP, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
@@ -130,7 +144,7 @@ def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node,
 
 
 def _trained(
-    model: ir.Model, nodes: list[ir.Node], known: Mapping[ir.Node, ir.Value]
+    model: ir.Model, nodes: list[ir.Node], known: Mapping[ir.Node, ir.Value], split: BatchSplit | None
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Puts normalizations into training form; returns each of their statistics with the value that replaces it.
 
@@ -143,8 +157,11 @@ def _trained(
         running = [newest.get(value, value) for value in states]
         x, data = known.get(node), node.inputs[0]
         scopes, momentum = module(name_of(node)), single(node.attributes.get_float("momentum", 0.9))
-        made = decompose(node, running, x, scopes) if x else train_in_place(node, running)
-        if UNBIASED in node.meta and data is not None:
+        if split is not None and x is not None:
+            made = decompose_each(node, running, x, scopes, split)
+        else:
+            made = decompose(node, running, x, scopes) if x else train_in_place(node, running)
+        if UNBIASED in node.meta and data is not None and split is None:
             made[1] = unbiased(node, running[1], made[1], data, scopes, momentum)
         for state, old, new in zip(states, running, made, strict=True):
             if not state.is_initializer():

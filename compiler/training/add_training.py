@@ -41,6 +41,7 @@ from partc.compiler.ir.training import (
 from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.ops.registry import draws, stops_gradient
 from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.losses import Loss
 from partc.compiler.plan.training.metric import Metric
@@ -48,6 +49,7 @@ from partc.compiler.plan.training.metrics import METRICS, OutputMetric
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.plan.training.usual_names import known_type, usual_names
+from partc.compiler.rewrite.batch_norm import BatchSplit
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.gradient_forms import give_gradient_forms, split_sequences
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
@@ -187,8 +189,11 @@ def add_training(program: Loaded) -> Prepared:
     # An evaluation is of all its records, however they are dealt out.
     alone = not rules.loss.per_rank_mean or program.kind.evaluates
     shards = 1 if alone else batch_shards(plan, rules.loss.labels)
+    split: BatchSplit | None = None
     if plan.pipeline is not None and plan.pipeline.parts:
         shards = 0
+        if plan.pipeline.statistics == "part":
+            split = _split_of(rules, plan.pipeline)
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, plan.dims.batch_dims, promised(program))
     precision = plan.precision
@@ -201,7 +206,15 @@ def add_training(program: Loaded) -> Prepared:
     step = program.other_programs.get(ProgramKind.STEP)
     outputs = None if step is None or step.training is None else step.training.untrained.outputs
     training = add_loss_and_metrics(
-        model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards, outputs=outputs
+        model,
+        rules,
+        list(program.trainable),
+        cut=cut,
+        part=program.kind,
+        known=known,
+        shards=shards,
+        outputs=outputs,
+        split=split,
     )
     training = replace(training, untrained=replace(training.untrained, operands=operands), precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
@@ -218,6 +231,17 @@ def add_training(program: Loaded) -> Prepared:
     return program.into(Prepared, plan=plan, paths=paths, training=training, warnings=warnings)
 
 
+def _split_of(rules: TrainRules, pipeline: PipelineRules) -> BatchSplit:
+    """Returns the parts of a batch; raises CompileError if the plan does not give the number of records."""
+    if rules.batch is None:
+        fact, law = (
+            "'statistics: part', and the plan has no 'batch'",
+            "a normalization divides a batch into parts of a known size",
+        )
+        raise CompileError(Problem(pipeline.where, fact, law, f"write train: {{batch: {8 * pipeline.parts}}}"))
+    return BatchSplit(pipeline.parts, rules.batch // pipeline.parts)
+
+
 def add_loss_and_metrics(
     model: ir.Model,
     rules: TrainRules,
@@ -228,12 +252,13 @@ def add_loss_and_metrics(
     known: Known,
     shards: int = 1,
     outputs: ModelOutputs | None = None,
+    split: BatchSplit | None = None,
 ) -> Training:
     """Changes `model` to compute the loss and the metrics; returns its `Training`.
 
     `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: the promises about inputs' dims;
-    `shards`: the number of shards of a batch that have means of their own; `outputs`: those of the same model in another program. Raises
-    CompileError for patterns that match nothing.
+    `shards`: the number of shards of a batch that have means of their own; `outputs`: those of the same model in another program; `split`:
+    the parts of which batch normalizations take their statistics. Raises CompileError for patterns that match nothing.
     """
     graph = model.graph
     split_sequences(model)
@@ -249,7 +274,12 @@ def add_loss_and_metrics(
     else:
         refuse_modes(model, node_paths(model))
         modes = to_training(
-            model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen, known=known
+            model,
+            cut=cut or split is not None,
+            seed=rules.seed,
+            frozen=lambda name: name in how and how[name].frozen,
+            known=known,
+            split=split,
         )
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)

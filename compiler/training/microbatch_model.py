@@ -27,6 +27,7 @@ from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.ops.families.neural.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
+from partc.compiler.plan.pipeline import MICROBATCH
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
 from partc.compiler.plan.training.loss import ClassLabels
 from partc.compiler.rewrite.class_losses import CLASS_LABELS
@@ -119,7 +120,7 @@ def in_parts(program: Annotated) -> Annotated:
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.records.totals)
-    if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
+    if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics != MICROBATCH:
         raise CompileError(_refused(program, found))
     if program.plan.pipeline is not None and program.plan.pipeline.parts:
         _hold_bits(program, found, read, training)
@@ -294,7 +295,8 @@ def _refused(program: Annotated, found: Flow) -> Problem:
             program.plan.pipeline.where,
             f"not all of the model can run by parts: {'; '.join(named[:3])}{more}",
             "a part knows its own records alone; only losses and gradients are added up",
-            "leave out 'parts', or freeze what reads all records",
+            "write statistics: part, if a batch normalization may take those of each part, freeze what reads all records, or leave out "
+            "'parts'",
         )
     return Problem(
         program.plan.pipeline.where,

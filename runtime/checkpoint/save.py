@@ -104,7 +104,7 @@ class Save:
     def commit(self, said: Sequence[str]) -> str:
         """On rank 0, writes the index from the texts that `write` has returned on all ranks, and gives the checkpoint its name."""
         if self.rank == 0:
-            index = _index(self.step, self.records, self.owned, self.meta, said)
+            index = index_of(self.step, self.records, self.owned, self.meta, said)
             _commit(self.scratch, self.target, index, self.retention)
         return ""
 
@@ -246,7 +246,7 @@ def _key(tensor: str, owned: Owned, shape: Sequence[int]) -> str:
     return tensor if owned.region.shape == tuple(shape) else f"{tensor}{owned.region}"
 
 
-def _index(
+def index_of(
     step: int,
     records: Sequence[StateRecord],
     owned: Mapping[str, Sequence[Owned]],

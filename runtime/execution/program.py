@@ -287,6 +287,11 @@ class Program:
         self.agreement.open()
         self._at_once = connected(self._program, self.manifest, self._transport)
 
+    @property
+    def transport(self) -> Transport:
+        """This rank's end of the job, for messages that are not of a step."""
+        return self._transport
+
     @one_call(PROGRAM)
     def all_gather_text(self, text: str) -> list[str]:
         """Returns the texts of all ranks, in the order of the ranks; collective."""

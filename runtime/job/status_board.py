@@ -28,6 +28,8 @@ SLOT = struct.Struct("<qq")
 _PID = struct.Struct("<q")
 IDLE = -1
 AGREEING = -2
+STARTING = -3
+"""The action of a rank that has not joined the others yet: it loads Python, or MPI begins."""
 
 Buffer: TypeAlias = "bytearray | mmap.mmap"
 
@@ -41,8 +43,14 @@ class Board:
 
 
 def create_board(file: Path, ranks: int) -> None:
-    """Creates a board on which every rank is idle."""
-    write_new(file, SLOT.pack(0, IDLE) * ranks)
+    """Creates a board on which every rank is starting."""
+    write_new(file, SLOT.pack(0, STARTING) * ranks)
+
+
+def note_joined(rank: int) -> None:
+    """Writes that the rank has joined the others: MPI has begun."""
+    board = open_board(rank)
+    SLOT.pack_into(board.buffer, board.offset, 0, IDLE)
 
 
 def open_board(rank: int) -> Board:

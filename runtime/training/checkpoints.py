@@ -5,13 +5,14 @@ Nothing is loaded from a checkpoint before all of it has been verified. So a che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import JsonValue
 
-from ..artifact.format import OF_A_PLAN
+from ..artifact.format import OF_A_PLAN, StateRecord
+from ..artifact.tensors.dtypes import Array
 from ..checkpoint.background import BackgroundSave
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.compatibility import OPTIMIZER, check_compatible, fits, is_weights_file, matching_weights
@@ -25,6 +26,7 @@ from ..checkpoint.verification import Verification
 from ..errors import DamagedError
 from ..execution.program import Program
 from ..job.agree import together
+from .copies import Copies
 from .ema import Averages
 
 Result = TypeVar("Result")
@@ -48,6 +50,7 @@ class Checkpoints:
         self._ours: set[Path] = set()
         """The folders to which this run has written, now or before it was resumed."""
         self._locks: dict[Path, Lock] = {}
+        self.copies: Copies | None = None
         self.saving: BackgroundSave | None = None
         """The save in the background that has not been finished."""
 
@@ -64,12 +67,7 @@ class Checkpoints:
         self.finish()
         self.claim(folder)
         share, rank = self._program.all_gather_text, self._program.rank
-        arrays, records = self._program.state.arrays(), [*self._kept]
-        if self._averages is not None:
-            arrays, records = [*arrays, *self._averages.arrays()], [*records, *self._averages.records]
-        known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
-        if (training := self._program.manifest.training) is not None and training.adapter:
-            known[ADAPTER] = {**training.adapter}
+        arrays, records, known = self._state(meta)
         lock, retention = self._locks.get(folder), Retention(keep, best, folder.resolve() in self._ours)
         if background:
             one = Save(folder, step, rank, arrays, records, known, retention, lock)
@@ -78,6 +76,32 @@ class Checkpoints:
         path = save(folder, step, rank, arrays, records, known, share, retention, lock)
         self._ours.add(folder.resolve())
         return path
+
+    def _state(
+        self, meta: Mapping[str, JsonValue]
+    ) -> tuple[Sequence[tuple[StateRecord, Array]], list[StateRecord], dict[str, JsonValue]]:
+        """Returns this rank's tensors, the records of all ranks, and the metadata of a checkpoint."""
+        arrays, records = self._program.state.arrays(), [*self._kept]
+        if self._averages is not None:
+            arrays, records = [*arrays, *self._averages.arrays()], [*records, *self._averages.records]
+        known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
+        if (training := self._program.manifest.training) is not None and training.adapter:
+            known[ADAPTER] = {**training.adapter}
+        return arrays, records, known
+
+    def keep_copies(self, folder: Path) -> Copies:
+        """Prepares copies of the state in memory, in a folder of each host; CheckpointError on all ranks where a host cannot have it."""
+        self.copies = Copies(folder, self._program.transport)
+        return self.copies
+
+    def _is_copy(self, path: Path) -> bool:
+        """Whether a checkpoint's path is that of a copy in memory."""
+        return self.copies is not None and path.parent == self.copies.folder
+
+    def copy(self, step: int, meta: Mapping[str, JsonValue]) -> None:
+        """Begins a copy of the state in memory."""
+        assert self.copies is not None
+        self.copies.begin(step, *self._state(meta))
 
     @property
     def has_failed(self) -> bool:
@@ -134,7 +158,8 @@ class Checkpoints:
             return checkpoint.index
 
         self.source, index = take_newest_intact(path, take, option, self._program.rank, self._program.all_gather_text)
-        self._ours.add(self.source.parent.resolve())
+        if not self._is_copy(self.source):
+            self._ours.add(self.source.parent.resolve())
         return index
 
     def load_weights(
@@ -164,10 +189,14 @@ class Checkpoints:
     def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Loads these tensors into the state, once the ranks together have verified the checkpoint."""
         wanted, rank = frozenset(names), self._program.rank
+        share = rank, self._program.manifest.ranks
+        if self._is_copy(checkpoint.path):
+            assert self.copies is not None
+            share = self.copies.place  # each host has files of its own
 
         def prove() -> None:
             begun = self._ahead and self._ahead.take(checkpoint)
-            with begun or Verification(checkpoint, rank, self._program.manifest.ranks) as proof:
+            with begun or Verification(checkpoint, *share) as proof:
                 if problems := proof.problems():
                     raise DamagedError(problems)
 

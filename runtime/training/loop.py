@@ -83,11 +83,13 @@ def run(
         after.log(step, steps.total)
         after.evaluate(step)
         after.save(step)
+        after.saves.copy(step)
         recording.after(step.number, trainer.tracing)
         is_last = step.is_last
         if trainer.stopping or after.is_over:
             break
     after.saves.finish()
+    trainer.end_copies()
     trainer.check_last_loss()
     return TrainingEnd(after.metrics, 0 if is_last else trainer.stopping or (EARLY_STOP if after.is_over else 0))
 
@@ -227,12 +229,20 @@ class _Saves:
 
     def save(self, kept: CheckpointSettings) -> None:
         """Writes a checkpoint, or begins to do so if the plan saves in the background; collective."""
-        meta = {**self._loader.saved(self._trainer.program.all_gather_text), **self._judged.meta()}
+        meta = self._meta()
         self.finish()
         best = self._judged.best_step
         path = self._trainer.save(Path(kept.folder), meta, kept.keep.last, best, kept.background)
         self._unreported = self._trainer.step, path
         self.report()
+
+    def copy(self, step: _Step) -> None:
+        """Continues a copy in memory, and begins one if it is due; collective."""
+        every = self._trainer.record.copies
+        self._trainer.copy(every > 0 and step.number % every == 0 and not step.is_last, self._meta)
+
+    def _meta(self) -> dict[str, JsonValue]:
+        return {**self._loader.saved(self._trainer.program.all_gather_text), **self._judged.meta()}
 
     def report(self) -> None:
         """Reports the last checkpoint to the listener, if it is complete by now and not yet reported."""

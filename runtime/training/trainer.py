@@ -32,6 +32,7 @@ from ..execution.times.profiler import Profiler
 from ..job.turn import TRAINER, CallGuard, one_call
 from ..user_code import user_code
 from .checkpoints import Checkpoints
+from .copies import Copies
 from .data import Choices, loader_of
 from .ema import Averages
 from .evaluation import Evaluation
@@ -334,6 +335,29 @@ class Trainer:
     def finish_saving(self) -> None:
         """Waits for a checkpoint that is written in the background. CheckpointError on all ranks where it could not be written."""
         self._checkpoints.finish()
+
+    @one_call(TRAINER)
+    def keep_copies(self, folder: str | Path) -> Copies:
+        """Prepares copies of the state in memory, in a folder of each host; CheckpointError on all ranks where a host cannot have it."""
+        return self._checkpoints.keep_copies(Path(folder))
+
+    @one_call(TRAINER)
+    def copy(self, begins: bool, meta: Callable[[], Mapping[str, JsonValue]]) -> None:
+        """Takes the next turn of a copy in memory that has begun, and begins one of this step if it `begins`; with `meta` as for `save`."""
+        copies = self._checkpoints.copies
+        if copies is None:
+            return
+        copies.advance()
+        if begins:
+            self._check_last_loss()
+            self._checkpoints.copy(self.step, {**meta(), **({SKIPPED: self.skipped} if self.skipped else {})})
+
+    @one_call(TRAINER)
+    def end_copies(self) -> None:
+        """Removes the copies in memory, at the end of a training."""
+        if self._checkpoints.copies is not None:
+            self._checkpoints.copies.end()
+            self._checkpoints.copies = None
 
     @one_call(TRAINER)
     def claim(self, folder: str | Path) -> None:

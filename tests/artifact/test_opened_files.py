@@ -75,7 +75,7 @@ OTHERWISE = {
     "cli/output/failures.py: open": "a file of /proc",
     "runtime/job/place.py: Path(f'/proc/{pid}/stat').read_text": "a file of /proc",
     "cli/launch/guard.py: open": "it imports nothing of partc, since it starts with every job, and reads /proc",
-    "cli/launch/run_dir.py: os.open": "the lock in a folder that the job has made",
+    "cli/job/folders.py: os.open": "the lock in a folder that the job has made",
     "cli/machine/measure.py: (folder / 'plan.yaml').write_text": "a new folder that measure has made",
     "cli/machine/measure.py: (folder / REQUEST).write_text": "a new folder that measure has made",
     "cli/machine/measure.py: onnx.save": "a new folder that measure has made",

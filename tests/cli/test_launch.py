@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
+from partc.cli.job.job import BOARD
 from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
 from partc.cli.launch.run_dir import RunDir
@@ -23,6 +24,7 @@ from partc.cli.launch.supervise import LauncherOutput, Outcome, RankEnd, supervi
 from partc.cli.main import invoke
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.job.status_board import VARIABLE, note_joined, write_pid
 from waiting import LONG, until
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -377,15 +379,47 @@ def test_a_rank_that_stops_before_it_has_noted_its_process_is_named(
     assert finish(process)[0] != 0
 
 
-def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
-    words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+def test_a_start_of_mpi_that_never_ends_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both ranks have a process, and one of them never joins the other."""
+    monkeypatch.setattr("partc.cli.launch.supervise._BEGINS", 0.5)
+    with RunDir(2) as run_dir:
+        for rank in range(2):
+            write_pid(run_dir.folder, rank)
+        monkeypatch.setenv(VARIABLE, str(run_dir.folder / BOARD))
+        note_joined(0)
+        command = ["tail", "-f", str(run_dir.folder / BOARD)]
+        outcome = supervise(
+            command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals(), local=True
+        )
+    assert outcome == Outcome(1, is_lost=True)
+    assert "MPI has not begun: rank 1 has waited 2 s for it" in capfd.readouterr().err
+
+
+ROOT = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+ABSENT = (
+    "prterun was unable to launch the specified application as it could not\\naccess an executable:\\n\\n   Node: b\\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "help"),
+    [
+        (ROOT, "Open MPI refuses to run as root: use partc run -- --allow-run-as-root"),
+        (ABSENT, "each host needs Python and partc at the path of this one"),
+    ],
+)
+def test_a_launcher_that_starts_no_rank_is_told_with_the_remedy(
+    words: str, help: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with RunDir(2) as run_dir:
         command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
         outcome = supervise(
             command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
         )
     assert outcome == Outcome(1)
-    assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err
+    assert f"help: {help}" in capfd.readouterr().err
 
 
 def test_a_launcher_that_hears_a_request_to_save_and_ends_ends_the_job_by_it(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from partc.cli.job.folders import sweep
 from partc.cli.launch import guard
-from partc.cli.launch.run_dir import RunDir, sweep
+from partc.cli.launch.run_dir import RunDir
 from partc.runtime.job.status_board import write_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc")

@@ -34,6 +34,7 @@ COMPARED = {
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
+    "same_bits --only gpt --steps 2 --ranks 2,1": "1 models, 2 trainings of each, 0 with other bits",
     "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",
 }
 """Scripts that compare random models with one rank."""

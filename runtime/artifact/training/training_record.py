@@ -33,7 +33,8 @@ class TrainingRecord(MetricsRecord):
     anything; where it is not finite the step replaces nothing of what is kept. `sum_over_ranks`: gradients are those of the sum over the
     batch's shards of their means. `not_streamed`: why a pipeline evaluates whole batches. `adapter`: the alpha
     of each module of an adapter that is trained, which adds alpha / rank times a product. `parts`: of how many parts of a batch sums have
-    one order, whatever the number of ranks; 0 where they have that of the ranks.
+    one order, whatever the number of ranks; 0 where they have that of the ranks. `copies`: the steps from one copy of the state in memory
+    to the next; 0 without copies.
     """
 
     sum_over_ranks: bool = False
@@ -46,3 +47,4 @@ class TrainingRecord(MetricsRecord):
     not_streamed: str = ""
     adapter: dict[str, float] = {}
     parts: int = 0
+    copies: int = 0

@@ -2,7 +2,8 @@
 
 A task computes values of one part, that of its microbatch in the rank's run. The checker maps each value of a step to the tree nodes that
 it has, in order: an Add has both halves of a node, in their order; an op that only moves elements has the nodes of its operand; an exchange
-has those of all ranks. The loss, and each gradient that an optimizer reads, must be the whole tree, or rows of all parts in their order.
+has those of all ranks. The loss, new statistics, and each gradient that an optimizer reads, must be the whole tree, or rows of all parts in
+their order.
 
     %g.of_0_2 = Add(%g.0, %g.1)      (0, 1) and (1, 2) are (0, 2)
     %g.of_0_3 = Add(%g.1, %g.2)      (1, 3) is not a node: on another number of ranks they are added otherwise
@@ -10,7 +11,7 @@ has those of all ranks. The loss, and each gradient that an optimizer reads, mus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto
@@ -47,7 +48,12 @@ def check_tree_sums(manifest: Manifest, models: Mapping[int, ModelProto]) -> Ite
     whole = ((0, parts),), tuple((part, part + 1) for part in range(parts))
     for one in ranks.values():
         file = manifest.program(one.rank)
-        for node, name in one.results(training.loss):
+        statistics = {
+            record.next
+            for record in manifest.state
+            if record.kind == "statistics" and one.rank in record.ranks and record.next and "int" not in record.type
+        }
+        for node, name in one.results({training.loss, *statistics}):
             if one.known.get(name) not in whole and (file, name) not in told:
                 told.add((file, name))
                 fact = f"'{name}' is not the sum over {parts} parts by their tree{one.why(name)}"
@@ -66,13 +72,13 @@ class _Rank:
         self.wrong: dict[str, str] = {}
         """Maps each value whose parts are in another order to the reason."""
 
-    def results(self, loss: str) -> Iterator[tuple[NodeProto, str]]:
-        """The values that must be whole sums, each with its node."""
+    def results(self, totals: Collection[str]) -> Iterator[tuple[NodeProto, str]]:
+        """The values that must be whole sums, each with its node: gradients, and the outputs of these names."""
         for node in self.nodes:
             if node.domain == OPTIMIZER and len(node.input) > 2 and node.op_type != _MERGES:
                 yield node, node.input[2 if node.op_type.endswith(("Rows", "RowsScaled")) else 1]
-            elif loss in node.output:
-                yield node, loss
+            else:
+                yield from ((node, name) for name in node.output if name in totals)
 
     def why(self, name: str) -> str:
         """The reason for which a value's parts are in another order, if it is known."""

@@ -76,6 +76,7 @@ def test_programs_of_other_tensors_are_found(folder: Path, capsys: pytest.Captur
         ("[4, 3]", "", ("the numbers are 4, 3, and 'ranks' is 6", "or set 'ranks' to 4")),
         ("[6, 4]", "mesh: {dp: 2, tp: 3}\n", ("4 ranks are not a mesh dp=2 x tp=3", "take multiples of 3")),
         ("[6, 3]", "mesh: {data: 6}\n", ("the mesh data=6 is not a grid of all ranks with an axis 'dp'",)),
+        ("[6, 3], every: 5", "", ("'every' without 'copies'", "write copies: 1")),
         ("[6, 3]", "placement: {a: 5}\n", ("on 3 ranks: placement of 'a': rank 5, but there are 3 ranks",)),
     ],
 )

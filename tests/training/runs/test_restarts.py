@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from training_command_case import PLACED, built, folder, run, tensors, train
+from training_command_case import PARALLEL, PLACED, built, folder, run, tensors, train
 
 __all__ = ["folder"]
 
@@ -28,6 +29,17 @@ def dies(batch):
 
 
 dies.calls = 0
+
+
+def dies_again(batch):
+    """The file `die_<k>_<n>` ends a rank at its batch n, after k losses."""
+    dies.calls += 1
+    lost = len([*HERE.glob("lost_*")])
+    try:
+        (HERE / f"die_{lost}_{dies.calls}").rename(HERE / f"lost_{lost}")
+    except FileNotFoundError:
+        return batch
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fails(batch):
@@ -81,3 +93,23 @@ def test_a_mistake_is_not_repeated(folder: Path, capsys: pytest.CaptureFixture[s
     ):
         code, said = run(build, *words)
         assert (code, fact in said) == (2, True), said
+
+
+def test_lost_ranks_continue_from_a_copy_in_memory(folder: Path) -> None:
+    """Without a checkpoint on disk: each loss with a later copy counts anew, and two within one interval give the bits of none."""
+    (folder / "dying.py").write_text(DIES)
+    plan = PARALLEL.replace("data: data.npz", "data: {source: data.npz, transform: 'dying.py:dies_again'}")
+    build = built(folder, plan.replace("mesh:", "elastic: {ranks: [2], copies: 1, every: 3}\nmesh:"))
+    whole, kept = folder / "whole", folder / "kept"
+    assert train(str(build), "--checkpoint", str(whole), "--save", "100") == 0
+    for name in ("die_0_12", "die_1_2", "die_2_12"):  # after a copy; in the same interval; after another copy
+        (folder / name).touch()
+    code, said = run(build, "--checkpoint", str(kept), "--save", "100", "--restarts", "2")
+    assert code == 0, said
+    assert said.count("was killed by signal 9 (SIGKILL)") == 3
+    (copies,) = {*re.findall(r"or from the copy of step \d+ in (\S+);", said)}
+    assert not Path(copies).exists()
+    assert "all ranks are on one host: copies of the state outlive them, but not the host" in said
+    assert tensors(kept) == tensors(whole)
+    code, said = run(build, "--checkpoint", str(folder / "bare"), "--steps", "1")
+    assert (code, "no copies of the state are kept in memory: 'elastic: copies' is for --restarts" in said) == (0, True)

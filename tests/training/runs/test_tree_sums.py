@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +56,10 @@ def test_bits_are_those_of_any_number_of_ranks(folder: Path) -> None:
     assert all(one == weights[0] for one in weights)
 
 
-def other_order(model: onnx.ModelProto) -> None:
+def other_order(model: onnx.ModelProto, word: str = "grad.sum.next") -> None:
     """((0, 2), (2, 4)) becomes ((0, 2), 2), 3)."""
     adds = {node.output[0]: node for node in model.graph.node if node.op_type == "Add"}
-    whole = next(node for name, node in adds.items() if name.endswith("grad.sum.next.of_0_4"))
+    whole = next(node for name, node in adds.items() if name.endswith(".of_0_4") and word in name)
     right = adds[whole.input[1]]
     third, fourth = right.input
     right.input[:], whole.input[:] = [whole.input[0], third], [right.output[0], fourth]
@@ -78,6 +79,27 @@ NORMALIZED = MODEL.replace("nn.Dropout(0.25)", "nn.BatchNorm2d(16)").replace(
 )
 
 
+STATISTICS = PARTS.replace("parts: 12", "parts: 12, statistics: part").replace("divisor: 12", "divisor: 24")
+
+
+def test_statistics_of_parts_have_the_bits_of_any_number_of_ranks(folder: Path) -> None:
+    """A batch normalization: alone, and on other ranks in between; another order of its running statistics is found."""
+    (folder / "model.py").write_text(NORMALIZED)
+    build = built(folder, STATISTICS)
+    assert texts(build) == ""
+    assert invoke(["verify", "model.py", "--plan", "build.yaml"]) == 0
+    weights = []
+    for name, stages in {"on6": [(6, 4)], "on1": [(1, 4)], "moved": [(4, 2), (2, 4)]}.items():
+        for ranks, steps in stages:
+            ran = ("-n", str(ranks), "--steps", str(steps), "--resume", "auto", "--checkpoint", name)
+            assert train(str(build), *ran) == 0
+        weights.append(tensors(folder / name))
+    assert sum("running" in name for name in weights[0]) == 2
+    assert all(one == weights[0] for one in weights)
+    change_file(build / "r2", "rank_0000.onnx", partial(other_order, word="running_mean"))
+    assert "running_mean.next' is not the sum over 12 parts by their tree" in texts(build / "r2")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -91,7 +113,11 @@ NORMALIZED = MODEL.replace("nn.Dropout(0.25)", "nn.BatchNorm2d(16)").replace(
             ("'loss.class_weights', which has fractions",),
         ),
         (("type: adam,", "type: lamb,"), ("an optimizer with norms of whole parameters, 'lamb', is shared out",)),
-        (("", ""), ("not all of the model can run by parts: drop", "leave out 'parts'")),
+        (
+            ("", ""),
+            ("not all of the model can run by parts: drop", "write statistics: part, if a batch normalization may"),
+        ),
+        (("parts: 12", "statistics: part"), ("'statistics' without 'parts'", "write parts: 24")),
     ],
 )
 def test_what_has_other_bits_is_refused(folder: Path, change: tuple[str, str], words: tuple[str, ...]) -> None:
