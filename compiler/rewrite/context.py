@@ -22,7 +22,7 @@ Bytes that a rank receives, in units of batch * tokens * depth * (bytes of a num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -39,7 +39,7 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.ir.sized import SIZES
 from partc.compiler.ir.value_info import SymbolInfo, bytes_of
 from partc.compiler.layout.moves import share_of
-from partc.compiler.ops.families.neural.ring import RING
+from partc.compiler.ops.families.neural.ring import RING, is_ring
 from partc.compiler.ops.node import constant_ints, rank_of
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, WHOLE
@@ -49,6 +49,7 @@ from partc.compiler.plan.groups import DATA_AXIS
 from partc.compiler.plan.rules import DATA_PARALLEL, DatasetSpec
 from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.rewrite.evaluation import computation_of
+from partc.compiler.rewrite.fold import Folding
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.runtime.units import size_text
@@ -134,11 +135,12 @@ class _Context(Rewriting[Typed]):
         self.rules, self.ranks = rules, dict(program.plan.mesh)[rules.axis]
         styled = any(rule.style is not None for rule in (*program.declared.sharding, *program.plan.sharding))
         self.forms: dict[Attention, _RingForm | None] = {}
+        self.is_folded = rules.order == "fold" and self.ranks > 1
         self.tensor_parallel = dict(program.plan.mesh).get(TENSOR_PARALLEL, 1) if styled else 1
 
     def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
         specs = self.dataset(lengths)
-        told, problems = dict[str, int](), list[Problem]()
+        told, problems = dict[str, int](), [*self.windows(attentions)] if self.is_folded else []
         for one in attentions:
             ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
             if not ways:
@@ -162,39 +164,52 @@ class _Context(Rewriting[Typed]):
         dataset = self.before.plan.dataset
         plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
         self.drop([*self.graph])  # masks that no attention reads
+        if self.is_folded:
+            where, tokens = self.rules.where("order"), dict(self.tokens(lengths))
+            hot = [node for node in self.graph if is_ring(node) or CONTEXT in node.meta]
+            folding = Folding(self, self.rules.axis, self.ranks, PurePath(self.rules.where()).name, tokens)
+            if problems := folding.fold(hot):
+                raise CompileError([replace(one, where=where) for one in problems])
         return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
+
+    def windows(self, attentions: Iterable[Attention]) -> Iterator[Problem]:
+        """Yields a problem for each attention whose mask is known to be a window."""
+        for one in attentions:
+            scoring, shape = _scoring(one), self.values[one.scores.outputs[0]].shape or ()
+            mask = None if scoring is None else self.evaluated(scoring.mask, shape[-2])
+            if mask is not None and _is_window(mask):
+                fact = f"the attention of '{self.paths[one.product]}' has a window of tokens"
+                law = "in folded order a rank's neighbours are on other ranks: a window would send more, and its work is even in runs"
+                yield Problem(self.rules.where("order"), fact, law, "write order: runs")
 
     def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
         """Maps each input with tokens to its dataset spec, sharded along the tokens; raises CompileError if no input has tokens."""
         plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
-        for value in self.graph.inputs:
+        for value, at in self.tokens(lengths):
             info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
-            dims = [dim for dim, size in enumerate(info.shape or ()) if size in lengths and dim != records]
-            if not dims:
-                continue
             given = plan.dataset.specs.get(name)
             spec: ShardSpec = given.spec if given is not None else ((),) * len(info.shape or ())
             if given is None and plan.dataset.style == DATA_PARALLEL and records is not None:
                 axes = (DATA_AXIS,) if DATA_AXIS in dict(plan.mesh) else ()
                 spec = tuple(axes if dim == records else () for dim in range(len(spec)))
             wrong = [one for one in spec if isinstance(one, int) and one > 1]
-            there = spec[dims[0]] if dims[0] < len(spec) else ()
+            there = spec[at] if at < len(spec) else ()
             if given is not None and (wrong or (isinstance(there, tuple) and there)):
                 fact = f"dataset of '{name}' {'is spelled by numbers' if wrong else 'cuts the tokens itself'}"
-                law = f"'context' cuts dim {dims[0]}, the tokens, over '{self.rules.axis}'"
+                law = f"'context' cuts dim {at}, the tokens, over '{self.rules.axis}'"
                 problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
                 continue
             if taken := [dim for dim, one in enumerate(spec) if isinstance(one, tuple) and self.rules.axis in one]:
                 fact = f"'{self.rules.axis}' cuts '{name}' dim {taken[0]} already"
-                law = f"'context' cuts dim {dims[0]}, the tokens, over it, and an axis cuts one dim"
+                law = f"'context' cuts dim {at}, the tokens, over it, and an axis cuts one dim"
                 problems.append(
                     Problem(self.rules.where("axis"), fact, law, "give the tokens an axis of their own in the mesh")
                 )
                 continue
-            if problem := self.uneven(name, dims[0], info.shape[dims[0]] if info.shape else 0):
+            if problem := self.uneven(name, at, info.shape[at] if info.shape else 0):
                 problems.append(problem)
             named = [one if isinstance(one, tuple) else () for one in spec]
-            named[dims[0]] = (self.rules.axis,)
+            named[at] = () if self.is_folded else (self.rules.axis,)  # each rank takes its two runs of a whole input
             found[name] = DatasetSpec(tuple(named), self.rules.where())
         if not found and not problems:
             sizes = ", ".join(map(str, lengths))
@@ -206,21 +221,30 @@ class _Context(Rewriting[Typed]):
             raise CompileError(problems)
         return found
 
+    def tokens(self, lengths: Mapping[int | str, None]) -> Iterator[tuple[ir.Value, int]]:
+        """Yields each input that has tokens, with their dim."""
+        for value in self.graph.inputs:
+            records = self.before.batch_dims.get(value)
+            dims = (
+                dim for dim, size in enumerate(self.values[value].shape or ()) if size in lengths and dim != records
+            )
+            if (first := next(dims, None)) is not None:
+                yield value, first
+
     def uneven(self, name: str, dim: int, size: int | str) -> Problem | None:
         """Returns the problem of a number of tokens that the ranks do not divide; None if they divide it."""
-        where, fact = (
-            self.rules.where("axis"),
-            f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens",
-        )
+        where, runs = self.rules.where("axis"), 2 * self.ranks if self.is_folded else self.ranks
+        fact = f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens"
+        two = ": a rank has two runs of tokens" if self.is_folded else ""
         if isinstance(size, int):
-            legal = [str(one) for one in (size // self.ranks * self.ranks, -(-size // self.ranks) * self.ranks) if one]
-            law, help_ = f"{size} is not divisible by {self.ranks}", f"take {' or '.join(legal)} tokens"
-            return Problem(where, fact, law, help_) if size % self.ranks else None
+            legal = [str(one) for one in (size // runs * runs, -(-size // runs) * runs) if one]
+            law, help_ = f"{size} is not divisible by {runs}{two}", f"take {' or '.join(legal)} tokens"
+            return Problem(where, fact, law, help_) if size % runs else None
         facts = facts_of(size, {symbol: info.facts for symbol, info in self.before.symbols.items()})
-        if facts.divisible_by(self.ranks):
+        if facts.divisible_by(runs):
             return None
-        divisor = math.lcm(facts.real_divisor(), self.ranks)
-        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {self.ranks}; nothing is padded"
+        divisor = math.lcm(facts.real_divisor(), runs)
+        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {runs}; nothing is padded{two}"
         known = size in self.before.symbols
         help_ = (
             f"declare `{size}: {{divisor: {divisor}}}` under symbols" if known else "give its symbols a larger divisor"
@@ -244,7 +268,7 @@ class _Context(Rewriting[Typed]):
         }
         form = self.ring_form(attention)
         if form is not None:
-            home = 0 if form.causal else Fraction(keys, p)
+            home = 0 if form.causal and not self.is_folded else Fraction(keys, p)
             units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
         found: dict[Way, _Cost] = {}
         limit = self.rules.memory
@@ -432,7 +456,12 @@ class _Context(Rewriting[Typed]):
         scoring = form.scoring
         inputs = [form.query, form.keys, form.values, *([scoring.mask] if scoring.mask is not None else [])]
         numbers = ir.convenience.convert_attributes(
-            {"scale": scoring.scale, "causal": int(form.causal), "hidden": scoring.hidden}
+            {
+                "scale": scoring.scale,
+                "causal": int(form.causal),
+                "hidden": scoring.hidden,
+                "fold": self.ranks if self.is_folded else 0,
+            }
         )
         self.put(attention.product, RING, inputs, [made], ".ring", numbers, OWN)
         for k, guard in enumerate(scoring.guards):
@@ -625,6 +654,15 @@ def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) 
     if mask.dtype == np.bool_:
         return hidden <= _LOWEST and bool((mask == seen).all())
     return bool((np.where(seen, mask == 0, mask <= _LOWEST)).all())
+
+
+def _is_window(mask: npt.NDArray[Any]) -> bool:
+    """Whether a mask, evaluated for enough tokens, lets each token see itself and no later token, but not all earlier ones."""
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    seen = mask if mask.dtype == np.bool_ else mask > _LOWEST
+    causal = np.tril(np.ones(mask.shape[-2:], bool))
+    return not (seen & ~causal).any() and not (seen == causal).all() and bool(np.diagonal(seen, 0, -2, -1).all())
 
 
 def _of_sizes(

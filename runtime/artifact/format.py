@@ -129,6 +129,8 @@ REDUCTIONS = (SUM, MAX, MIN)
 # metadata_props keys of nodes in a rank file
 PATH = "partc.path"
 HOP = "partc.hop"
+ORDER = "partc.order"
+"""Of a Gather that changes the order of tokens along its axis: `fold 3` into folded order for 3 ranks, `back 3` into natural order."""
 RULE = "partc.rule"
 CAUSE = "partc.cause"
 TASK = "partc.task"
