@@ -61,6 +61,12 @@ _TOGETHER = (
         "write `quantize` into the plan",
         never=("--ranks", "--plan", "--from"),
     ),
+    _Rule(
+        ("--context",),
+        "for a proposal of given degrees, which generates nothing",
+        "write `context` into the plan",
+        never=("--ranks", "--plan", "--generate"),
+    ),
     _Rule(("--slots", "--cache"), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
         ("--generate",),
@@ -100,6 +106,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Propose tensor parallelism over N ranks.")
 @click.option("--dp", type=click.IntRange(min=1), metavar="N", help="Propose data parallelism over N ranks.")
 @click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Propose N stages of equal cost.")
+@click.option(
+    "--context",
+    "cp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Propose to shard the tokens of sequences over N ranks.",
+)
 @click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of a rank for --ranks, such as 8GB.")
 @click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records of a batch for --ranks.")
 @click.option(
@@ -157,6 +170,7 @@ def command(
     tp: int | None,
     dp: int | None,
     stages: int | None,
+    cp: int | None,
     memory: int | None,
     batch: int | None,
     sizes: Mapping[str, int],
@@ -177,7 +191,8 @@ def command(
 ) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
-    With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
+    With --tp, --dp, --stages and --context the plan has placement and sharding for the layers that partc recognizes, on as many ranks as
+    their product.
 
     With --ranks it is the fastest that a search finds on a machine: candidates are estimated, and the best are compiled and played as by
     `partc simulate`. It also says what usual plans take. --plan has a training to take over. --try 4 runs the four fastest on this host,
@@ -221,6 +236,7 @@ def command(
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
         "--plan": given,
         "--quantize": bits,
+        "--context": cp,
     }
     if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
         raise UsageError("\n".join(problems))
@@ -260,7 +276,7 @@ def command(
     from partc.compiler.quantize import quantized, reordered
     from partc.compiler.unroll import layers_unrolled
 
-    degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
+    degrees, imported = Degrees(tp or 1, dp or 1, stages or 1, cp or 1), read_imported(files) if files else None
     if imported is not None:
         degrees = _degrees(degrees, imported)
         if length is not None and (others := _not_generating(imported)):
@@ -325,7 +341,7 @@ def _degrees(given: Degrees, imported: Imported) -> Degrees:
     if imported.styles and found["tp"] == 1:
         fact = f"{imported.source} says what is sharded, and not over how many ranks"
         raise UsageError(f"{fact}\n  help: add --tp, such as --tp 4")
-    return Degrees(**found)
+    return Degrees(**found, cp=given.cp)
 
 
 def _not_generating(imported: Imported) -> str:

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Degrees:
-    """The numbers of ranks that share a layer, of shards of the batch, and of stages."""
+    """The numbers of ranks that share a layer, of shards of the batch, of stages, and of shards of a sequence."""
 
     tp: int = 1
     dp: int = 1
     stages: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp * self.stages
+        return self.tp * self.dp * self.stages * self.cp
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of more than one rank."""
-        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
+        axes = {"pp": self.stages, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp * self.cp > 1 else {}
 
     @property
     def mesh_line(self) -> str:

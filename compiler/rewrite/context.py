@@ -105,15 +105,8 @@ def shard_context(program: Typed) -> Typed:
     if program.generation is not None:
         law = "a step has one token of each sequence, and caches are not cut along their entries"
         raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
-    found, strange = list[Attention](), list[Problem]()
-    lengths = dict[int | str, None]()
-    for node in program.model.graph:
-        shape = _scores_shape(program, node)
-        if shape is None:
-            continue
-        if (one := _attention(node)) is not None:
-            found.append(one)
-            lengths[shape[-2]] = None
+    found, lengths = attentions(program)
+    strange = list[Problem]()
     known = {one for each in found for one in (each.scores, *each.between, each.product)}
     for node in program.model.graph:
         shape = _scores_shape(program, node)
@@ -127,6 +120,17 @@ def shard_context(program: Typed) -> Typed:
     if strange:
         raise CompileError(strange)
     return _Context(program, rules).of(found, lengths)
+
+
+def attentions(program: Typed) -> tuple[list[Attention], dict[int | str, None]]:
+    """Returns the attentions of single ops, and their numbers of queries."""
+    found, lengths = list[Attention](), dict[int | str, None]()
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is not None and (one := _attention(node)) is not None:
+            found.append(one)
+            lengths[shape[-2]] = None
+    return found, lengths
 
 
 class _Context(Rewriting[Typed]):
@@ -478,7 +482,7 @@ class _Context(Rewriting[Typed]):
 
 @dataclass(frozen=True)
 class _Scoring:
-    """What is between the two products of an attention: scores are multiplied by `scale`, then masked.
+    """The ops between the two products of an attention: scores are multiplied by `scale`, then masked.
 
     `hidden`: the score of a key that a boolean mask hides. `guards`: conditions for each query under which its result is 0.
     """

@@ -206,7 +206,7 @@ class Folding:
             self.orders[size, back] = self.work.constant(self.work.free(f"{word}.order"), places)
             return self.orders[size, back]
 
-        def made(op_type: str, part: str, *inputs: ir.Value, dims: tuple[Dim, ...] = (size,), **more: int) -> ir.Value:
+        def add(op_type: str, part: str, *inputs: ir.Value, dims: tuple[Dim, ...] = (size,), **more: int) -> ir.Value:
             shape = [value.shape[dim] if one is size and value.shape is not None else one for one in dims]
             kind = ir.TensorType(ir.DataType.INT64)
             out = ir.Value(name=self.work.free(f"{word}.{part}"), type=kind, shape=ir.Shape(shape))
@@ -217,15 +217,13 @@ class Folding:
         def number(part: str, numbers: int | list[int]) -> ir.Value:
             return self.work.constant(self.work.free(f"{word}.{part}"), numbers)
 
-        count = made("Shape", "shape", value, dims=(1,), start=dim, end=dim + 1)
-        length = made("Div", "length", count, number("chunks", [len(table)]), dims=(1,))
-        end = made("Squeeze", "count", count, number("axis", [0]), dims=())
-        natural = made("Range", "places", number("start", 0), end, number("step", 1))
-        chunk = made(
-            "Gather", "chunk", number("table", [*map(int, table)]), made("Div", "own", natural, length), axis=0
-        )
-        begin = made("Mul", "begin", chunk, length)
-        self.orders[size, back] = made("Add", "order", begin, made("Mod", "rest", natural, length))
+        count = add("Shape", "shape", value, dims=(1,), start=dim, end=dim + 1)
+        length = add("Div", "length", count, number("chunks", [len(table)]), dims=(1,))
+        end = add("Squeeze", "count", count, number("axis", [0]), dims=())
+        natural = add("Range", "places", number("start", 0), end, number("step", 1))
+        chunk = add("Gather", "chunk", number("table", [*map(int, table)]), add("Div", "own", natural, length), axis=0)
+        begin = add("Mul", "begin", chunk, length)
+        self.orders[size, back] = add("Add", "order", begin, add("Mod", "rest", natural, length))
         return self.orders[size, back]
 
     def _put(self, before: ir.Node, op_type: str, inputs: Collection[ir.Value], out: ir.Value, **more: int) -> ir.Node:

@@ -130,7 +130,7 @@ REDUCTIONS = (SUM, MAX, MIN)
 PATH = "partc.path"
 HOP = "partc.hop"
 ORDER = "partc.order"
-"""Of a Gather that changes the order of tokens along its axis: `fold 3` into folded order for 3 ranks, `back 3` into natural order."""
+"""The order in which a Gather puts tokens along its axis: `fold 3` is folded order for 3 ranks, `back 3` natural order."""
 RULE = "partc.rule"
 CAUSE = "partc.cause"
 TASK = "partc.task"

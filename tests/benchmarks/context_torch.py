@@ -3,10 +3,10 @@
     python tests/benchmarks/context_torch.py [--ranks 2 3 4 6] [--tokens 768] [--heads 8] [--groups 8] [--depth 32] [--steps 5]
 
 torch's `context_parallel` has no attention of CPUs ("does not have a sharding strategy registered"), so its ring is called below that
-layer, with the kernels of CPUs: the same hops, balanced as here (`order: fold`). It takes as many heads of keys as of queries alone, so
-fewer are repeated before it. Both sides compute a layer, the mean square of its result, and the gradients of its four weights, one thread
-a rank. The ranks of partc are threads of one process, those of torch processes. Bytes are those of keys, values and their gradients that
-the busiest rank receives. The interpreter has torch.
+layer, with the kernels of CPUs: the same hops, balanced as here (`order: fold`). Keys of fewer heads than queries are repeated before it.
+Both sides compute a layer, the mean square of its result, and the gradients of its four weights, one thread a rank; each must be within
+1e-5 of torch on one device. The ranks of partc are threads of one process, those of torch processes. Bytes are those of keys, values and
+their gradients that the busiest rank receives. The interpreter has torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ mesh: {{cp: {ranks}}}
 context: {{axis: cp, attention: ring, order: fold}}
 train:
   loss: {{type: mse, prediction: y, target: target}}
-  optimizer: {{type: sgd, lr: 1.0}}
+  optimizer: {{type: sgd, lr: 1024.0}}
 """
 WEIGHTS = ("q", "k", "v", "out")
 
@@ -106,7 +106,7 @@ def partc_side(folder: Path, sizes: dict[str, int], ranks: int, steps: int) -> d
         np.savez(folder / "weights.npz", **{name: before[f"{name}.weight"] for name in WEIGHTS})
         loss = local({**fed(local, 0), **feeds})["loss"]
         after = tensors(local)
-        gradients = {name: before[f"{name}.weight"] - after[f"{name}.weight"] for name in WEIGHTS}
+        gradients = {name: (before[f"{name}.weight"] - after[f"{name}.weight"]) / 1024 for name in WEIGHTS}
         put(local, before)
         begin = cpu_seconds()
         for step in range(steps):
@@ -241,6 +241,7 @@ def main() -> None:
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as name:
             found = compare(Path(name), sizes, ranks, options.steps)
+        assert max(found["error"], found["torch error"]) < 1e-5, found
         received, seconds = ((found[f"torch {word}"], found[word]) for word in ("bytes", "seconds"))
         print(
             f"{ranks:5d}   {found['torch error']:19.1e}, {found['error']:.1e}   {received[0] / 1e3:19.1f}, {received[1] / 1e3:7.1f}, "

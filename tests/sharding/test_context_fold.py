@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from context_case import DEPTH, INT64, LENGTH, TRAIN, WIDTH, Layer, Windowed, decoder, feeds, received, units
 from partc.compiler import nn
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
@@ -29,10 +30,7 @@ from partc.runtime.checker.across.orders import check_orders
 from partc.runtime.checker.across.rings import check_rings, rank_records
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
-from test_context import DEPTH, LENGTH, TRAIN, WIDTH, Layer, Windowed, decoder, feeds, received, units
 from training_equivalence import same_training
-
-INT64 = ir.DataType.INT64
 
 
 def plan(ranks: int, attention: str, divisor: int = 24) -> str:
@@ -126,6 +124,35 @@ def test_a_window_is_not_folded(tmp_path: Path) -> None:
 def test_the_order_is_one_of_chunks() -> None:
     assert chunks(3) == [0, 5, 1, 4, 2, 3]
     assert in_folded_order(np.arange(8), 2, [0]).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("order", ["runs", "fold"])
+def test_data_parallel_inputs_shard_no_records_over_the_axis_of_tokens(order: str, tmp_path: Path) -> None:
+    """A batch of odd size, and an input of records without tokens."""
+    text = plan(2, "gather").replace("batch: {divisor: 2}", "batch: {min: 1}").replace("order: fold", f"order: {order}")
+    chance = np.random.default_rng(2)
+    ids, labels = chance.integers(0, 16, (2, 3, LENGTH))
+    given = {"ids": ids, "labels": labels, "factor": chance.standard_normal(3).astype(np.float32)}
+    same_training(scaled, f"{text}dataset: data_parallel\n", tmp_path, [given], rtol=1e-5, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """A layer whose result each record scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layer, self.head = nn.Embedding(16, WIDTH), Layer(), nn.Linear(WIDTH, 16)
+
+    def forward(self, op, ids, factor):
+        places = op.Range(0, op.Squeeze(op.Shape(ids, start=1, end=2)), 1)
+        x = self.layer(op, self.tokens(op, ids), op.LessOrEqual(places, op.Unsqueeze(places, [1])))
+        return self.head(op, op.Mul(x, op.Unsqueeze(factor, [1, 2])))
+
+
+def scaled() -> Source:
+    nn.seed(3)
+    inputs = [Spec("ids", ("batch", "seq"), INT64), Spec("factor", ("batch",), ir.DataType.FLOAT)]
+    return Source(trace(Scaled(), inputs, ["logits"], "scaled.py"))
 
 
 # planted faults

@@ -257,7 +257,8 @@ class _Seeds:
         first: int | tuple[str, ...] = len(group)
         rest: int | tuple[str, ...] = 1
         if axes:
-            names = [name for name, _ in axes]
+            context = self.program.plan.context  # whose axis shards tokens, and no records
+            names = [name for name, _ in axes if context is None or name != context.axis]
             first, rest = ((DATA_AXIS,) if DATA_AXIS in names else tuple(names)), ()
         along = self.program.batch_dims.get(value, 0)
         return tuple(first if dim == along else rest for dim in range(len(value.shape)))

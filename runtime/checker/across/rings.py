@@ -71,7 +71,7 @@ class _Rank:
     def pairs(self, ring: Ring, place: int, size: int) -> Counter[tuple[int, int]]:
         """Returns how often the rank at a place computes the scores of each pair of runs, queries and keys, in folded order.
 
-        Of hop 0 only pairs count that its causal mask does not hide.
+        Pairs that the causal mask of hop 0 hides do not count.
         """
         own, counts = (place, 2 * size - 1 - place), Counter[tuple[int, int]]()
         for hop in self.hops[ring]:
