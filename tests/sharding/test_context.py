@@ -121,7 +121,6 @@ REFUSED = [
      "  seq is a multiple of 6, not always of 4; nothing is padded\n  help: declare `seq: {divisor: 12}` under symbols"),
     (plan(8, "heads").replace("divisor: 12", "divisor: 8"), "12 heads over 8 ranks\n  each rank has whole heads"),
     (plan(2, "gather", ", memory: 1KB"), "'gather' of 'layers.0.MatMul_1' keeps"),
-    (plan(2, "gather", ", order: fold"), "'order: fold' is not supported"),
     (plan(2, "gather", mesh="tp: 2"), "'cp' is not an axis of the mesh\n  the mesh is tp=2\n  help: write axis: tp"),
     (plan(2, "gather") + "dataset: {ids: [null, cp]}", "dataset of 'ids' cuts the tokens itself"),
     (plan(2, "gather") + "dataset: {ids: [cp, null]}", "plan.yaml:3: 'cp' cuts 'ids' dim 0 already\n  'context' cuts dim 1, the tokens"),
