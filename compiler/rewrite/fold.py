@@ -11,8 +11,8 @@ folded where others read it. So positions, masks of positions and shifted labels
 
     ids -> Gather(fold) -> Embedding -> ...    Range(0, seq) -> Gather(fold) -> LessOrEqual -> mask    ... logits -> Gather(back)
 
-A model whose attention feeds an op that needs the natural order is refused. The chunks of a dim scale with it, so a dim that merges the
-tokens with dims minor to them is folded, too.
+A model whose attention feeds an op that needs the natural order is refused, and one that merges tokens with a dim major to them, such as
+the batch. The chunks of a dim scale with it, so a dim that merges the tokens with dims minor to them is folded, too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Folding:
         """Folds the graph; returns a problem for each op that needs tokens in natural order after `attentions`."""
         natural = self._natural()
         if causes := dict.fromkeys(natural[node] for node in attentions if node in natural):
-            law = "each rank has two runs of tokens, and the op depends on the places of tokens: 'context' folds none after attention"
+            law = (
+                "each rank has two runs of tokens, and the op depends on their places, or merges them with another dim"
+            )
             help_ = "write order: runs, or leave the op to the program that reads the output"
             return [
                 Problem(

@@ -180,8 +180,6 @@ TABLE: dict[str, Key] = {
     "gather": Key("context", ("cp",), ("context: {axis: cp, attention: gather}",)),
     "heads": Key("context", ("cp",), ("context: {axis: cp, attention: heads}",)),
     "ring": Key("context", ("cp",), ("context: {axis: cp, attention: ring}",)),
-    "folded ring": Key("context", ("cp",), ("context: {axis: cp, attention: ring, order: fold}",)),
-    "folded gather": Key("context", ("cp",), ("context: {axis: cp, attention: gather, order: fold}",)),
     "elastic": Key("elastic", ("dp",), ("elastic: {ranks: [RANKS, HALF]}",)),
     "parts": Key("elastic", ("dp",), ("elastic: {ranks: [RANKS, HALF], parts: 4}",)),
     "packed": Key("messages", ("dp",), ("messages: {gradients: {bits: 8, block: 16}}",), tolerance=0.1),

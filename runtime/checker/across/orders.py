@@ -11,19 +11,22 @@ A dim without a letter depends on all places of its operand, so the op must be o
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, numpy_helper
 from partc.runtime.artifact.format import DOMAIN, FACTORS, HOP, ORDER, PHASE, RANK_CONSTANT, Manifest
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, read_factors
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
+from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.artifact.tensors.folded import chunks
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _WITHOUT_ORDER = ("LogSoftmax", "Shape", "Size", "Softmax")
+_VIEWS = ("Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze")
+"""Ops that change no order; where their factors lack a letter, next to a dim of 1, the order of the result is not known."""
 _MADE_IN_ORDER = ("CumSum", "Range", "Trilu")
 """Ops whose result is in natural order, whatever they read."""
 
@@ -33,7 +36,7 @@ def check_orders(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
     for file, ranks in manifest.by_file(models).items():
         model = models[ranks[0]]
         if any(metadata_of(node, ORDER) for node in model.graph.node):
-            yield from _Orders(file, model).violations()
+            yield from _Orders(file, model, ranks[0], manifest.groups_of(ranks[0])).violations()
 
 
 Order: TypeAlias = list[bool | None]
@@ -42,8 +45,8 @@ Order: TypeAlias = list[bool | None]
 class _Orders:
     """The order of dims of a file's values: `folded` or `natural` by dim; values that are absent have an unknown order."""
 
-    def __init__(self, file: str, model: ModelProto) -> None:
-        self.file, self.nodes = file, model.graph.node
+    def __init__(self, file: str, model: ModelProto, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+        self.file, self.nodes, self.rank, self.groups = file, model.graph.node, rank, groups
         self.makers = {name: node for node in self.nodes for name in node.output}
         self.constants = {one.name: one for one in model.graph.initializer}
         self.sizes = {name: dims for name, (_, dims) in declared_types(model).items() if dims is not None}
@@ -83,12 +86,10 @@ class _Orders:
         if node.op_type in _MADE_IN_ORDER and not any(any(one) for one in given if one):
             self.orders |= {out: [False] * len(self.sizes[out]) for out in node.output if out in self.sizes}
             return ""
-        if not any(any(one) for one in given if one) and node.op_type != "Gather":
-            return self._pass(node, given, alone=True)
-        return self._pass(node, given, alone=False)
+        return self._pass(node, given)
 
-    def _pass(self, node: NodeProto, given: list[Order | None], *, alone: bool) -> str:
-        """Follows dims along letters; `alone`: no operand has a folded dim."""
+    def _pass(self, node: NodeProto, given: list[Order | None]) -> str:
+        """Follows dims along letters."""
         try:
             factors = read_factors(text) if (text := metadata_of(node, FACTORS)) else _alike(node, given)
         except ValueError:
@@ -100,7 +101,7 @@ class _Orders:
                 if folded is None or self._size(name, dim) == 1:
                     continue
                 if letter == WHOLE:
-                    if folded and node.op_type not in _WITHOUT_ORDER:
+                    if folded and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS):
                         return self._unaware(node, name, dim)
                     continue
                 there, other = by_letter.setdefault(letter, (folded, name))
@@ -109,10 +110,10 @@ class _Orders:
                     return f"its operand '{name}' has tokens in {orders[0]} order in dim {dim}, and '{other}' in {orders[1]} order"
                 by_letter[letter] = (there or folded, other)
         if factors is None:
-            if not alone and node.op_type not in _WITHOUT_ORDER:
-                name, one = next((name, one) for name, one in zip(node.input, given, strict=True) if one and any(one))
-                return self._unaware(node, name, one.index(True))
-            return ""
+            folded = [
+                (name, one.index(True)) for name, one in zip(node.input, given, strict=True) if one and True in one
+            ]
+            return self._unaware(node, *folded[0]) if folded and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS) else ""
         if node.op_type in _WITHOUT_ORDER[1:3]:
             return ""
         for out, letters in zip(node.output, factors.outputs, strict=False):
@@ -149,21 +150,36 @@ class _Orders:
         return False
 
     def _is_of(self, name: str, table: list[int]) -> bool:
-        """Whether indices are made of the table of an order: by arithmetic that looks chunks up in it, or as a constant."""
+        """Whether indices are made of an order's table: by arithmetic that looks chunks up in it, or as a constant, whole or a shard."""
+        if (indices := self._constant(name)) is not None:
+            return any(
+                indices == [chunk * run + k for chunk in table for k in range(run)][begin : begin + len(indices)]
+                for count in {1, len(table) // 2}
+                for run in [len(indices) * count // len(table)]
+                for begin in range(0, len(indices) * count, len(indices))
+            )
         waiting, seen = [name], set[str]()
         while waiting:
-            one = waiting.pop()
+            if self._constant(one := waiting.pop()) == table:
+                return True
             maker = self.makers.get(one)
-            constant = self.constants.get(one)
-            if constant is not None and constant.dims and constant.dims[0] >= len(table) and table:
-                array = numpy_helper.to_array(constant)
-                if array.ndim == 1 and len(array) % len(table) == 0:
-                    run = len(array) // len(table)
-                    return array.tolist() == [chunk * run + k for chunk in table for k in range(run)]
             more = {*(maker.input if maker is not None and maker.op_type != "Shape" else ())} - seen
             seen |= more
             waiting += more
-        return not table
+        return False
+
+    def _constant(self, name: str) -> list[int] | None:
+        """The elements of a constant vector on the rank; None for other values."""
+        if (tensor := self.constants.get(name)) is not None:
+            array = numpy_helper.to_array(tensor)
+        elif (maker := self.makers.get(name)) is not None and is_rank_constant(maker):
+            try:
+                array = constant_of(maker, self.groups[group_of(maker)].index(self.rank))
+            except (KeyError, ValueError):
+                return None  # told with the constants
+        else:
+            return None
+        return [int(number) for number in array] if array.ndim == 1 and array.dtype.kind == "i" else None
 
 
 def _alike(node: NodeProto, given: list[Order | None]) -> Factors | None:
