@@ -62,6 +62,13 @@ def test_folded_tokens_train_as_natural_ones(
             assert counts == [2 * ranks + 1] * ranks  # of natural order: 1, 2, ... ranks
 
 
+def test_folded_tokens_go_with_a_tensor_axis(tmp_path: Path) -> None:
+    styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise}\n'
+    text = plan(2, "ring").replace("ranks: 2", "ranks: 4").replace("{cp: 2}", "{cp: 2, tp: 2}")
+    text = text.replace("\ntrain:", f"\n{styles}train:")
+    same_training(partial(decoder, True), text, tmp_path, feeds(True), rtol=1e-5, atol=1e-5)
+
+
 def _subject(folder: Path) -> Subject:
     artifact = open_artifact(folder)
     models = {rank: artifact.model(rank) for rank in range(artifact.manifest.ranks)}
