@@ -110,10 +110,8 @@ class _Orders:
                     return f"its operand '{name}' has tokens in {orders[0]} order in dim {dim}, and '{other}' in {orders[1]} order"
                 by_letter[letter] = (there or folded, other)
         if factors is None:
-            folded = [
-                (name, one.index(True)) for name, one in zip(node.input, given, strict=True) if one and True in one
-            ]
-            return self._unaware(node, *folded[0]) if folded and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS) else ""
+            dims = [(name, one.index(True)) for name, one in zip(node.input, given, strict=True) if one and True in one]
+            return self._unaware(node, *dims[0]) if dims and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS) else ""
         if node.op_type in _WITHOUT_ORDER[1:3]:
             return ""
         for out, letters in zip(node.output, factors.outputs, strict=False):
