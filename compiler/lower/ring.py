@@ -540,10 +540,10 @@ class _Ring:
                 }
                 self.run(some, nodes, values, scanned, {}, made)
                 if rows != tokens:  # the other half sees nothing of the block
-                    for name, one in made.items():
+                    for name, second in made.items():
                         whole = state[places[0]][name[0]]
-                        kept = self.half(some, whole, 3, f"{name[0]}_kept")
-                        made[name] = self.joined(some, kept, one, 3, name[0], whole.shape or ())
+                        first = self.half(some, whole, 3, f"{name[0]}_kept")
+                        made[name] = self.joined(some, first, second, 3, name[0], whole.shape or ())
                 for place in places:
                     state[place] = {name[0]: one for name, one in made.items()}
             if following:

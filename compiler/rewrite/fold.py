@@ -228,7 +228,7 @@ class Folding:
         self.orders[size, back] = add("Add", "order", begin, add("Mod", "rest", natural, length))
         return self.orders[size, back]
 
-    def _put(self, before: ir.Node, op_type: str, inputs: Collection[ir.Value], out: ir.Value, **more: int) -> ir.Node:
+    def _put(self, before: ir.Node, op_type: str, inputs: Collection[ir.Value], out: ir.Value, **more: Any) -> ir.Node:
         node = self.work.put(before, op_type, [*inputs], [out], f".{name_of(out)}", **more)
         node.meta.pop(CONTEXT, None)
         return node
