@@ -61,6 +61,12 @@ _TOGETHER = (
         "write `quantize` into the plan",
         never=("--ranks", "--plan", "--from"),
     ),
+    _Rule(
+        ("--context",),
+        "for a proposal of given degrees, which generates nothing",
+        "write `context` into the plan",
+        never=("--ranks", "--plan", "--generate"),
+    ),
     _Rule(("--slots", "--cache"), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
         ("--generate",),
@@ -103,6 +109,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--ep", type=click.IntRange(min=1), metavar="N", help="Propose to shard experts over N ranks of --dp [--dp N]."
 )
 @click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Propose N stages of equal cost.")
+@click.option(
+    "--context",
+    "cp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Propose to shard the tokens of sequences over N ranks.",
+)
 @click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of a rank for --ranks, such as 8GB.")
 @click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records of a batch for --ranks.")
 @click.option(
@@ -161,6 +174,7 @@ def command(
     dp: int | None,
     ep: int | None,
     stages: int | None,
+    cp: int | None,
     memory: int | None,
     batch: int | None,
     sizes: Mapping[str, int],
@@ -181,8 +195,8 @@ def command(
 ) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
-    With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
-    With --ep some or all of the DP ranks share the experts of a model.
+    With --tp, --dp, --stages and --context the plan has placement and sharding for the layers that partc recognizes, on as many ranks as
+    their product. With --ep some or all of the DP ranks share the experts of a model.
 
     With --ranks it is the fastest that a search finds on a machine: candidates are estimated, and the best are compiled and played as by
     `partc simulate`. It also says what usual plans take. --plan has a training to take over. --try 4 runs the four fastest on this host,
@@ -235,6 +249,7 @@ def command(
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
         "--plan": given,
         "--quantize": bits,
+        "--context": cp,
     }
     if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
         raise UsageError("\n".join(problems))
@@ -277,7 +292,7 @@ def command(
     from partc.compiler.quantize import quantized, reordered
     from partc.compiler.unroll import layers_unrolled
 
-    degrees = Degrees(tp or 1, dp or ep or 1, stages or 1, ep or 1)
+    degrees = Degrees(tp or 1, dp or ep or 1, stages or 1, ep or 1, cp or 1)
     imported = read_imported(files) if files else None
     if imported is not None:
         degrees = _degrees(degrees, imported)

@@ -17,6 +17,8 @@ from onnx import ModelProto, helper
 from partc.cli.comparison.variant import variant
 from partc.compiler.comparison.compare import compare, spread
 from partc.compiler.comparison.rounding import perturb
+from partc.compiler.ir.graph import FOLDED
+from partc.compiler.rewrite.fold import in_folded_order
 from partc.runtime.artifact.format import TARGET, Manifest, Port
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.targets import output_target, target_of
@@ -191,6 +193,8 @@ def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) 
     at = _place(one, whole.shape)
     if at is None:
         return None
+    ranks, dims = one.copy.value.meta.get(FOLDED, (1, ()))
+    whole, noise = in_folded_order(whole, ranks, dims), None if noise is None else in_folded_order(noise, ranks, dims)
     want = whole[at]
     part = f"its shard [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"
     if have.shape != want.shape:

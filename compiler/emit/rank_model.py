@@ -261,7 +261,8 @@ class RankModels:
         placed = program.placement.get(step.source)
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
         factors = self._factors.of(step) if self._says_factors else ""
-        said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors}
+        order = step.source.metadata_props.get(fmt.ORDER, "") if is_own and step.task not in _PHASES else ""
+        said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors, fmt.ORDER: order}
         if hop := step.node.metadata_props.get(fmt.HOP):  # a ring proves its blocks itself
             said = {fmt.HOP: hop}
         _add_metadata(proto, {fmt.PATH: path, **{key: text for key, text in said.items() if text}})

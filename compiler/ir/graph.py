@@ -47,17 +47,23 @@ OF_TURNS = "partc.of_turns"
 """The metadata of a node that takes the elements of a stack for the turns of an unrolled loop, one each: their axis."""
 CONTEXT = "partc.context"
 """Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are sharded."""
+FOLDED = "partc.folded"
+"""Key of `ir.Value.meta`: the number of ranks over which dims of a value are in folded order (`rewrite/fold.py`), and these dims."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: its name."""
 
 
 class ContextMark(NamedTuple):
-    """The factors of a node that stay unsharded, and the factor that a mesh axis shards after all others, with the line of the plan."""
+    """The factors of a node that stay unsharded, and the factor that a mesh axis shards, with the line of the plan.
+
+    `first`: the axis shards the factor before others are derived, and not after them.
+    """
 
     axis: str
     replicated: str
     factor: str
     why: str
+    first: bool = False
 
 
 def has_computed_target(node: ir.Node) -> bool:

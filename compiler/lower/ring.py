@@ -9,6 +9,12 @@ would be lost to rounding. Keys and values of the next hop are sent while a hop 
 each sum has a fixed order, and the rank of the last hop sends them to the block's owner. In causal attention a block goes to later ranks
 only: a hop without visible keys has no node and no message.
 
+In folded order (`rewrite/fold.py`) rank r has the chunks r and 2p-1-r of the tokens. All queries see the first half of an earlier rank's
+keys and nothing of the second; the second half of the queries sees all keys of a later rank, the first half none. So each hop after hop 0
+is half of the products of a block, on every rank:
+
+    p = 2    rank 0: 0x0 3x0 3x3 (hop 0)  3x1 3x2 (hop 1)      rank 1: 1x1 2x1 2x2 (hop 0)  1x0 2x0 (hop 1)
+
 Queries of a hop are computed in chunks, one after the other in a Scan, so memory has the scores of one chunk at a time. Heads of keys are
 not repeated: queries are [batch, heads of keys, queries per head of keys, tokens, depth].
 """
@@ -27,6 +33,7 @@ import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Comm, Compute, Event, Value
@@ -96,6 +103,12 @@ class _Ring:
         ]
         self.values = [None if version is None else self.comm.values.at[version] for version in self.versions]
         self.causal, self.scale = bool(node.attributes.get_int("causal", 0)), node.attributes.get_float("scale", 1.0)
+        over = node.attributes.get_int("fold", 0)
+        if over not in (0, self.size):
+            fact = f"'{program.paths[node]}' has its tokens on {self.size} ranks, in an order for {over}"
+            law = "in folded order each of the axis' ranks has two runs of tokens"
+            raise CompileError(Problem("", fact, law, "cut tokens by 'context' alone, or write order: runs"))
+        self.folded = self.causal and over > 1
 
     def shape(self, k: int) -> Shape:
         """The local shape of an operand."""
@@ -119,10 +132,8 @@ class _Ring:
         assert value.dtype is not None
         return value.dtype
 
-    @cached_property
-    def chunks(self) -> int:
-        """The number of equal chunks of queries: the smallest divisor with chunks of at most `CHUNK` queries, else the largest divisor."""
-        tokens = self.shape(0)[2]
+    def chunks(self, tokens: int | str) -> int:
+        """The number of equal chunks of so many queries: the least with chunks of at most `CHUNK`, else the most."""
         facts = facts_of(tokens, {name: info.facts for name, info in self.comm.program.symbols.items()})
         divisor = tokens if isinstance(tokens, int) else facts.real_divisor()
         most = facts.max if facts.max is not None else CHUNK
@@ -135,7 +146,7 @@ class _Ring:
 
     def places(self, hop: int) -> range:
         """The places that compute in this hop."""
-        return range(hop if self.causal else 0, self.size)
+        return range(hop if self.causal and not self.folded else 0, self.size)
 
     def named(self, places: Sequence[int], hop: int) -> Group:
         """Returns the ranks at these places, and sets `tag` to the hop, followed by the place where places have different nodes."""
@@ -156,7 +167,8 @@ class _Ring:
     ) -> Value:
         """Writes a node with one result, and returns the result.
 
-        `block`: the operand and the hop of the block that the node reads first, such as `k 2`, for the node's metadata.
+        `block`: the operand and the hop of the block that the node reads first, such as `k 2`, for the node's metadata; `k 2 half` where it
+        takes a half of the tokens.
         """
         out = result or self.comm.job.derived_on(ranks, self.base, f".{word}{self.tag}")
         label = Value(f".{word}{self.tag}.{op_type.lower()}", self.base)
@@ -249,7 +261,9 @@ class _Ring:
         its handle after it. `results`: maps handles to the result values; except for states, these have the queries in dim 3.
         """
         job, node = self.comm.job, self.instance.node
-        if self.chunks == 1:
+        first, dim = next(iter(scanned.items()))
+        count = self.chunks((values[first].shape or ())[dim])
+        if count == 1:
             inner = {
                 str(one.outputs[0].name): job.derived_on(ranks, self.base, f".hop{self.tag}") for one in nodes.nodes
             }
@@ -258,7 +272,7 @@ class _Ring:
             self.comm.append(ranks, *over_values(nodes.nodes, node, {**inner, **values, **results}))
             return
         prefix = f"{self.comm.program.paths[node]}.chunk{self.tag}."
-        chunked = {name: self._in_chunks(ranks, values[name], dim, name) for name, dim in scanned.items()}
+        chunked = {name: self._in_chunks(ranks, values[name], dim, name, count) for name, dim in scanned.items()}
         outer = [*[values[name] for name in states], *chunked.values()]
         own = {*states, *scanned, *[str(one.outputs[0].name) for one in nodes.nodes]}
         names = {name: f"{prefix}{name}" for name in own}
@@ -282,8 +296,7 @@ class _Ring:
         for value, name in zip(wide, ends[len(states) :], strict=True):
             shape = results[name].shape
             assert shape is not None
-            chunk = _divided(shape[3], self.chunks)
-            self.typed(ranks, value, (*shape[:3], self.chunks, chunk, *shape[4:]))
+            self.typed(ranks, value, (*shape[:3], count, _divided(shape[3], count), *shape[4:]))
         attributes = ir.convenience.convert_attributes(
             {
                 "num_scan_inputs": len(scanned),
@@ -303,19 +316,19 @@ class _Ring:
             joined = self.vector(ranks, "joined", [0, *self.heads, -1, int(str((results[name].shape or ())[-1]))])
             self.op(ranks, "Reshape", [value, joined], f"joined_{name}", result=results[name])
 
-    def _in_chunks(self, ranks: Group, value: Value, dim: int, name: str) -> Value:
+    def _in_chunks(self, ranks: Group, value: Value, dim: int, name: str, count: int) -> Value:
         """Reshapes a value so that its dim of queries becomes two: the chunks, and the queries of a chunk."""
         shape = value.shape or ()
         if name == "mask":  # its last dim is the keys
             sizes = self.op(ranks, "Shape", [value], "sizes", start=-1)
-            front = self.vector(ranks, "front", [0] * dim + [self.chunks, -1])
+            front = self.vector(ranks, "front", [0] * dim + [count, -1])
             target = self.op(ranks, "Concat", [front, sizes], "target", axis=0)
         else:
             head, last = ([0, *self.heads], [int(str(shape[-1]))]) if dim else ([], [])
-            target = self.vector(ranks, "chunked", [*head, self.chunks, -1, *last])
+            target = self.vector(ranks, "chunked", [*head, count, -1, *last])
         made = self.op(ranks, "Reshape", [value, target], "chunks")
         assert value.of is not None
-        dims = (*shape[:dim], self.chunks, _divided(shape[dim], self.chunks), *shape[dim + 1 :])
+        dims = (*shape[:dim], count, _divided(shape[dim], count), *shape[dim + 1 :])
         of = ir.Value(name=str(made), type=value.of.type, shape=ir.Shape(dims))
         self.comm.values.add(of, replace(self.comm.values[value.of], shape=dims))
         self.comm.job.declare(ranks, made, of, dims)
@@ -332,15 +345,13 @@ class _Ring:
 
     def apart(self, ranks: Group, value: Value, word: str, block: str, *, turned: bool) -> Value:
         """Inserts a dim of 1 into keys or values, to broadcast them over the heads of queries; transposes the last two dims if `turned`."""
-        hop = f"{block} {self.tag}{' causal' if self.causal else ''}"
+        hop = f"{block} {self.tag}{' fold' if self.folded else ' causal' if self.causal else ''}"
         made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
         return self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3]) if turned else made
 
     def rows(self) -> Value:
         """The places of a rank's queries within its shard of the tokens: 0, 1, ..."""
         ranks, tokens = self.instance.group, self.shape(0)[2]
-        if isinstance(tokens, int):
-            return self.vector(ranks, "rows", range(tokens))
         size = self.op(ranks, "Shape", [self._operand(0)], "tokens", start=2, end=3)
         axis = self.vector(ranks, "first", [0])
         zero, one = (
@@ -369,14 +380,15 @@ class _Ring:
                 "never": self.number(ranks, "never", -np.inf),
             }
             values["keys"] = values["rows"]
-            if self.chunks > 1:  # rows of a chunk, and all keys
+            if self.chunks(self.shape(0)[2]) > 1:  # rows of a chunk, and all keys
                 values["keys"] = self.op(ranks, "Identity", [values["rows"]], "keys")
                 scanned["rows"] = 0
             seen = nodes("LessOrEqual", "keys", nodes("Unsqueeze", "rows", "last"))
             return nodes("Where", seen, scores, "never")
         if "mask" not in values:
             return scores
-        if values["mask"].shape is not None and self._queries_of_mask() is not None and self.chunks > 1:
+        chunks = self.chunks(self.shape(0)[2])
+        if values["mask"].shape is not None and self._queries_of_mask() is not None and chunks > 1:
             scanned["mask"] = self._queries_of_mask() or 0
         if not self.is_hiding:
             return nodes("Add", scores, "mask")
@@ -422,14 +434,45 @@ class _Ring:
         return {"mask": value}
 
     def parts(self, hop: int) -> list[Sequence[int]]:
-        """Groups the places of a hop by the nodes that they run: one set, or one for each place if the mask's slice differs by place."""
+        """Groups the places of a hop by the nodes that they run: one set, or one for each place if the mask's slice differs by place.
+
+        In folded order a place that reads a later rank's block is alone: its state is that of its own hops.
+        """
         places = self.places(hop)
+        if self.folded and hop:
+            return [places[hop:], *([place] for place in places[:hop])]
         return (
             [[place] for place in places]
             if len(self.values) > 3 and self.values[3] is not None
             else [places]
             if places
             else []
+        )
+
+    def half(self, ranks: Group, value: Value, dim: int, word: str, block: str = "", *, second: bool = False) -> Value:
+        """Returns a half of a value along its dim of tokens; `block`: as in `op`."""
+        tokens = self.op(ranks, "Shape", [value], f"{word}_tokens", start=dim, end=dim + 1)
+        middle = self.op(ranks, "Div", [tokens, self.vector(ranks, "two_halves", [2])], f"{word}_middle")
+        bounds = [middle, tokens] if second else [self.vector(ranks, "begin", [0]), middle]
+        axis, hop = self.vector(ranks, f"dim{dim}", [dim]), self.tag.partition("_")[0]
+        made = self.op(ranks, "Slice", [value, *bounds, axis], f"{word}_half", block and f"{block} {hop} half")
+        shape = value.shape
+        return (
+            made
+            if shape is None
+            else self.typed(ranks, made, (*shape[:dim], _divided(shape[dim], 2), *shape[dim + 1 :]))
+        )
+
+    def joined(self, ranks: Group, first: Value, second: Value, dim: int, word: str, shape: Shape) -> Value:
+        """Returns two halves as one value of this shape."""
+        return self.typed(ranks, self.op(ranks, "Concat", [first, second], f"{word}_joined", axis=dim), shape)
+
+    def zeros(self, ranks: Group, like: Value, word: str) -> Value:
+        """Returns zeros in the shape of a value."""
+        sizes = self.op(ranks, "Shape", [like], f"{word}_sizes")
+        empty = ir.tensor(np.zeros(1, self.dtype.numpy()))
+        return self.typed(
+            ranks, self.op(ranks, "ConstantOfShape", [sizes], f"{word}_zeros", value=empty), like.shape or ()
         )
 
     # the two passes
@@ -462,12 +505,17 @@ class _Ring:
             for places in self.parts(hop):
                 some, nodes = self.named(places, hop), _Nodes()
                 values = {"q": query, "kt": kt, "v": v, **self.block_of_mask(places[0], hop)}
-                scanned = {"q": 3}
+                scanned, before = {"q": 3}, state[places[0]]
+                if self.folded and hop > places[0]:
+                    values["q"] = self.half(some, query, 3, "q", "q", second=True)
+                    before = {name: self.half(some, one, 3, name, second=True) for name, one in before.items()}
+                elif self.folded and hop:
+                    values |= {"kt": self.half(some, kt, 4, "kt", "k"), "v": self.half(some, v, 3, "v", "v")}
                 scores = self.masked(nodes, some, hop, values, scanned)
                 values["axis"] = self.vector(some, "axis", [-1])
                 top = nodes("ReduceMax", scores, "axis", out="" if hop else "m2")
                 if hop:
-                    values |= state[places[0]]
+                    values |= before
                     scanned |= dict.fromkeys(("m", "l", "o"), 3)
                     top = nodes("Max", "m", top, out="m2")
                 least = top
@@ -481,11 +529,21 @@ class _Ring:
                     kept = nodes("Exp", nodes("Sub", "m", least))
                     nodes("Add", nodes("Mul", "l", kept), added, out="l2")
                     nodes("Add", nodes("Mul", "o", kept), mixed, out="o2")
+                rows = (values["q"].shape or ())[3]
                 made = {
-                    name: self.typed(some, self.comm.job.derived_on(some, self.base, f".{name[0]}{self.tag}"), shape)
+                    name: self.typed(
+                        some,
+                        self.comm.job.derived_on(some, self.base, f".{name[0]}{self.tag}"),
+                        (*shape[:3], rows, shape[4]),
+                    )
                     for name, shape in (("m2", narrow), ("l2", narrow), ("o2", wide))
                 }
                 self.run(some, nodes, values, scanned, {}, made)
+                if rows != tokens:  # the other half sees nothing of the block
+                    for name, second in made.items():
+                        whole = state[places[0]][name[0]]
+                        first = self.half(some, whole, 3, f"{name[0]}_kept")
+                        made[name] = self.joined(some, first, second, 3, name[0], whole.shape or ())
                 for place in places:
                     state[place] = {name[0]: one for name, one in made.items()}
             if following:
@@ -568,7 +626,15 @@ class _Ring:
                     "delta": delta,
                     **self.block_of_mask(some[0], hop),
                 }
-                scanned = dict.fromkeys(("q", "do", "most", "delta"), 3)
+                scanned, halved = dict.fromkeys(("q", "do", "most", "delta"), 3), self.folded and hop > 0
+                by_queries = halved and hop > some[0]
+                if by_queries:
+                    values |= {name: self.half(there, values[name], 3, name, "q", second=True) for name in scanned}
+                elif halved:
+                    values |= {
+                        name: self.half(there, values[name], dim, name, name[0])
+                        for name, dim in (("kt", 4), ("vt", 4), ("k", 3))
+                    }
                 scores = self.masked(nodes, there, hop, values, scanned)
                 values["two"] = self.vector(there, "two", [2])
                 p = nodes("Exp", nodes("Sub", scores, "most"))
@@ -585,21 +651,23 @@ class _Ring:
                     "ReduceSum", nodes("MatMul", nodes("Transpose", ds, perm=[0, 1, 2, 4, 3]), "q"), "two", keepdims=0
                 )
                 nodes("Add", "dk", over, out="dk2")
-                made = {
-                    "dq": self.typed(
-                        there, self.comm.job.derived_on(there, self.base, f".dq{self.tag}"), query.shape or ()
-                    )
-                }
+                dq_out = self.comm.job.derived_on(there, self.base, f".dq{self.tag}")
+                made = {"dq": self.typed(there, dq_out, values["q"].shape or ())}
                 for k_, name in ((1, "dk"), (2, "dv")):
-                    zeros = self.op(there, "Shape", [self._operand(k_)], "sizes")
-                    empty = ir.tensor(np.zeros(1, self.dtype.numpy()))
-                    values[name] = self.typed(
-                        there, self.op(there, "ConstantOfShape", [zeros], "zeros", value=empty), self.shape(k_)
-                    )
-                    made[f"{name}2"] = self.typed(
-                        there, self.comm.job.derived_on(there, self.base, f".{name}{self.tag}"), self.shape(k_)
-                    )
+                    values[name] = zeros = self.zeros(there, self._operand(k_), name)
+                    if halved and not by_queries:
+                        values[name] = self.half(there, zeros, 2, name)
+                    out = self.comm.job.derived_on(there, self.base, f".{name}{self.tag}")
+                    made[f"{name}2"] = self.typed(there, out, values[name].shape or ())
                 self.run(there, nodes, values, scanned, {"dk": "dk2", "dv": "dv2"}, made)
+                if by_queries:
+                    nothing = self.zeros(there, made["dq"], "dq")
+                    made["dq"] = self.joined(there, nothing, made["dq"], 3, "dq", query.shape or ())
+                elif halved:  # the keys' second half is seen by none
+                    made |= {
+                        name: self.joined(there, made[name], values[name[:2]], 2, name, self.shape(k_))
+                        for k_, name in ((1, "dk2"), (2, "dv2"))
+                    }
                 for place in some:
                     self.tag = f"{hop}_{place}"
                     own = made["dk2"], made["dv2"]

@@ -26,7 +26,11 @@ class ContextRules(PlacedOptions):
         description="gather: each rank gets all keys and values; heads: each rank gets all tokens of its heads; ring: keys and values pass "
         "from rank to rank. auto: the fewest bytes within 'memory'.",
     )
-    order: Literal["runs", "fold"] = Field("runs", description="runs: a rank has one run of tokens.")
+    order: Literal["runs", "fold"] = Field(
+        "runs",
+        description="runs: a rank has one run of tokens. fold: of 2p runs rank r of p has r and 2p-1-r, so that in causal rings all ranks "
+        "compute equally much; not for windows.",
+    )
     memory: ByteCount = Field(
         None,
         description="The most bytes of queries, keys and values of other ranks that an attention keeps on a rank; null: no limit.",
@@ -39,7 +43,4 @@ class ContextRules(PlacedOptions):
             law = f"the mesh is {shown_mesh(mesh)}" if mesh else "there is no mesh"
             help_ = f"write axis: {mesh[-1][0]}" if mesh else f"write mesh: {{{self.axis}: 2}}"
             raise Refused(f"'{self.axis}' is not an axis of the mesh", law, help_, "axis")
-        if self.order == "fold":
-            law = "each rank has one run of tokens: ops and data would have to know two"
-            raise Refused("'order: fold' is not supported", law, "write order: runs", "order")
         return self

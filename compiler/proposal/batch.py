@@ -19,6 +19,7 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.pipeline import run_passes
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.rewrite.context import attentions
 from partc.compiler.start import start
 
 
@@ -62,13 +63,27 @@ def batch_of(source: Source, dp: int) -> Batch:
     return found
 
 
-def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
+def _divided(symbols: Mapping[str, Symbol], name: str, dp: int, option: str = "--dp") -> Symbol:
     given = symbols.get(name, Symbol())
     try:
         return dataclasses.replace(given, divisor=math.lcm(given.divisor, dp), remainder=given.remainder)
     except ValueError as error:
         fact = f"'{name}' cannot be divisible by {dp}: {error}"
-        raise CompileError(Problem(name, fact, help="choose another --dp")) from None
+        raise CompileError(Problem(name, fact, help=f"choose another {option}")) from None
+
+
+def with_tokens(source: Source, program: Typed, batch: Batch, cp: int) -> Batch:
+    """Returns the batch with the numbers of tokens of attentions promised to be divisible by `cp`; CompileError if `program` has none."""
+    found, lengths = attentions(program)
+    if not found:
+        law = "an attention is a product with keys, elementwise ops, a Softmax over them, and a product with values"
+        name = program.model.graph.name or "the model"
+        raise CompileError(Problem(name, "no attention is recognized", law, "leave out --context"))
+    known, own = {**source.declared.symbols, **batch.symbols}, dict(batch.symbols)
+    for length in lengths:
+        if isinstance(length, str) and length in program.symbols:
+            own[length] = _divided(known, length, cp, "--context")
+    return dataclasses.replace(batch, symbols=own)
 
 
 def least_sizes(source: Source, name: str) -> tuple[dict[str, Symbol], dict[str, str]]:

@@ -11,23 +11,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Degrees:
-    """The numbers of ranks that share a layer, of shards of the batch, of stages, and of ranks among those of `dp` that share experts."""
+    """The numbers of ranks that share a layer, of shards of the batch, of stages, of ranks among those of `dp` that share experts, and of
+    shards of a sequence.
+    """
 
     tp: int = 1
     dp: int = 1
     stages: int = 1
     ep: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp * self.stages
+        return self.tp * self.dp * self.stages * self.cp
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of more than one rank."""
         apart = self.ep if self.ep < self.dp else 1
-        axes = {"pp": self.stages, "dp": self.dp // apart, "ep": apart, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
+        axes = {"pp": self.stages, "dp": self.dp // apart, "ep": apart, "cp": self.cp, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp * self.cp > 1 else {}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

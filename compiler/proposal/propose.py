@@ -1,8 +1,8 @@
-"""Proposes a whole plan for a model: tensor parallel, data parallel and stages, alone or composed, with the reasons as comments.
+"""Proposes a whole plan for a model: tensor, data and context parallel, and stages, alone or composed, with the reasons as comments.
 
-The mesh is `{pp: stages, dp: dp, tp: tp}`: neighbouring ranks share a layer, which takes the most communication. The plan is compiled
-before it is returned: its comments about communication are the compiler's results, and a sharding that the compiler refuses is left out
-with a comment.
+The mesh is `{pp: stages, dp: dp, cp: cp, tp: tp}`: neighbouring ranks share a layer, which takes the most communication. The plan is
+compiled before it is returned: its comments about communication are the compiler's results, and a sharding that the compiler refuses is
+left out with a comment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
-from partc.compiler.proposal.batch import Batch, batch_of, with_least_sizes
+from partc.compiler.proposal.batch import Batch, batch_of, with_least_sizes, with_tokens
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import against_the_way
@@ -50,6 +50,7 @@ _AXES = {
     "pp": "pp: stages",
     "dp": "dp: shards of the batch",
     "ep": "ep: shards of the batch, and of experts",
+    "cp": "cp: shards of a sequence",
     "tp": "tp: shards of a layer",
 }
 
@@ -86,6 +87,8 @@ def propose(
         law = "experts are matrices of one weight, of which a router chooses some for each token"
         raise CompileError(Problem(name, fact, law, "leave out --ep"))
     stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
+    if degrees.cp > 1:
+        batch = with_tokens(source, taken_apart(source, frame, name), batch, degrees.cp)
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
         return work.proposed(None).texts
@@ -297,6 +300,9 @@ def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) 
 def _sections(
     program: Typed, degrees: Degrees, batch: Batch, cut: TensorParallel | None, kept: list[Cache]
 ) -> Iterator[str]:
+    if degrees.cp > 1:
+        yield "context: {axis: cp}   # the tokens of a sequence are sharded; each attention takes the way of the fewest bytes"
+        yield ""
     if cut is not None and cut.groups:
         yield "sharding:"
         for line in cut.lines(program.paths.values()):
@@ -338,7 +344,7 @@ def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[st
     """Yields lines for the outputs that stay where they are made; the others follow as comments."""
     if not kept or degrees.ranks == 1:
         return
-    stay = "cut" if degrees.tp * degrees.dp > 1 else "producer"
+    stay = "cut" if degrees.tp * degrees.dp * degrees.cp > 1 else "producer"
     yield "outputs:   # a cache stays with the ranks that make it; other outputs go to rank 0"
     names = [name_of(value) for value in source.model.graph.outputs]
     yield from (f"  {key(pattern)}: {stay}" for pattern in alike([name_of(one.present) for one in kept], names))
@@ -359,6 +365,7 @@ def _head(
         *([f"{max(degrees.stages, len(stages))} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
         *([f"experts over {degrees.ep}"] if degrees.ep > 1 else []),
+        *([f"context parallel over {degrees.cp}"] if degrees.cp > 1 else []),
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]

@@ -22,7 +22,7 @@ Bytes that a rank receives, in units of batch * tokens * depth * (bytes of a num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -33,14 +33,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import CONTEXT, ContextMark, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.sized import SIZES
 from partc.compiler.ir.value_info import SymbolInfo, bytes_of
 from partc.compiler.layout.moves import share_of
-from partc.compiler.ops.families.neural.ring import RING
+from partc.compiler.ops.families.neural.ring import RING, is_ring
 from partc.compiler.ops.node import constant_ints, rank_of
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, WHOLE
@@ -49,6 +48,8 @@ from partc.compiler.plan.context import ContextRules, Way
 from partc.compiler.plan.groups import DATA_AXIS
 from partc.compiler.plan.rules import DATA_PARALLEL, DatasetSpec
 from partc.compiler.plan.shard_spec import ShardSpec
+from partc.compiler.rewrite.evaluation import computation_of
+from partc.compiler.rewrite.fold import Folding
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.runtime.units import size_text
@@ -104,15 +105,8 @@ def shard_context(program: Typed) -> Typed:
     if program.generation is not None:
         law = "a step has one token of each sequence, and caches are not cut along their entries"
         raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
-    found, strange = list[Attention](), list[Problem]()
-    lengths = dict[int | str, None]()
-    for node in program.model.graph:
-        shape = _scores_shape(program, node)
-        if shape is None:
-            continue
-        if (one := _attention(node)) is not None:
-            found.append(one)
-            lengths[shape[-2]] = None
+    found, lengths = attentions(program)
+    strange = list[Problem]()
     known = {one for each in found for one in (each.scores, *each.between, each.product)}
     for node in program.model.graph:
         shape = _scores_shape(program, node)
@@ -128,17 +122,29 @@ def shard_context(program: Typed) -> Typed:
     return _Context(program, rules).of(found, lengths)
 
 
+def attentions(program: Typed) -> tuple[list[Attention], dict[int | str, None]]:
+    """Returns the attentions of single ops, and their numbers of queries."""
+    found, lengths = list[Attention](), dict[int | str, None]()
+    for node in program.model.graph:
+        shape = _scores_shape(program, node)
+        if shape is not None and (one := _attention(node)) is not None:
+            found.append(one)
+            lengths[shape[-2]] = None
+    return found, lengths
+
+
 class _Context(Rewriting[Typed]):
     def __init__(self, program: Typed, rules: ContextRules) -> None:
         super().__init__(program)
         self.rules, self.ranks = rules, dict(program.plan.mesh)[rules.axis]
         styled = any(rule.style is not None for rule in (*program.declared.sharding, *program.plan.sharding))
         self.forms: dict[Attention, _RingForm | None] = {}
+        self.is_folded = rules.order == "fold" and self.ranks > 1
         self.tensor_parallel = dict(program.plan.mesh).get(TENSOR_PARALLEL, 1) if styled else 1
 
     def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
         specs = self.dataset(lengths)
-        told, problems = dict[str, int](), list[Problem]()
+        told, problems = dict[str, int](), [*self.windows(attentions)] if self.is_folded else []
         for one in attentions:
             ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
             if not ways:
@@ -162,39 +168,52 @@ class _Context(Rewriting[Typed]):
         dataset = self.before.plan.dataset
         plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
         self.drop([*self.graph])  # masks that no attention reads
+        if self.is_folded:
+            where, tokens = self.rules.where("order"), dict(self.tokens(lengths))
+            hot = [node for node in self.graph if is_ring(node) or CONTEXT in node.meta]
+            folding = Folding(self, self.rules.axis, self.ranks, PurePath(self.rules.where()).name, tokens)
+            if problems := folding.fold(hot):
+                raise CompileError([replace(one, where=where) for one in problems])
         return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
+
+    def windows(self, attentions: Iterable[Attention]) -> Iterator[Problem]:
+        """Yields a problem for each attention whose mask is known to be a window."""
+        for one in attentions:
+            scoring, shape = _scoring(one), self.values[one.scores.outputs[0]].shape or ()
+            mask = None if scoring is None else self.evaluated(scoring.mask, shape[-2])
+            if mask is not None and _is_window(mask):
+                fact = f"the attention of '{self.paths[one.product]}' has a window of tokens"
+                law = "in folded order a rank's neighbours are on other ranks: a window would send more, and its work is even in runs"
+                yield Problem(self.rules.where("order"), fact, law, "write order: runs")
 
     def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
         """Maps each input with tokens to its dataset spec, sharded along the tokens; raises CompileError if no input has tokens."""
         plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
-        for value in self.graph.inputs:
+        for value, at in self.tokens(lengths):
             info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
-            dims = [dim for dim, size in enumerate(info.shape or ()) if size in lengths and dim != records]
-            if not dims:
-                continue
             given = plan.dataset.specs.get(name)
             spec: ShardSpec = given.spec if given is not None else ((),) * len(info.shape or ())
             if given is None and plan.dataset.style == DATA_PARALLEL and records is not None:
                 axes = (DATA_AXIS,) if DATA_AXIS in dict(plan.mesh) else ()
                 spec = tuple(axes if dim == records else () for dim in range(len(spec)))
             wrong = [one for one in spec if isinstance(one, int) and one > 1]
-            there = spec[dims[0]] if dims[0] < len(spec) else ()
+            there = spec[at] if at < len(spec) else ()
             if given is not None and (wrong or (isinstance(there, tuple) and there)):
                 fact = f"dataset of '{name}' {'is spelled by numbers' if wrong else 'cuts the tokens itself'}"
-                law = f"'context' cuts dim {dims[0]}, the tokens, over '{self.rules.axis}'"
+                law = f"'context' cuts dim {at}, the tokens, over '{self.rules.axis}'"
                 problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
                 continue
             if taken := [dim for dim, one in enumerate(spec) if isinstance(one, tuple) and self.rules.axis in one]:
                 fact = f"'{self.rules.axis}' cuts '{name}' dim {taken[0]} already"
-                law = f"'context' cuts dim {dims[0]}, the tokens, over it, and an axis cuts one dim"
+                law = f"'context' cuts dim {at}, the tokens, over it, and an axis cuts one dim"
                 problems.append(
                     Problem(self.rules.where("axis"), fact, law, "give the tokens an axis of their own in the mesh")
                 )
                 continue
-            if problem := self.uneven(name, dims[0], info.shape[dims[0]] if info.shape else 0):
+            if problem := self.uneven(name, at, info.shape[at] if info.shape else 0):
                 problems.append(problem)
             named = [one if isinstance(one, tuple) else () for one in spec]
-            named[dims[0]] = (self.rules.axis,)
+            named[at] = () if self.is_folded else (self.rules.axis,)  # each rank takes its two runs of a whole input
             found[name] = DatasetSpec(tuple(named), self.rules.where())
         if not found and not problems:
             sizes = ", ".join(map(str, lengths))
@@ -206,21 +225,30 @@ class _Context(Rewriting[Typed]):
             raise CompileError(problems)
         return found
 
+    def tokens(self, lengths: Mapping[int | str, None]) -> Iterator[tuple[ir.Value, int]]:
+        """Yields each input that has tokens, with their dim."""
+        for value in self.graph.inputs:
+            records = self.before.batch_dims.get(value)
+            dims = (
+                dim for dim, size in enumerate(self.values[value].shape or ()) if size in lengths and dim != records
+            )
+            if (first := next(dims, None)) is not None:
+                yield value, first
+
     def uneven(self, name: str, dim: int, size: int | str) -> Problem | None:
         """Returns the problem of a number of tokens that the ranks do not divide; None if they divide it."""
-        where, fact = (
-            self.rules.where("axis"),
-            f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens",
-        )
+        where, runs = self.rules.where("axis"), 2 * self.ranks if self.is_folded else self.ranks
+        fact = f"'{self.rules.axis}' has {self.ranks} ranks, and '{name}' dim {dim} has {size} tokens"
+        two = ": a rank has two runs of tokens" if self.is_folded else ""
         if isinstance(size, int):
-            legal = [str(one) for one in (size // self.ranks * self.ranks, -(-size // self.ranks) * self.ranks) if one]
-            law, help_ = f"{size} is not divisible by {self.ranks}", f"take {' or '.join(legal)} tokens"
-            return Problem(where, fact, law, help_) if size % self.ranks else None
+            legal = [str(one) for one in (size // runs * runs, -(-size // runs) * runs) if one]
+            law, help_ = f"{size} is not divisible by {runs}{two}", f"take {' or '.join(legal)} tokens"
+            return Problem(where, fact, law, help_) if size % runs else None
         facts = facts_of(size, {symbol: info.facts for symbol, info in self.before.symbols.items()})
-        if facts.divisible_by(self.ranks):
+        if facts.divisible_by(runs):
             return None
-        divisor = math.lcm(facts.real_divisor(), self.ranks)
-        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {self.ranks}; nothing is padded"
+        divisor = math.lcm(facts.real_divisor(), runs)
+        law = f"{size} is a multiple of {facts.real_divisor()}, not always of {runs}; nothing is padded{two}"
         known = size in self.before.symbols
         help_ = (
             f"declare `{size}: {{divisor: {divisor}}}` under symbols" if known else "give its symbols a larger divisor"
@@ -244,7 +272,7 @@ class _Context(Rewriting[Typed]):
         }
         form = self.ring_form(attention)
         if form is not None:
-            home = 0 if form.causal else Fraction(keys, p)
+            home = 0 if form.causal and not self.is_folded else Fraction(keys, p)
             units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
         found: dict[Way, _Cost] = {}
         limit = self.rules.memory
@@ -324,83 +352,50 @@ class _Context(Rewriting[Typed]):
 
     def ring_form(self, attention: Attention) -> _RingForm | None:
         """Returns the operands of the attention as a ring; None if its form is not supported."""
-        if attention in self.forms:
-            return self.forms[attention]
-        self.forms[attention] = form = self._ring_form(attention)
-        return form
+        if attention not in self.forms:
+            self.forms[attention] = self._ring_form(attention)
+        return self.forms[attention]
 
     def _ring_form(self, attention: Attention) -> _RingForm | None:
         query, keys, values = attention.scores.inputs[0], attention.scores.inputs[1], attention.product.inputs[1]
-        assert query is not None
-        assert keys is not None
-        assert values is not None
-        scale, mask, hidden, guards, value, is_share = (
-            1.0,
-            None,
-            0.0,
-            list[ir.Value](),
-            attention.scores.outputs[0],
-            False,
-        )
-        for node in attention.between:
-            rest = [other for other in node.inputs if other is not None and other is not value]
-            number = _number(rest[0]) if len(rest) == 1 else None
-            if node.op_type == "Softmax":
-                is_share = True
-            elif node.op_type == "Where" and is_share and node.inputs[2] is value:
-                condition, zero = node.inputs[:2]
-                if condition is None or _number(zero) != 0 or condition.shape is None or condition.shape[-1] != 1:
-                    return None
-                guards.append(condition)
-            elif is_share or (mask is not None and node.op_type != "Identity"):
-                return None
-            elif node.op_type == "Mul" and number is not None:
-                scale *= number
-            elif node.op_type == "Div" and number is not None and node.inputs[0] is value:
-                scale /= number
-            elif node.op_type == "Add" and len(rest) == 1:
-                mask = rest[0]
-            elif node.op_type == "Where" and node.inputs[1] is value and _number(node.inputs[2]) is not None:
-                mask, hidden = node.inputs[0], _number(node.inputs[2]) or 0.0
-            elif node.op_type != "Identity":
-                return None
-            value = node.outputs[0]
+        scoring = _scoring(attention)
+        if query is None or keys is None or values is None or scoring is None:
+            return None
         keys, times = self._source(keys, turned=True)
         values, weight = self._source(values, turned=False)
-        shapes = [self.values[each].shape for each in (query, keys, values)]
-        if any(shape is None or len(shape) != 4 for shape in shapes) or weight != 1:
+        tokens = self._tokens_in_ring(query, keys, values)
+        if weight != 1 or tokens is None:
             return None
-        q, k, v = ([*shape] for shape in shapes if shape is not None)
-        heads = [q[1], k[1], v[1], q[3], v[3]]
-        if (
-            q[2] != k[2]
-            or k[2] != v[2]
-            or k[1] != v[1]
-            or not all(isinstance(dim, int) for dim in heads)
-            or int(q[1]) % int(k[1])
-        ):
+        form = _RingForm(query, keys, values, replace(scoring, scale=scoring.scale * times), causal=False)
+        mask = self.evaluated(scoring.mask, tokens)
+        unseen = [self.evaluated(guard, tokens) for guard in scoring.guards]
+        if _is_causal(mask, scoring.hidden, tokens) and all(one is not None and not one.any() for one in unseen):
+            return replace(form, scoring=replace(form.scoring, mask=None, guards=()), causal=True)
+        return form if scoring.mask is None or self._fits_ring(scoring.mask, tokens) else None
+
+    def _tokens_in_ring(self, query: ir.Value, keys: ir.Value, values: ir.Value) -> int | str | None:
+        """Returns the number of tokens of the operands of a ring; None if their shapes or types do not fit."""
+        if {one.dtype for one in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
             return None
-        if {each.dtype for each in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
+        shapes = [self.values[one].shape or () for one in (query, keys, values)]
+        if any(len(shape) != 4 for shape in shapes):
             return None
-        causal = mask is not None and _is_causal(_of_sizes(self.graph, mask, self.before.symbols, q[2]), hidden, q[2])
-        if causal:  # each token sees itself
-            conditions = [_of_sizes(self.graph, guard, self.before.symbols, q[2]) for guard in guards]
-            causal = all(found is not None and not found.any() for found in conditions)
-            guards = [] if causal else guards
-        if mask is not None and not causal and self.learns(mask):
-            return None
-        if mask is not None and not causal:
-            shape = self.values[mask].shape
-            aligned = (1,) * (4 - len(shape or ())) + (shape or ())
-            if (
-                shape is None
-                or len(shape) > 4
-                or aligned[1] != 1
-                or aligned[2] not in (1, q[2])
-                or aligned[3] not in (1, k[2])
-            ):
-                return None
-        return _RingForm(query, keys, values, None if causal else mask, scale * times, hidden, causal, tuple(guards))
+        (_, heads, tokens, depth), (_, groups, *_), (_, others, _, width) = shapes
+        sizes = heads, depth, groups, others, width
+        fits = groups == others and {shape[2] for shape in shapes} == {tokens}
+        return tokens if fits and all(isinstance(one, int) for one in sizes) and not int(heads) % int(groups) else None
+
+    def _fits_ring(self, mask: ir.Value, tokens: int | str) -> bool:
+        """Whether a ring takes a mask: all heads share it, its last dims are queries and keys, and no parameter is trained by it."""
+        shape = self.values[mask].shape
+        if shape is None or len(shape) > 4:
+            return False
+        _, heads, queries, keys = (1,) * (4 - len(shape)) + shape
+        return heads == 1 and queries in (1, tokens) and keys in (1, tokens) and not self.learns(mask)
+
+    def evaluated(self, value: ir.Value | None, tokens: int | str) -> npt.NDArray[Any] | None:
+        """Evaluates a mask or a guard at a length that shows its form; None if it depends on more than sizes and constants."""
+        return None if value is None else _of_sizes(self.graph, value, self.before.symbols, tokens)
 
     def learns(self, value: ir.Value) -> bool:
         """Whether a value depends on a trained parameter; a ring computes no gradient of its mask."""
@@ -462,12 +457,18 @@ class _Context(Rewriting[Typed]):
         form, old = self.ring_form(attention), attention.product.outputs[0]
         assert form is not None
         made = self.like(old, self.free(f"{name_of(old)}.ring"))
-        inputs = [form.query, form.keys, form.values, *([form.mask] if form.mask is not None else [])]
+        scoring = form.scoring
+        inputs = [form.query, form.keys, form.values, *([scoring.mask] if scoring.mask is not None else [])]
         numbers = ir.convenience.convert_attributes(
-            {"scale": form.scale, "causal": int(form.causal), "hidden": form.hidden}
+            {
+                "scale": scoring.scale,
+                "causal": int(form.causal),
+                "hidden": scoring.hidden,
+                "fold": self.ranks if self.is_folded else 0,
+            }
         )
         self.put(attention.product, RING, inputs, [made], ".ring", numbers, OWN)
-        for k, guard in enumerate(form.guards):
+        for k, guard in enumerate(scoring.guards):
             info = self.values[old]
             zero = self.constant(
                 self.free(f"{name_of(old)}.zero"), np.zeros((), old.dtype.numpy() if old.dtype else np.float32)
@@ -480,20 +481,62 @@ class _Context(Rewriting[Typed]):
 
 
 @dataclass(frozen=True)
-class _RingForm:
-    """The operands of a ring: keys and values before their heads are repeated, and the mask, which is None in causal attention.
+class _Scoring:
+    """The ops between the two products of an attention: scores are multiplied by `scale`, then masked.
 
-    `guards`: conditions for each query under which its result is 0.
+    `hidden`: the score of a key that a boolean mask hides. `guards`: conditions for each query under which its result is 0.
     """
+
+    scale: float = 1.0
+    mask: ir.Value | None = None
+    hidden: float = 0.0
+    guards: tuple[ir.Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class _RingForm:
+    """The operands of a ring: keys and values before their heads are repeated. Causal attention has neither mask nor guards."""
 
     query: ir.Value
     keys: ir.Value
     values: ir.Value
-    mask: ir.Value | None
-    scale: float
-    hidden: float
+    scoring: _Scoring
     causal: bool
-    guards: tuple[ir.Value, ...]
+
+
+def _scoring(attention: Attention) -> _Scoring | None:
+    """Returns the scale, the mask and the guards of an attention; None if its ops are others, or in another order."""
+    made, value, is_share = _Scoring(), attention.scores.outputs[0], False
+    for node in attention.between:
+        first, *rest = (one for one in node.inputs if one is not None)
+        other = rest[0] if len(rest) == 1 and value is first else first
+        number = _number(other) if len(rest) == 1 else None
+        match node.op_type, is_share:
+            case "Identity", _:
+                pass
+            case "Softmax", False:
+                is_share = True
+            case "Where", True if value is rest[1] and _number(rest[0]) == 0 and _is_for_queries(first):
+                made = replace(made, guards=(*made.guards, first))
+            case _ if is_share or made.mask is not None:
+                return None
+            case "Mul", _ if number is not None:
+                made = replace(made, scale=made.scale * number)
+            case "Div", _ if number is not None and value is first:
+                made = replace(made, scale=made.scale / number)
+            case "Add", _ if len(rest) == 1:
+                made = replace(made, mask=other)
+            case "Where", _ if value is rest[0] and (hidden := _number(rest[1])) is not None:
+                made = replace(made, mask=first, hidden=hidden)
+            case _:
+                return None
+        value = node.outputs[0]
+    return made
+
+
+def _is_for_queries(condition: ir.Value) -> bool:
+    """Whether a condition has one element for all keys of a query."""
+    return condition.shape is not None and condition.shape[-1] == 1
 
 
 def _by(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -617,38 +660,33 @@ def _is_causal(mask: npt.NDArray[Any] | None, hidden: float, tokens: int | str) 
     return bool((np.where(seen, mask == 0, mask <= _LOWEST)).all())
 
 
+def _is_window(mask: npt.NDArray[Any]) -> bool:
+    """Whether a mask, evaluated for enough tokens, lets each token see itself and no later token, but not all earlier ones."""
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    seen = mask if mask.dtype == np.bool_ else mask > _LOWEST
+    causal = np.tril(np.ones(mask.shape[-2:], bool))
+    return not (seen & ~causal).any() and not (seen == causal).all() and bool(np.diagonal(seen, 0, -2, -1).all())
+
+
 def _of_sizes(
     graph: ir.Graph, value: ir.Value, symbols: Mapping[str, SymbolInfo], tokens: int | str
 ) -> npt.NDArray[Any] | None:
     """Evaluates a value that depends only on the inputs' sizes and on constants; None for other values.
 
-    If `tokens` is a symbol, its size is at least four times the largest integer among the constants, and other symbols are small. Returns
-    None if an integer is larger than `_LIMIT`: the mask could differ at a length that is not evaluated.
+    If `tokens` is a symbol, its size is the first legal one that is at least four times the largest integer among the constants, and other
+    symbols are small. Returns None if an integer is larger than `_LIMIT`: the mask could differ at a length that is not evaluated.
     """
-    nodes, sizes, numbers = dict[ir.Node, None](), dict[ir.Value, None](), dict[ir.Value, None]()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        node = one.producer()
-        if node is None:
-            if one.const_value is None or one.const_value.nbytes > 1 << 22:
-                return None
-            numbers[one] = None
-        elif node not in nodes:
-            nodes[node] = None
-            if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].is_graph_input():
-                sizes[node.inputs[0]] = None
-            elif node.domain not in ("", "ai.onnx") or any(
-                attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()
-            ):
-                return None
-            else:
-                waiting += [operand for operand in node.inputs if operand is not None]
+    computation = computation_of(graph, value, (), graph.inputs)
+    if computation is None:
+        return None
     most = 0
-    for one in numbers:
-        array = one.const_value.numpy().ravel() if one.const_value is not None else np.zeros(0)
+    for one, by_elements in computation.sources.items():
+        if one.const_value is None or not by_elements:
+            continue
+        array = one.const_value.numpy().ravel()
         finite = np.abs(array[np.isfinite(array)].astype(np.float64)) if array.dtype.kind in "biuf" else np.zeros(0)
-        roles = {(use.node.op_type, use.idx) for use in one.uses() if use.node in nodes}
+        roles = {(use.node.op_type, use.idx) for use in one.uses() if use.node in computation.nodes}
         if roles <= {("Slice", 1), ("Slice", 2)}:  # an end beyond all others
             finite = finite[finite < 1 << 31]
         elif roles <= {(op, k) for op in ("Equal", "Mul", "Where") for k in range(3)} and (array <= 1).all():
@@ -657,54 +695,22 @@ def _of_sizes(
         most = max(most, int(np.ceil(finite.max(initial=0))))
     if most > _LIMIT:
         return None
-    facts = {name: info.facts for name, info in symbols.items()}
-    least = {name: max(_LENGTH, 4 * most) if name == tokens else 2 for name in facts}
-    return _evaluated(graph, [node for node in graph if node in nodes], value, [*sizes], [*numbers], facts, least)
-
-
-def _evaluated(
-    graph: ir.Graph,
-    nodes: list[ir.Node],
-    value: ir.Value,
-    inputs: list[ir.Value],
-    constants: list[ir.Value],
-    facts: Mapping[str, Facts],
-    least: Mapping[str, int],
-) -> npt.NDArray[Any] | None:
-    """Evaluates a value that depends on sizes alone, with each symbol at its first legal size from `least` on; None if the run fails."""
-    import onnx
-    import onnxruntime
-    from onnx import helper
 
     def size_of(dim: int | ir.SymbolicDim) -> int | None:
-        if isinstance(dim, int):
-            return dim
-        if (known := facts.get(str(dim.value))) is None:
-            return None
-        step, rest = known.divisor or 1, known.remainder or 0
-        return -(-max(0, least[str(dim.value)] - rest) // step) * step + rest
+        if isinstance(dim, int) or str(dim.value) not in symbols:
+            return dim if isinstance(dim, int) else None
+        facts, least = symbols[str(dim.value)].facts, max(_LENGTH, 4 * most) if dim.value == tokens else 2
+        step, rest = facts.divisor or 1, facts.remainder or 0
+        return -(-max(0, least - rest) // step) * step + rest
 
     arrays = {}
-    for one in inputs:
-        dims = None if one.shape is None else [size_of(dim) for dim in one.shape]
-        if dims is None or None in dims or one.dtype is None:
-            return None
-        arrays[name_of(one)] = np.zeros([dim for dim in dims if dim is not None], one.dtype.numpy())
-    feeds = [helper.make_tensor_value_info(name_of(one), ir.DataType(one.dtype or 1).value, None) for one in inputs]
-    weights = [
-        ir.serde.serialize_tensor(ir.Tensor(one.const_value.numpy(), name=name_of(one)))
-        for one in constants
-        if one.const_value is not None
-    ]
-    output = onnx.ValueInfoProto(name=name_of(value))
-    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", feeds, [output], weights)
-    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 21))]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    for one in computation.sources:
+        if one.const_value is None:
+            dims = [None] if one.shape is None else [size_of(dim) for dim in one.shape]
+            if None in dims or one.dtype is None:
+                return None
+            arrays[name_of(one)] = np.zeros([dim for dim in dims if dim is not None], one.dtype.numpy())
     try:
-        model = helper.make_model(body, ir_version=10, opset_imports=opsets)
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        made: npt.NDArray[Any] = session.run(None, arrays)[0]
+        return computation.run(arrays)
     except Exception:
         return None
-    return made

@@ -85,7 +85,7 @@ def shard_heads(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) ->
     """Shards the heads of an attention over the axis of the plan's `context`, minor to the axes that already shard them."""
     for instance, choice in choices.items():
         mark = instance.node.meta.get(CONTEXT)
-        if mark is None or not mark.factor:
+        if mark is None or not mark.factor or mark.first:
             continue
         mesh, named = refined(program.plan.axes_of(instance.group))
         if choice.mesh == mesh and choice.free.issuperset(named.get(mark.axis, ())):

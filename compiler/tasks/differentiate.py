@@ -28,7 +28,7 @@ from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import BY_EXPERT, PINNED, name_of
+from partc.compiler.ir.graph import BY_EXPERT, FOLDED, PINNED, name_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
@@ -94,7 +94,7 @@ def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Val
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
             name = first_free(f"{value.name}.grad", program.own_names.__contains__)
             found[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
-            found[value].meta.update({key: one for key, one in value.meta.items() if key == BY_EXPERT})
+            found[value].meta.update({key: one for key, one in value.meta.items() if key in (BY_EXPERT, FOLDED)})
     return found
 
 

@@ -129,6 +129,8 @@ REDUCTIONS = (SUM, MAX, MIN)
 # metadata_props keys of nodes in a rank file
 PATH = "partc.path"
 HOP = "partc.hop"
+ORDER = "partc.order"
+"""The order in which a Gather puts tokens along its axis: `fold 3` is folded order for 3 ranks, `back 3` natural order."""
 RULE = "partc.rule"
 CAUSE = "partc.cause"
 TASK = "partc.task"

@@ -19,6 +19,7 @@ from partc.runtime.artifact.training.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.ordering import check_order
+from partc.runtime.checker.across.orders import check_orders
 from partc.runtime.checker.across.places import check_places
 from partc.runtime.checker.across.rings import check_rings
 from partc.runtime.checker.across.rows import check_microbatches, check_rows
@@ -98,6 +99,7 @@ CHECKS = (
     ),
     Check("messages of few bits", TRAINING, lambda one: check_packed(one.manifest, one.models), SOUND),
     Check("the hops of rings", ACROSS, check_rings, SOUND),
+    Check("the order of tokens", ACROSS, lambda one: check_orders(one.manifest, one.models), SOUND),
     Check("that copies stay equal", TRAINING, check_copies, SOUND),
     Check("that nodes of one name are one", TRAINING, check_alike, SOUND),
 )

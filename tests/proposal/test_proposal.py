@@ -42,6 +42,16 @@ def test_a_transformer_is_recognized(degrees: Degrees, reduces: int) -> None:
     assert all(part.steps for part in program.parts)
 
 
+def test_tokens_are_sharded_over_an_axis_of_their_own() -> None:
+    proto = transformer()
+    text, missing = propose(source(proto), "model.onnx", Degrees(dp=2, cp=2))
+    assert not missing
+    assert "mesh: {dp: 2, cp: 2}" in text
+    assert "context: {axis: cp}" in text
+    program = same_as_whole(proto, text, ids(4, 6), ids(2, 4), rtol=1e-4, atol=1e-5)
+    assert {event.op_type for event in program.events} == {"AllGather", "Exchange"}
+
+
 def test_cuts_are_lines_with_reasons() -> None:
     text, _ = propose(source(transformer()), "model.onnx", Degrees(tp=2))
     rules = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}

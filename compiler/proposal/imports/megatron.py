@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = re.compile(
     r"master_addr|master_port|rdzv_id|rdzv_backend|rdzv_endpoint|nproc|world_size"
 )
 _HINTS = {
-    "context_parallel_size": "partc does not shard the sequence of attention",
+    "context_parallel_size": "write `context: {axis: cp}`, with an axis of the mesh, or give --context",
     "expert_model_parallel_size": "add `--ep`, such as --ep 4: ranks of `--dp` share the experts",
     "num_layers_per_virtual_pipeline_stage": "write more stages than ranks, with `schedule: interleaved`",
     "virtual_pipeline_model_parallel_size": "write more stages than ranks, with `schedule: interleaved`",

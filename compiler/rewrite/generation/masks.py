@@ -14,20 +14,15 @@ Where other ops stand there, or a mask depends on other values, nothing is prove
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.ir.computed import is_absent
+from partc.compiler.rewrite.evaluation import Computation, computation_of
 from partc.compiler.rewrite.generation.positions import COUNT, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
-from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
-_LARGEST = 1 << 28
-"""The most bytes of a constant; a mask may read the shape of rows that are looked up in a table of tokens."""
 _AWAY, _NEAR = -1e4, -100.0
 """The number added to the score of an excluded entry is at most the first, and to that of an attended entry more than the second."""
 _SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -44,16 +39,21 @@ class Sight(enum.Enum):
 
 def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm, hides: bool = False) -> Sight:
     """Evaluates a mask at every position that a step can have; `hides`: the mask is true where an entry is excluded."""
-    nodes = _makers(graph, mask, _given(positions))
-    if nodes is None:
+    computation, causal = _computation(graph, mask, positions), True
+    if computation is None:
         return Sight.UNKNOWN
-    run, causal = _evaluator(graph, nodes, mask, positions), True
     # where a prompt is read token by token, two tokens are tried as well, if the model takes them
     widths = (form.tokens, 2) if form.rules.chunk == 1 and not positions.takes_one else (form.tokens,)
     for width in widths:
         every = range(0, form.rules.length, width)
         for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
-            found = run(some, width)
+            found = computation.run(
+                {
+                    str(positions.position.name): np.asarray(some, np.int64),
+                    COUNT: np.full(len(some), width, np.int64),
+                    str(positions.ids.name): np.zeros((len(some), width), np.int64),
+                }
+            )
             if found.ndim == 5 and found.shape[2] == 1:  # queries grouped by their head of keys
                 found = found[:, :, 0]
             found = found.reshape(
@@ -73,9 +73,9 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     return Sight.CAUSAL if causal else Sight.UNKNOWN
 
 
-def _given(positions: Positions) -> tuple[ir.Value, ...]:
-    """Returns the inputs of a step that a mask may depend on."""
-    return positions.position, positions.count, positions.ids
+def _computation(graph: ir.Graph, value: ir.Value, positions: Positions) -> Computation | None:
+    """Returns how a value follows from positions, the number of tokens and constants; None if it depends on anything else."""
+    return computation_of(graph, value, (positions.position, positions.count), (positions.ids,))
 
 
 def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -83,75 +83,6 @@ def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
     for begin in range(0, len(every), size):
         some = [*every[begin : begin + size]]
         yield some + some[-1:] * (size - len(some))
-
-
-def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> dict[ir.Node, bool] | None:
-    """Returns the nodes that compute a value from `given` and constants, in order, each with whether its elements count or its shape alone.
-
-    Returns None where the value depends on anything else, or on the tokens' ids and not only on their count.
-    """
-    needed, waiting = dict[ir.Node, bool](), [(value, True)]
-    while waiting:
-        one, by_numbers = waiting.pop()
-        producer = one.producer()
-        if producer is None:
-            constant = one.const_value
-            if one in given:
-                if by_numbers and one in given[2:]:
-                    return None
-            elif constant is None or constant.nbytes > _LARGEST or (by_numbers and is_absent(constant)):
-                return None
-        elif producer not in needed or (by_numbers and not needed[producer]):
-            if producer.domain not in ("", "ai.onnx") or any(
-                attr.type == ir.AttributeType.GRAPH for attr in producer.attributes.values()
-            ):
-                return None
-            needed[producer] = by_numbers
-            below = by_numbers and producer.op_type != "Shape"
-            waiting += [(operand, below) for operand in producer.inputs if operand is not None]
-    return {node: needed[node] for node in graph if node in needed}
-
-
-def _evaluator(
-    graph: ir.Graph, nodes: Mapping[ir.Node, bool], value: ir.Value, positions: Positions
-) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
-    """Returns a function of positions and a number of tokens that computes the value in onnxruntime."""
-    import onnx
-    import onnxruntime
-    from onnx import TensorProto, helper
-
-    given = _given(positions)
-    read = dict[ir.Value, bool]()
-    for node, by_numbers in nodes.items():
-        read |= {one: by_numbers or read.get(one, False) for one in node.inputs if one is not None}
-    inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
-    constants = []
-    for one, by_numbers in read.items():
-        constant = one.const_value
-        if one.producer() is None and one not in given and constant is not None:
-            array = constant.numpy() if by_numbers else np.zeros(constant.shape.numpy(), constant.dtype.numpy())
-            constants.append(ir.serde.serialize_tensor(ir.Tensor(array, dtype=constant.dtype, name=one.name)))
-    output = onnx.ValueInfoProto(name=str(value.name))
-    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", inputs, [output], constants)
-    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
-    model = helper.make_model(body, ir_version=10, opset_imports=opsets)
-    compute_in_float32(model, bfloat16=True)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = {one.name for one in session.get_inputs()}
-
-    def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:
-        count = len(some)
-        feeds = {
-            str(positions.position.name): np.asarray(some, np.int64),
-            COUNT: np.full(count, width, np.int64),
-            str(positions.ids.name): np.zeros((count, width), np.int64),
-        }
-        found: npt.NDArray[Any] = session.run(None, {name: array for name, array in feeds.items() if name in names})[0]
-        return found
-
-    return run
 
 
 def is_of_cache(value: ir.Value | None) -> bool:
@@ -191,12 +122,12 @@ def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tupl
         if producer.op_type in _MOVING:
             value = operands[0]
             continue
-        made = [one for one in operands if _makers(graph, one, _given(positions)) is not None]
+        made = [one for one in operands if _computation(graph, one, positions) is not None]
         rest = [one for one in operands if one not in made]
         if producer.op_type not in _SCALING or len(rest) != 1:
             return None
         value = rest[0]
-        given = [one for one in made if _makers(graph, one, ()) is None]  # without constants
+        given = [one for one in made if computation_of(graph, one, ()) is None]  # without constants
         if producer.op_type == "Where" and operands[0] in given:
             found.append((operands[0], value is operands[2]))
         elif producer.op_type == "Add":

@@ -17,7 +17,7 @@ from partc.compiler.analysis.bindings import unknown_input
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
-from partc.compiler.ir.graph import ADAPTER, BY_EXPERT, SERVED, name_of
+from partc.compiler.ir.graph import ADAPTER, BY_EXPERT, CONTEXT, SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
@@ -44,6 +44,7 @@ def seed(
     work.annotations()
     work.dataset()
     work.experts()
+    work.folded()
     for region in work.regions():
         work.region(region)
     work.styles_without_use()
@@ -88,6 +89,14 @@ class _Seeds:
                 return
             choice.axes[choice.rule.looked_up] = named[axis]
             choice.why[choice.rule.looked_up] = f"{PurePath(where).name} experts"
+
+    def folded(self) -> None:
+        """Shards the tokens of inputs where they are put into folded order, along the axis of the plan's `context`."""
+        for instance, choice in self.choices.items():
+            mark = instance.node.meta.get(CONTEXT)
+            if mark is not None and mark.first:
+                choice.axes[mark.factor] = refined(self.program.plan.axes_of(instance.group))[1].get(mark.axis, ())
+                choice.why[mark.factor] = mark.why
 
     def regions(self) -> list[RegionMatch]:
         """Returns the regions in order; a node belongs to the last rule that matches it."""
@@ -248,7 +257,8 @@ class _Seeds:
         first: int | tuple[str, ...] = len(group)
         rest: int | tuple[str, ...] = 1
         if axes:
-            names = [name for name, _ in axes]
+            context = self.program.plan.context  # whose axis shards tokens, and no records
+            names = [name for name, _ in axes if context is None or name != context.axis]
             first, rest = ((DATA_AXIS,) if DATA_AXIS in names else tuple(names)), ()
         along = self.program.batch_dims.get(value, 0)
         return tuple(first if dim == along else rest for dim in range(len(value.shape)))

@@ -5,21 +5,27 @@ before in the list of the ring. `causal` says that a token sees only itself and 
 of earlier ranks. The checker follows a block back over as many messages as its hop: it must be the value that its owner reads in hop 0.
 
     rank 3 of 0-1-2-3    k 2 <- message 9 <- rank 2: k 1 <- message 5 <- rank 1: k 0
+
+`fold` says the same of 2p runs, of which the rank at place r has r and 2p-1-r. A Slice with `q 2 half` or `k 2 half` takes one of the two;
+its bounds say which. The pairs of runs that all ranks compute are counted: those that see each other once, and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onnx import NodeProto
 from partc.runtime.artifact.format import EXCHANGE, GROUP, HOP, PHASE, RECV_PEERS, TAG
-from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, text_of
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, reads, text_of
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
 Ring = tuple[str, str, str, str]
 """A ring: a function of the file, the path of an attention, its phase, and an operand."""
+_HALF = "half"
 
 
 @dataclass
@@ -30,10 +36,18 @@ class _Rank:
     received: dict[str, NodeProto] = field(default_factory=dict)
     sent: dict[int, str] = field(default_factory=dict)
     hops: dict[Ring, dict[int, tuple[str, NodeProto]]] = field(default_factory=dict)
-    causal: set[Ring] = field(default_factory=set)
+    kinds: dict[Ring, str] = field(default_factory=dict)
+    """Maps each ring to `causal`, `fold`, or nothing."""
+    halves: dict[tuple[Ring, int], set[str]] = field(default_factory=dict)
+    """Maps each ring and hop to the runs of its block, or of its queries, that are read: `first`, `second`, `both`, or an unknown part."""
 
-    def add(self, nodes: Iterable[NodeProto], function: str) -> None:
+    def add(self, nodes: Sequence[NodeProto], function: str) -> None:
         """Records the messages and hops among nodes."""
+        makers, readers = dict[str, NodeProto](), dict[str, list[NodeProto]]()
+        for node in nodes if any(metadata_of(node, HOP).endswith(" fold") for node in nodes) else ():
+            makers |= dict.fromkeys(node.output, node)
+            for name in {*reads(node)}:
+                readers.setdefault(name, []).append(node)
         for node in nodes:
             if node.op_type == EXCHANGE:
                 self.received |= dict.fromkeys(node.output, node)
@@ -42,14 +56,34 @@ class _Rank:
                 )
             operand, _, rest = metadata_of(node, HOP).partition(" ")
             if rest:
-                hop, _, causal = rest.partition(" ")
+                hop, _, kind = rest.partition(" ")
                 ring = function, path_of(node), metadata_of(node, PHASE), operand
+                if kind == _HALF:
+                    if operand == "q":
+                        half = _half_of(node, makers) if node.output[0] in readers else "both"
+                        self.halves.setdefault((ring, int(hop)), set()).add(half)
+                    continue
                 self.hops.setdefault(ring, {})[int(hop)] = node.input[0], node
-                self.causal |= {ring} if causal else set()
+                self.kinds[ring] = kind
+                if kind == "fold":
+                    self.halves.setdefault((ring, int(hop)), set()).update(_runs_read(node, readers, makers))
+
+    def pairs(self, ring: Ring, place: int, size: int) -> Counter[tuple[int, int]]:
+        """Returns how often the rank at a place computes the scores of each pair of runs, queries and keys, in folded order.
+
+        Pairs that the causal mask of hop 0 hides do not count.
+        """
+        own, counts = (place, 2 * size - 1 - place), Counter[tuple[int, int]]()
+        for hop in self.hops[ring]:
+            block = ((place - hop) % size, 2 * size - 1 - (place - hop) % size)
+            queries, keys = self.halves.get(((*ring[:3], "q"), hop), {"both"}), self.halves.get((ring, hop), set())
+            for query, key in itertools.product(_runs(own, queries), _runs(block, keys)):
+                counts[query, key] += int(hop > 0 or query >= key)
+        return counts
 
 
-def check_rings(subject: Subject) -> Iterator[Violation]:
-    """Yields a violation for each block that is not the one of its hop, and for each hop that is missing."""
+def rank_records(subject: Subject) -> dict[int, _Rank]:
+    """Returns the messages and the hops of each rank."""
     ranks = dict[int, _Rank]()
     for file, members in subject.manifest.by_file(subject.models).items():
         for rank in members:
@@ -58,6 +92,12 @@ def check_rings(subject: Subject) -> Iterator[Violation]:
             one.add(model.graph.node, "")
             for function in model.functions:
                 one.add(function.node, function.name)
+    return ranks
+
+
+def check_rings(subject: Subject) -> Iterator[Violation]:
+    """Yields a violation for each block that is not the one of its hop, and for each hop that is missing."""
+    ranks = rank_records(subject)
     lists = dict[Ring, set[tuple[int, ...]]]()
     for rank, one in ranks.items():
         for ring, hops in one.hops.items():
@@ -99,14 +139,59 @@ def _strange(ranks: Mapping[int, _Rank], rank: int, ring: Ring, hop: int, value:
 
 
 def _missing(ranks: Mapping[int, _Rank], ring: Ring, group: tuple[int, ...]) -> Iterator[Violation]:
-    """Yields violations of ranks that lack a hop of a ring, or have an additional one."""
-    causal = any(rank in ranks and ring in ranks[rank].causal for rank in group)
+    """Yields violations of ranks that lack a hop of a ring, or have an additional one, or read other runs than those of the hop."""
+    kinds = {ranks[rank].kinds.get(ring, "") for rank in group if rank in ranks and ring in ranks[rank].hops}
+    kind = next(iter(kinds), "") if len(kinds) == 1 else ""
     for place, rank in enumerate(group):
         if rank not in ranks:
             continue
-        have, need = {*ranks[rank].hops.get(ring, {})}, {*range(place + 1 if causal else len(group))}
+        have, need = {*ranks[rank].hops.get(ring, {})}, {*range(place + 1 if kind == "causal" else len(group))}
         if have != need:
             number = min(have ^ need)
             fact = f"'{ring[1]}' {'computes' if number in have else 'lacks'} hop {number} of {ring[3]}"
             law = "every pair of runs of tokens that see each other is computed once"
             yield Violation(ranks[rank].file, f"{fact}: {law}", help="compile the model again")
+        elif kind == "fold" and (fact := _wrong_pair(ranks[rank], ring, place, len(group))):
+            yield Violation(ranks[rank].file, fact, help="compile the model again")
+    if len(kinds) > 1:
+        fact = f"'{ring[1]}' has its tokens in different orders on ranks {', '.join(map(str, group))}"
+        yield Violation(ranks[group[0]].file, fact, help="compile the model again")
+
+
+def _wrong_pair(rank: _Rank, ring: Ring, place: int, size: int) -> str:
+    """The first pair of runs that a rank computes as often as it must not, in folded order; empty if there is none."""
+    counts = rank.pairs(ring, place, size)
+    for query, key in itertools.product((place, 2 * size - 1 - place), range(2 * size)):
+        if (times := counts[query, key]) != (need := int(query >= key)):
+            fact = f"'{ring[1]}' computes runs {query} x {key} of {ring[3]} {times} times, and {need} is right"
+            return f"{fact}: every pair of runs of tokens that see each other is computed once"
+    return ""
+
+
+def _runs(two: tuple[int, int], read: set[str]) -> list[int]:
+    """The runs among two that are read, each as often as it is; of an unknown part none."""
+    parts = {"first": two[:1], "second": two[1:], "both": two}
+    return [run for one in read for run in parts.get(one, ())]
+
+
+def _runs_read(node: NodeProto, readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto]) -> set[str]:
+    """The runs of a block that are read: by Slices of halves after a node, or by others as a whole."""
+    found, waiting = set[str](), [*node.output]
+    while waiting:
+        for reader in readers.get(waiting.pop(), ()):
+            if reader.op_type == "Transpose":
+                waiting += reader.output
+            elif reader.op_type != "Shape":
+                is_half = metadata_of(reader, HOP).endswith(f" {_HALF}")
+                found.add(_half_of(reader, makers) if is_half else "both")
+    return found
+
+
+def _half_of(node: NodeProto, makers: Mapping[str, NodeProto]) -> str:
+    """The half that a Slice takes by its bounds, which are 0, the middle and the end; for others `unknown`."""
+    begin, end = (_bound(makers.get(name)) for name in node.input[1:3])
+    return {("0", "middle"): "first", ("middle", "end"): "second"}.get((begin, end), "unknown")
+
+
+def _bound(maker: NodeProto | None) -> str:
+    return "0" if maker is None else {"Div": "middle", "Shape": "end"}.get(maker.op_type, "unknown")
