@@ -1,6 +1,6 @@
 """What steps that make tokens cost and send, each against a goal: slots, a long prompt, weights of four bits, bytes over two ranks.
 
-    python tests/benchmarks/generate_steps.py [--only slots,gap,bits,bytes] [--turns 5] [--files FOLDER]
+    python tests/benchmarks/generate_steps.py [--only slots,gap,bits,bytes,drafts] [--turns 5] [--files FOLDER]
 
 A Llama of 4 layers of width 512 with random weights, exported once by torch into `--files`; ranks are threads of this process, with one
 thread each. Times are of this process's CPU, in turns.
@@ -9,6 +9,8 @@ thread each. Times are of this process's CPU, in turns.
     gap     a prompt of 2,000 tokens arrives while 7 slots make tokens: the longest time between two tokens of theirs, in steps
     bits    MatMulNBits of blocks of 32 over two ranks: the tokens of one rank, and how much of the weights a rank has
     bytes   what a step over two ranks sends: two AllReduce a layer, and 16 bytes a slot for the next token
+    drafts  one sequence with drafts of 4 and without, in float32 and in four bits: an answer that repeats itself, and a drawn one that
+            does not
 """
 
 from __future__ import annotations
@@ -178,6 +180,48 @@ def of_bytes(path: Path, place: Path, turns: int) -> str:
     return f"bytes: a step of {slots} slots over 2 ranks: {text}, {sent} bytes to a rank, {verdict(sent <= wanted, f'at most {wanted}')}"
 
 
+def of_drafts(path: Path, place: Path, turns: int) -> str:
+    rng, rows = np.random.default_rng(0), []
+    prompt = rng.integers(2, 4096, 32).tolist()
+    requests = {
+        "one that repeats": Request(
+            prompt, max_tokens=200, logit_bias=dict.fromkeys((7, 70, 700), 50.0)
+        ),  # one of three tokens
+        "one that does not": Request(prompt, max_tokens=200, temperature=2.0, seed=3),
+    }
+    for kind, section in (("float32", ""), ("four bits", 'quantize: {"**": {bits: 4, block: 32}}\n')):
+        builds = {}
+        for name, more in (("drafts", "draft: {tokens: 4}, "), ("without", "")):
+            folder = place / f"{kind} {name}"
+            folder.mkdir()
+            (folder / "plan.yaml").write_text(
+                f"ranks: 1\n{section}generate: {{{more}slots: 1, length: 256, chunk: 64}}\n"
+            )
+            compile_model(path, folder / "plan.yaml", folder / "build")
+            builds[name] = folder / "build"
+        with (
+            load_local_generator(builds["drafts"], threads=1) as drafts,
+            load_local_generator(builds["without"], threads=1) as without,
+        ):
+            for name, request in requests.items():
+                took: tuple[list[float], list[float]] = [], []
+                answers = []
+                for _ in range(turns):
+                    for times, generator in zip(took, (drafts, without), strict=True):
+                        found, made = steps(generator, [request])
+                        answers.append(made)
+                        times.append(sum(seconds for _, seconds, _ in found) / 200)
+                        if generator is drafts:
+                            count = len(found)
+                ratio = statistics.median(took[1]) / statistics.median(took[0])
+                same = f"{sum(one == answers[0] for one in answers)} of {len(answers)} answers are the same"
+                rows.append(
+                    f"drafts: {kind}, {name}: {count} steps for 200 tokens, {1e3 * statistics.median(took[0]):.2f} ms CPU a token, "
+                    f"without {1e3 * statistics.median(took[1]):.2f}: {ratio:.2f} times the tokens/s; {same}"
+                )
+    return "\n".join(rows)
+
+
 def verdict(met: bool, goal: str) -> str:
     return f"{goal} wanted: {'met' if met else 'missed'}"
 
@@ -187,6 +231,7 @@ ROWS: dict[str, Callable[[Path, Path, int], str]] = {
     "gap": of_gap,
     "bits": of_bits,
     "bytes": of_bytes,
+    "drafts": of_drafts,
 }
 
 
