@@ -12,8 +12,8 @@ Narrow programs, `prefill_16` or `decode_2`, are the same with fewer tokens of a
 the slots that it is given, one after the other.
 
 With drafts (`draft`) a further program, `draft_5`, is given the last token of one slot of each run and up to four that may follow it, and
-scores all of them. Then it makes all tokens but the first of an answer, whether there are drafts or not: kernels of attention compute other
-bits for one token than for several.
+scores all of them; `draft_2` is for one draft or none. They make all tokens but the first of an answer, whether there are drafts or not:
+kernels of attention compute the same bits for any number of tokens but one.
 
 If slots take turns in several `groups`, each group has the same number of slots of every run, one after the other: in the files of decode a
 cache has the slots of one group, and a step binds the rows of the group that it is given. `next` also stays where it is made, so that the
@@ -81,6 +81,11 @@ class DraftRecord(Lookup):
     """
 
     scored: str
+
+    @property
+    def sizes(self) -> list[int]:
+        """The tokens of its programs' steps: two, for steps without drafts or with one, and those of all drafts and the one before them."""
+        return sorted({2, self.tokens + 1})
 
 
 class StepPorts(BaseModel):
@@ -190,7 +195,7 @@ class GenerationRecord(StepPorts):
     def narrow(self) -> list[str]:
         """The names of the programs of a size: narrow ones, and that of drafts."""
         return [
-            *([] if self.draft is None else [narrow(DRAFT, self.draft.tokens + 1)]),
+            *([] if self.draft is None else [narrow(DRAFT, size) for size in self.draft.sizes]),
             *(narrow(PREFILL, size) for size in self.narrow_chunks),
             *(narrow(DECODE, size) for size in self.narrow_rows),
         ]

@@ -300,8 +300,8 @@ class Slots:
             yield Step(
                 scored, none, none, {}, DECODE, None, group, self._lengths(slots), adapters=none, scored_tokens=scored
             )
-            of_run, draft = len(slots) // self.record.runs, self.record.draft
-            drafts = [] if draft is None else [draft.tokens + 1]
+            of_run = len(slots) // self.record.runs
+            drafts = [] if self.record.draft is None else self.record.draft.sizes
             for kind, sizes in ((PREFILL, self.record.narrow_chunks), (DECODE, self._rows), (DRAFT, drafts)):
                 for size in sizes:
                     rows, width = (size, 1) if kind == DECODE else (1, size)
@@ -436,13 +436,14 @@ class Slots:
         """Returns a step of one sequence of each run of a group, the one that has waited longest: its last token, and drafts after it."""
         rules = self.record.draft
         assert rules is not None
-        width = rules.tokens + 1
         self._turn += 1
         slots, taking = self._of_each_run(making, group, lambda sequence: (sequence.turn, sequence.number))
+        reads = {row: [one.last, *self._drafts_after(one)] for row, (_, _, one) in taking.items()}
+        width = next(size for size in rules.sizes if size >= max(map(len, reads.values())))
         tokens, count = np.zeros((len(slots), width), np.int64), np.zeros(len(slots), np.int64)
-        for row, (slot, _, one) in taking.items():
+        for row, read in reads.items():
+            slot, _, one = taking[row]
             one.turn = self._turn
-            read = [one.last, *self._drafts_after(one)]
             tokens[row, : len(read)], count[row] = read, len(read)
             taking[row] = slot, len(read), one
         scored = np.broadcast_to(np.arange(width), tokens.shape).copy()
