@@ -147,7 +147,7 @@ class Step:
     @property
     def _of_row(self) -> int:
         """The number of results of each row."""
-        return self.scored_tokens.shape[1]
+        return int(self.scored_tokens.shape[1])
 
     def valid(self, row: int, chosen: Sequence[int]) -> range:
         """Returns the places of a row's results that count: the first, and each one after a draft that is the result before it."""
