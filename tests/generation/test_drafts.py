@@ -143,3 +143,13 @@ def test_plans_whose_drafts_would_change_tokens_are_refused(
     with pytest.raises(CompileError, match=fact) as error:
         compiled(tmp_path, said=said, **form)
     assert "plan.yaml:2" in str(error.value)
+
+
+def test_a_server_counts_drafts(tmp_path: Path) -> None:
+    from server_case import LocalServer
+
+    wanted = Unsharded(decoder(fused=True)).tokens(TEXT, 24)
+    with LocalServer(compiled(tmp_path)) as server:
+        assert server.complete(TEXT, max_tokens=24, temperature=0)["token_ids"] == wanted
+        counts = server.metrics()
+        assert counts["partc_drafted_tokens_total"] >= counts["partc_accepted_tokens_total"] > 5
