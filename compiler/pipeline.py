@@ -227,6 +227,8 @@ def programs_of(
         record, rules = prefill.generation.record, decode.plan.generate
         sizes = [(ProgramKind.PREFILL, size) for size in record.narrow_chunks]
         sizes += [(ProgramKind.DECODE_ROWS, size) for size in record.narrow_rows]
+        if record.draft is not None:
+            sizes += [(ProgramKind.DRAFT, size) for size in record.draft.sizes]
         for kind, size in sizes:
             on_start(f"{kind.value} of {size}")
             first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)

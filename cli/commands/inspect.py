@@ -260,7 +260,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
     from partc.cli.output.slots import slot_lines
     from partc.cli.output.stats import stored_lines
     from partc.cli.output.training_stats import evaluation_lines
-    from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
+    from partc.runtime.artifact.generation import DECODE, DRAFT, ENCODE, PREFILL, kind_and_size
 
     if artifact.manifest.lacks_weights:
         yield "the artifact has no weights: its figures are those of the types and shapes"
@@ -284,7 +284,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         for one in artifact.programs:
             kind, size = kind_and_size(one)
             if size:
-                steps[one] = f"{size} tokens of a prompt" if kind == PREFILL else f"one token of {count(size, 'slot')}"
+                of_size = {PREFILL: f"{size} tokens of a prompt", DRAFT: f"a token of one slot and {size - 1} drafts"}
+                steps[one] = of_size.get(kind, f"one token of {count(size, 'slot')}")
         others = [
             f"--program {one} shows {what}" for one, what in steps.items() if one != name and one in artifact.programs
         ]

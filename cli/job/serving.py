@@ -200,6 +200,8 @@ class _News:
         self._begun: set[int] = set()
         """The requests in slots whose first token has been made."""
         self._used = 0
+        self._drafts = 0, 0
+        """The numbers of drafts, and of right ones, that the server knows."""
         self._sent = 0.0
 
     def add(self, new: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
@@ -233,11 +235,14 @@ class _News:
         if urgent or used != self._used:
             made = [
                 (request, held.pop(request), finishes.get(request, ""), *self._scores.pop(request, ()))
-                for request in urgent
+                for request in dict.fromkeys(urgent)
             ]
             cached = [*self._cached.items()]
             counts = {"used": used, "waiting": slots.waiting, "seconds": self._seconds, "cached": cached}
-            more = {"embedded": self._embeddings} if self._embeddings else {}
+            more: dict[str, Any] = {"embedded": self._embeddings} if self._embeddings else {}
+            if (drafts := (slots.drafted, slots.accepted)) != self._drafts:
+                more["drafts"] = [now - before for now, before in zip(drafts, self._drafts, strict=True)]
+                self._drafts = drafts
             self._link.send({"made": made, **counts, **more})
             self._seconds, self._cached, self._embeddings, self._used = [], {}, [], used
 

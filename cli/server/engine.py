@@ -230,6 +230,9 @@ class Engine:
                 self.metrics.cached_tokens += count
                 if (ticket := self._open.get(number)) is not None:
                     ticket.cached = count
+            drafted, accepted = message.get("drafts", (0, 0))
+            self.metrics.drafted_tokens += drafted
+            self.metrics.accepted_tokens += accepted
             for number, embedding in message.get("embedded", ()):
                 if (ticket := self._open.get(number)) is not None:
                     ticket.embedding = embedding

@@ -11,7 +11,8 @@
 | loop | `{"made": [[7, [306, 12], ""]], "used": 1, "waiting": 0, "seconds": [0.004], "cached": [[7, 64]]}` | steps: tokens, slots |
 
 For a request with `logprobs` an entry of `made` also has the scores of its tokens, and those of tokens of its prompt, each as `[-0.7,
-[[306, -0.7], [12, -1.2]]]`. For requests of embeddings `embedded` has the float32 embedding as base64: `[[7, "..."]]`.
+[[306, -0.7], [12, -1.2]]]`. For requests of embeddings `embedded` has the float32 embedding as base64: `[[7, "..."]]`. `drafts` has the
+numbers of drafts since the last message, and of those that were right: `[12, 7]`.
 """
 
 from __future__ import annotations

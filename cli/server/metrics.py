@@ -43,6 +43,8 @@ class Metrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     restarts: int = 0
     slots: int = 0
     used: int = 0
@@ -62,6 +64,8 @@ class Metrics:
             ("partc_prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("partc_cached_tokens_total", "counter", "Tokens of prompts that lay in a cache.", self.cached_tokens),
             ("partc_completion_tokens_total", "counter", "Tokens of answers.", self.completion_tokens),
+            ("partc_drafted_tokens_total", "counter", "Tokens that were looked up as drafts.", self.drafted_tokens),
+            ("partc_accepted_tokens_total", "counter", "Drafts that were right.", self.accepted_tokens),
             ("partc_restarts_total", "counter", "Times that the ranks were started again.", self.restarts),
             ("partc_slots", "gauge", "Sequences that run at once.", self.slots),
             ("partc_slots_used", "gauge", "Sequences that run now.", self.used),

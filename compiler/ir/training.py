@@ -40,6 +40,8 @@ class ProgramKind(Enum):
     """A chunk of one slot's prompt, over the caches of the one-token step."""
     DECODE_ROWS = "decode"
     """One token of some of the slots, over the caches of the one-token step."""
+    DRAFT = "draft"
+    """A token of one slot and those drafted after it, all scored, over the caches of the one-token step."""
     ENCODE = "encode"
     """The encoder on the input of one slot; it writes the values that the decoder's steps read."""
 

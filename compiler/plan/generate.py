@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from partc.compiler.plan.adapters import MOST_RANK
 from partc.compiler.plan.placed_options import PlacedOptions
-from partc.runtime.artifact.generation import RequestDefaults
+from partc.runtime.artifact.generation import Lookup, RequestDefaults
 from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, model_validator
 
@@ -61,6 +61,10 @@ class GenerateRules(PlacedOptions):
         le=MOST_RANK,
         description="The largest rank of an adapter for which there is room.",
     )
+    draft: Lookup | None = Field(
+        None,
+        description="Tokens are looked up in a sequence's own text, and one step verifies them; null: none are.",
+    )
     memory: ByteCount = Field(
         None,
         description="The most memory of a rank, as `partc inspect` states it; null: no limit.",
@@ -97,6 +101,10 @@ class GenerateRules(PlacedOptions):
         if not self.sampling and self.defaults is not None and self.defaults.options:
             fact = "'defaults' ask for logits, and 'sampling: false' has none"
             raise Refused(fact, help="write 'sampling: true', or 'defaults: {}'", key="defaults")
+        if self.draft is not None and self.draft.tokens >= self.chunk:
+            fact = f"a step of {self.draft.tokens} drafted tokens and the one before them is longer than a chunk, {self.chunk}"
+            law = "a cache has room for a chunk after its last entry"
+            raise Refused(f"{fact}: {law}", help="choose a larger 'chunk', or fewer 'tokens' of 'draft'", key="draft")
         if self.chunk > self.length:
             fact = f"a chunk of {self.chunk} tokens is longer than a sequence, {self.length}"
             raise Refused(fact, help="choose a smaller 'chunk', or a larger 'length'", key="chunk")

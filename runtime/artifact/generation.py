@@ -11,6 +11,10 @@ them.
 Narrow programs, `prefill_16` or `decode_2`, are the same with fewer tokens of a chunk, or fewer slots of each run: a step binds the rows of
 the slots that it is given, one after the other.
 
+With drafts (`draft`) a further program, `draft_5`, is given the last token of one slot of each run and up to four that may follow it, and
+scores all of them; `draft_2` is for one draft or none. They make all tokens but the first of an answer, whether there are drafts or not:
+kernels of attention compute the same bits for any number of tokens but one.
+
 If slots take turns in several `groups`, each group has the same number of slots of every run, one after the other: in the files of decode a
 cache has the slots of one group, and a step binds the rows of the group that it is given. `next` also stays where it is made, so that the
 first of several stages continues with another group, while the last one works on this group.
@@ -28,12 +32,14 @@ from typing import Any, Literal
 from partc.runtime.options import Options
 from pydantic import BaseModel, ConfigDict, Field
 
-DECODE, PREFILL, ENCODE = "decode", "prefill", "encode"
-"""Names of a decoder's programs: one token of every slot, a chunk of a prompt of one slot, and the encoder on the input of one slot."""
+DECODE, PREFILL, ENCODE, DRAFT = "decode", "prefill", "encode", "draft"
+"""Names of a decoder's programs: one token of every slot, a chunk of a prompt of one slot, the encoder on the input of one slot, and a
+token of one slot with those drafted after it.
+"""
 
 
 def narrow(kind: str, size: int) -> str:
-    """Returns the name of a narrow program: a prefill of `size` tokens, or a decode of `size` slots of each run."""
+    """Returns the name of a program of a size: a prefill or a draft of `size` tokens, or a decode of `size` slots of each run."""
     return f"{kind}_{size}"
 
 
@@ -46,7 +52,7 @@ def kind_and_size(name: str) -> tuple[str, int]:
 def binds_rows(name: str) -> bool:
     """Whether a step of a program binds the rows of the slots that it is given, in place of all slots."""
     kind, size = kind_and_size(name)
-    return kind in (PREFILL, ENCODE) or (kind == DECODE and size > 0)
+    return kind in (PREFILL, ENCODE, DRAFT) or (kind == DECODE and size > 0)
 
 
 class EmbeddingRecord(BaseModel):
@@ -59,6 +65,29 @@ class EmbeddingRecord(BaseModel):
     pooling: Literal["mean", "last"]
 
 
+class Lookup(Options):
+    """Drafts by look-up: the tokens that followed the last occurrence of a sequence's last tokens are taken for the next ones."""
+
+    tokens: int = Field(4, ge=1, le=64, description="The most tokens that a step verifies besides the one before them.")
+    lookup: int = Field(
+        3, ge=1, le=16, description="The most last tokens that are looked up; where they do not occur, fewer."
+    )
+
+
+class DraftRecord(Lookup):
+    """The look-up of drafts, and the input of a step that has the numbers [rows, n] of each slot's tokens that are scored.
+
+    n is 1 for a decode or prefill. `next` and `logits` have n times as many rows, those of a slot one after the other.
+    """
+
+    scored: str
+
+    @property
+    def sizes(self) -> list[int]:
+        """The tokens of its programs' steps: two, for steps without drafts or with one, and those of all drafts and the one before them."""
+        return sorted({2, self.tokens + 1})
+
+
 class StepPorts(BaseModel):
     """Names of the programs' inputs and outputs.
 
@@ -67,7 +96,7 @@ class StepPorts(BaseModel):
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], in shards where it is made. A step of prefill has
     [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group. Where `adapter` is not empty
     a step is given there the number of each slot's adapter, 0 for none and 1 for the first. `embedding`: what a step gives of the prompts
-    that it reads; None where it gives tokens alone.
+    that it reads; None where it gives tokens alone. `draft`: None without drafts.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -79,6 +108,7 @@ class StepPorts(BaseModel):
     logits: str = ""
     adapter: str = ""
     embedding: EmbeddingRecord | None = None
+    draft: DraftRecord | None = None
 
 
 class RequestDefaults(Options):
@@ -163,8 +193,9 @@ class GenerationRecord(StepPorts):
 
     @property
     def narrow(self) -> list[str]:
-        """The names of the narrow programs."""
+        """The names of the programs of a size: narrow ones, and that of drafts."""
         return [
+            *([] if self.draft is None else [narrow(DRAFT, size) for size in self.draft.sizes]),
             *(narrow(PREFILL, size) for size in self.narrow_chunks),
             *(narrow(DECODE, size) for size in self.narrow_rows),
         ]
@@ -174,7 +205,7 @@ class GenerationRecord(StepPorts):
         kind, size = kind_and_size(name)
         if kind == DECODE and size:
             return size * self.runs
-        return self.runs if kind in (PREFILL, ENCODE) else None
+        return self.runs if kind in (PREFILL, ENCODE, DRAFT) else None
 
     def slots_of(self, group: int) -> list[int]:
         """Maps each row of a decode to its slot for the turn of a group: every run has the same number of slots, one after the other."""

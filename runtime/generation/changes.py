@@ -56,6 +56,11 @@ class Drawing:
         return len(self.tokens)
 
 
+def depend_on_number(changes: Iterable[LogitChange]) -> bool:
+    """Whether changes depend on the number of tokens before alone, not on which these are."""
+    return all(isinstance(one, (Bias, Forced)) for one in changes)
+
+
 def changes_of(request: Request, record: GenerationRecord) -> tuple[LogitChange, ...]:
     """The changes that a request needs, in their order; most requests have no changes."""
     return tuple(_changes_of(request, record))

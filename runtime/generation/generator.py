@@ -140,7 +140,7 @@ class Generator:
         if isinstance(made, np.ndarray) and not (drawing or scores or embedding or self._tokens):
             found = made.tolist()
             return lambda: self._taken(slots, step, found)
-        chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
+        chosen = np.full(step.results, -1, np.int64) if made is None else np.array(made, np.int64)
         logits = self._logits(step, outputs, scores) if drawing or scores else {}
         draws = Draws(self._shards[step.program], drawing, logits, self._scratch) if drawing else None
         together = draws is not None and self._several and draws.shards.is_sharded
@@ -294,6 +294,8 @@ class Generator:
             named[encoder.count] = step.lengths
         if record.adapter and record.adapter in self._ports[step.program]:
             named[record.adapter] = step.adapters
+        if record.draft is not None and step.encoded is None:
+            named[record.draft.scored] = step.scored_tokens
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
         if kind_and_size(step.program)[0] != DECODE:
             return given

@@ -185,7 +185,11 @@ def _matcher(bound: SchemaBound, end: int, vocabulary: int) -> Any:
     grammar = LLMatcher.grammar_from_json_schema(bound.schema, overrides={"whitespace_pattern": "[ ]?"})
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
-        raise InputError(f"the schema cannot be compiled: {matcher.get_error().partition(chr(10))[0]}")
+        first, *_, last = [line.strip() for line in matcher.get_error().splitlines() if line.strip()] * 2
+        reason = (
+            f"{first} {last}" if first.endswith(":") else first
+        )  # that of a pattern points into it, and ends with the reason
+        raise InputError(f"the schema cannot be compiled: {reason}")
     return matcher
 
 

@@ -20,6 +20,14 @@ takes a slot of the group with the fewest sequences.
 A step uses the program with the fewest rows that contains all of its sequences: a decode of the slots in use, which are the first free
 ones, and the end of a prompt in a narrow chunk.
 
+In a plan with drafts (`drafts.py`) a step that is not a prefill has the last token of one sequence of each run and the drafts after it; the
+sequences take turns. Of its results those count whose drafts are the results before them:
+
+    tokens     7   3   9   4        the last token, and three drafts
+    chosen     3   9   5   .        3, 9 and 5 are the next tokens: 7 and the drafts 3, 9 are entries of the caches from now on
+
+Entries of wrong drafts lie after the position, where the next step writes.
+
 The first chunks of a prompt that are in the caches of a slot are not read again, but copied from there (`prefixes.py`).
 
 Requests join and are cancelled between steps; each has a number, by which its tokens are identified:
@@ -32,7 +40,7 @@ Requests join and are cancelled between steps; each has a number, by which its t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -41,8 +49,9 @@ import numpy as np
 import numpy.typing as npt
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
-from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
-from .changes import Drawing, LogitChange, changes_of
+from ..artifact.generation import DECODE, DRAFT, ENCODE, PREFILL, GenerationRecord, narrow
+from .changes import Drawing, LogitChange, changes_of, depend_on_number
+from .drafts import Drafts
 from .prefixes import ADAPTER_BITS, Copy, Prefixes
 from .request import Finish, NewToken, Request, TokenScore
 
@@ -66,6 +75,9 @@ class _Sequence:
     adapter: int = 0
     pooled: Pooled | None = None
     """The pooled inputs of the head so far, if it asks for an embedding."""
+    drafts: Drafts | None = None
+    turn: int = 0
+    """The number of the last step of drafts that it was in."""
 
     @property
     def unread(self) -> int:
@@ -107,6 +119,7 @@ class _Sequence:
 class Step:
     """The inputs of a step: `tokens` [rows, n], and for each row the number of valid ones, and the number of earlier tokens.
 
+    `scored_tokens`: the numbers [rows, n] of each row's tokens that are scored, in a plan with drafts; a row has n results, else one.
     `program`: the name of the program that runs it. `slots`: each row's slot; None for a decode whose rows are all slots of its `group`.
     `taking`: maps each row with a part to its slot, the number of its tokens, and its sequence. `encoded`: the encoder's input for each row
     of an encode; None for another step. `lengths`: each row's number of entries in its encoder's input. `copies`: the copies before the
@@ -124,18 +137,47 @@ class Step:
     encoded: Array | None = None
     copies: Sequence[Copy] = ()
     adapters: Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    scored_tokens: Array = field(default_factory=partial(np.zeros, (0, 1), np.int64))
+
+    @property
+    def results(self) -> int:
+        """The number of its results."""
+        return len(self.tokens) * self._of_row
+
+    @property
+    def _of_row(self) -> int:
+        """The number of results of each row."""
+        return int(self.scored_tokens.shape[1])
+
+    def valid(self, row: int, chosen: Sequence[int]) -> range:
+        """Returns the places of a row's results that count: the first, and each one after a draft that is the result before it."""
+        begin, (_, count, _) = row * self._of_row, self.taking[row]
+        end = begin + 1
+        while end < begin + min(count, self._of_row) and chosen[end - 1] == self.tokens[row, end - begin]:
+            end += 1
+        return range(begin, end)
 
     def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
-        """Returns the slots whose chosen number is at least `least`."""
-        return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
+        """Returns the slots of which a chosen number is at least `least`."""
+        return [
+            slot
+            for row, (slot, _, _) in self.taking.items()
+            if any(chosen[place] >= least for place in self.valid(row, chosen))
+        ]
 
     def drawing(self) -> Mapping[int, Drawing]:
-        """Maps each row whose next token is drawn to the drawing; called before the step's tokens are taken."""
-        return {
-            row: Drawing(one.request, one.tokens, one.changes)
-            for row, (_, count, one) in self.taking.items()
-            if (one.request.temperature or one.changes) and count >= one.unread
-        }
+        """Maps the place of each result that is drawn to the drawing; called before the step's tokens are taken.
+
+        A result after drafts is drawn as if these were the answer's tokens; if they are not, it does not count.
+        """
+        found = dict[int, Drawing]()
+        for row, (_, count, one) in self.taking.items():
+            if (one.request.temperature or one.changes) and count >= one.unread:
+                for draft in range(min(count, self._of_row)):
+                    drafts = [] if draft == 0 else self.tokens[row, 1 : draft + 1].tolist()
+                    tokens = [*one.tokens, *drafts] if drafts else one.tokens
+                    found[row * self._of_row + draft] = Drawing(one.request, tokens, one.changes)
+        return found
 
     @property
     def has_scores(self) -> bool:
@@ -148,15 +190,19 @@ class Step:
         return [row for row, (_, _, one) in self.taking.items() if one.request.embeds and self.encoded is None]
 
     def scored(self, chosen: Sequence[int], vocabulary: int) -> dict[int, tuple[int, int]]:
-        """Maps each row with a score to the scored token, chosen or of its prompt, and to the number of likeliest tokens listed with it."""
+        """Maps the place of each result with a score to the scored token, and to the number of likeliest tokens listed with it.
+
+        The token is the chosen one, or that of a prompt.
+        """
         found = dict[int, tuple[int, int]]()
         for row, (_, count, one) in self.taking.items():
-            if (many := one.request.logprobs) is None or chosen[row] >= vocabulary:
-                continue
-            if (left := one.unread - count) > 0 and one.request.scores_prompt:
-                found[row] = one.request.prompt[-left], many
-            elif left <= 0 and one.request.max_tokens:
-                found[row] = chosen[row], many
+            for place in self.valid(row, chosen):
+                if (many := one.request.logprobs) is None or chosen[place] >= vocabulary:
+                    break
+                if (left := one.unread - count) > 0 and one.request.scores_prompt:
+                    found[place] = one.request.prompt[-left], many
+                elif left <= 0 and one.request.max_tokens:
+                    found[place] = chosen[place], many
         return found
 
 
@@ -180,6 +226,9 @@ class Slots:
         self._last_was_chunk = [False] * record.groups
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
         """Maps a group and number of slots to the tokens, count, position, lengths and adapters of decodes: arrays that stay bound."""
+        self._turn = 0
+        self.drafted = self.accepted = 0
+        """The number of drafts in all steps so far, and of those that were right."""
 
     @property
     def running(self) -> set[int]:
@@ -238,7 +287,7 @@ class Slots:
             return None
         self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
         if not self._last_was_chunk[group]:
-            return self._decode(making, group)
+            return self._decode(making, group) if self.record.draft is None else self._draft(making, group)
         if not min(reading.values(), key=lambda one: one.number).encoded:
             return self._encode({slot: one for slot, one in reading.items() if not one.encoded}, group)
         return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
@@ -247,16 +296,23 @@ class Slots:
         """Yields a step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
         for group, slots in enumerate(self._of_group):
             none = np.zeros(len(slots), np.int64)
-            yield Step(none[:, None], none, none, {}, DECODE, None, group, self._lengths(slots), adapters=none)
+            scored = none[:, None]
+            yield Step(
+                scored, none, none, {}, DECODE, None, group, self._lengths(slots), adapters=none, scored_tokens=scored
+            )
             of_run = len(slots) // self.record.runs
-            for kind, sizes in ((PREFILL, self.record.narrow_chunks), (DECODE, self._rows)):
+            drafts = [] if self.record.draft is None else self.record.draft.sizes
+            for kind, sizes in ((PREFILL, self.record.narrow_chunks), (DECODE, self._rows), (DRAFT, drafts)):
                 for size in sizes:
-                    rows, width = (1, size) if kind == PREFILL else (size, 1)
+                    rows, width = (size, 1) if kind == DECODE else (1, size)
                     window = [slot for begin in range(0, len(slots), of_run) for slot in slots[begin : begin + rows]]
                     none = np.zeros(len(window), np.int64)
                     tokens = np.zeros((len(window), width), np.int64)
-                    named = narrow(kind, size)
-                    yield Step(tokens, none, none, {}, named, window, group, self._lengths(window), adapters=none)
+                    named, lengths = narrow(kind, size), self._lengths(window)
+                    scored = tokens if kind == DRAFT else none[:, None]
+                    yield Step(
+                        tokens, none, none, {}, named, window, group, lengths, adapters=none, scored_tokens=scored
+                    )
 
     def _free(self, prompt: Sequence[int]) -> int | None:
         """Returns the slot for a prompt, in the group with the fewest sequences; None if all are taken.
@@ -292,13 +348,15 @@ class Slots:
         scores: Mapping[int, TokenScore] = NO_SCORES,
         pooled: Mapping[int, Pooled] = NOTHING_POOLED,
     ) -> list[NewToken]:
-        """Records the results of a step and returns its tokens; `chosen` has a number for each row, meaningless for rows without a part.
+        """Records the results of a step and returns its tokens; `chosen` has a number for each, meaningless for rows without a part.
 
-        `scores`: the scores of some rows. `pooled`: maps each row that asks for an embedding to the head's input for its tokens, float64.
+        `scores`: the scores of some results. `pooled`: maps each row that asks for an embedding to the head's input for its tokens,
+        float64.
         """
         made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
-            broken = step.encoded is None and int(chosen[row]) >= self.record.vocabulary
+            valid = step.valid(row, chosen) if step.encoded is None else range(0)
+            broken = any(chosen[place] >= self.record.vocabulary for place in valid)
             if broken:  # its entries become zeros
                 self._prefixes.forget(slot)
             if (other := self._running[slot]) is not one:  # it was cancelled while the step was under way
@@ -308,10 +366,16 @@ class Slots:
             if step.encoded is not None:
                 one.encoded = True
                 continue
+            if self.record.draft is not None and step.scored_tokens.shape[1] > 1:
+                self.drafted, self.accepted, count = (
+                    self.drafted + count - 1,
+                    self.accepted + len(valid) - 1,
+                    len(valid),
+                )
             one.position += count
             if not broken:
                 self._prefixes.read(slot, one.position)
-            token = min(int(chosen[row]), self.record.vocabulary)
+            token = min(int(chosen[valid.start]), self.record.vocabulary)
             finish: Finish = ""
             if row in pooled and self.record.embedding is not None and token < self.record.vocabulary:
                 one.pool(pooled[row], self.record.embedding.pooling)
@@ -324,21 +388,26 @@ class Slots:
                 if one.request.scores_prompt:
                     finish = "" if one.request.max_tokens or one.unread > 1 else "length"
                     token = one.request.prompt[-max(one.unread, 1)]
-                    made.append(NewToken(one.number, token, finish, score=scores.get(row), of_prompt=True))
+                    made.append(NewToken(one.number, token, finish, score=scores.get(valid.start), of_prompt=True))
                 if finish:
                     self._end(slot)
                 continue
-            one.tokens.append(token)
-            if token >= self.record.vocabulary:
-                finish = "error"
-            elif token in one.request.stop or (token in self._stop and not one.request.ignore_end):
-                finish = "stop"
-            elif len(one.tokens) == one.request.max_tokens:
-                finish = "length"
-            if finish:
-                self._end(slot)
-            cached = one.cached if len(one.tokens) == 1 else 0
-            made.append(NewToken(one.number, token, finish, cached, scores.get(row)))
+            for place in valid:
+                token = min(int(chosen[place]), self.record.vocabulary)
+                one.tokens.append(token)
+                if token >= self.record.vocabulary:
+                    finish = "error"
+                elif token in one.request.stop or (token in self._stop and not one.request.ignore_end):
+                    finish = "stop"
+                elif len(one.tokens) == one.request.max_tokens:
+                    finish = "length"
+                cached = one.cached if len(one.tokens) == 1 else 0
+                made.append(NewToken(one.number, token, finish, cached, scores.get(place)))
+                if finish:
+                    self._end(slot)
+                    break
+            if one.drafts is not None and not finish:
+                one.drafts.add(one.tokens[-len(valid) :])
         return made
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
@@ -355,7 +424,50 @@ class Slots:
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
         position = np.array(self._positions(slots), np.int64)
         lengths, adapters = self._lengths(slots), self._adapters(slots)
-        return Step(tokens, count, position, taking, program, slots, group, lengths, copies=copies, adapters=adapters)
+        scored = np.maximum(count - 1, 0)[:, None]
+        return Step(
+            *(tokens, count, position, taking, program, slots, group, lengths),
+            copies=copies,
+            adapters=adapters,
+            scored_tokens=scored,
+        )
+
+    def _draft(self, making: Mapping[int, _Sequence], group: int) -> Step:
+        """Returns a step of one sequence of each run of a group, the one that has waited longest: its last token, and drafts after it."""
+        rules = self.record.draft
+        assert rules is not None
+        self._turn += 1
+        slots, taking = self._of_each_run(making, group, lambda sequence: (sequence.turn, sequence.number))
+        reads = {row: [one.last, *self._drafts_after(one)] for row, (_, _, one) in taking.items()}
+        width = next(size for size in rules.sizes if size >= max(map(len, reads.values())))
+        tokens, count = np.zeros((len(slots), width), np.int64), np.zeros(len(slots), np.int64)
+        for row, read in reads.items():
+            slot, _, one = taking[row]
+            one.turn = self._turn
+            tokens[row, : len(read)], count[row] = read, len(read)
+            taking[row] = slot, len(read), one
+        scored = np.broadcast_to(np.arange(width), tokens.shape).copy()
+        position, lengths, adapters = np.array(self._positions(slots)), self._lengths(slots), self._adapters(slots)
+        program = narrow(DRAFT, width)
+        return Step(
+            tokens, count, position, taking, program, slots, group, lengths, adapters=adapters, scored_tokens=scored
+        )
+
+    def _drafts_after(self, sequence: _Sequence) -> list[int]:
+        """Returns the drafts of a sequence's next tokens.
+
+        It has none while its prompt is read, for its last token, and if a change of its logits depends on the tokens before.
+        """
+        rules, request = self.record.draft, sequence.request
+        assert rules is not None
+        most = min(rules.tokens, request.most(self.record) - len(sequence.tokens) - 1)
+        if sequence.unread or most < 1 or not depend_on_number(sequence.changes):
+            return []
+        if sequence.drafts is None:
+            given = request.encoder if self.record.encoder is not None and self.record.encoder.vocabulary else None
+            text = [] if given is None else [*map(int, np.asarray(given).reshape(-1))]
+            sequence.drafts = Drafts(rules.lookup, [*text, *request.prompt, *sequence.tokens])
+        return sequence.drafts.next(most)
 
     def _copies(self, reading: Mapping[int, _Sequence], group: int) -> list[Copy]:
         """Returns the copies by which the earliest prompt of each run gets entries that another slot of its run and group has by now."""
@@ -389,14 +501,17 @@ class Slots:
         return Step(none[:, None], none, none, taking, ENCODE, slots, group, lengths, given, adapters=adapters)
 
     def _of_each_run(
-        self, waiting: Mapping[int, _Sequence], group: int
+        self,
+        waiting: Mapping[int, _Sequence],
+        group: int,
+        order: Callable[[_Sequence], tuple[int, ...]] = lambda sequence: (sequence.number,),
     ) -> tuple[list[int], dict[int, tuple[int, int, _Sequence]]]:
-        """Returns a slot of each run of a group, that of its earliest sequence; also maps rows to this sequence's part of a chunk."""
+        """Returns a slot of each run of a group, that of its first sequence by `order`; also maps rows to its part of a chunk."""
         record = self.record
         size = record.slots // record.runs
         slots = self._of_group[group][:: size // record.groups]
         taking: dict[int, tuple[int, int, _Sequence]] = {}
-        for slot, one in sorted(waiting.items(), key=lambda pair: pair[1].number):
+        for slot, one in sorted(waiting.items(), key=lambda pair: order(pair[1])):
             if (run := slot // size) not in taking:
                 slots[run] = slot
                 taking[run] = slot, min(one.unread, record.chunk), one

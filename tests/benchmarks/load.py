@@ -1,11 +1,12 @@
 """Clients in a closed loop against `partc serve`, for a time: tokens/s against the same batch without HTTP, and the first token's wait.
 
-    python tests/benchmarks/load.py [--clients 1,8,32] [--seconds 60] [--slots 8] [--cancel 3] [--ranks 2]
+    python tests/benchmarks/load.py [--clients 1,8,32] [--seconds 60] [--slots 8] [--cancel 3] [--ranks 2] [--build FOLDER]
 
-The decoder of `samples/gpt` over MPI ranks. Each client sends its next request, a stream, when the last one has ended; prompts have 4 to 60
+The decoder of `samples/gpt` over MPI ranks, or an artifact of your own. Each client sends its next request, a stream, when the last one has
+ended; prompts have 4 to 60
 tokens and answers 16 to 60, drawn by a seed. With `--cancel 3` every third stream is closed after its first token: those make no tokens of
 the rate, and at the end all slots must be free, and answer at once. Clients are one thread that reads sockets, on the same cores as the
-ranks.
+ranks. The CPU of the server's process, of each rank and of the clients is printed for a token: that of one rank is the server's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cpu_account import Account, ranks_below
 from transformer import HERE, ROOT, mpi_command
 
 sys.path.extend([str(path) for path in HERE.parent.iterdir() if path.is_dir()])
@@ -52,11 +54,13 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cancel", type=int, default=0, help="every so manieth request is cancelled; 0: none")
+    parser.add_argument("--build", type=Path, help="an artifact that generates")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        return rank(Path(options.rank), int(options.clients))
+        return rank(Path(options.rank), options.build, int(options.clients))
     from partc.compiler import compile_model
+    from partc.runtime.artifact.manifest import open_artifact
     from server_case import MpiServer
 
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -66,22 +70,42 @@ def main() -> int:
         sharding = SHARDING if options.ranks > 1 else ""
         text = PLAN.format(slots=options.slots, ranks=options.ranks, sharding=sharding)
         (folder / "plan.yaml").write_text(text)
-        compile_model(SAMPLE / "decoder.py", folder / "plan.yaml", folder / "build")
+        build = options.build or folder / "build"
+        if options.build is None:
+            compile_model(SAMPLE / "decoder.py", folder / "plan.yaml", build)
+        manifest = open_artifact(build).manifest
+        assert manifest.generation is not None
+        ranks, slots, vocabulary = manifest.ranks, manifest.generation.slots, manifest.generation.vocabulary
         for clients in map(int, options.clients.split(",")):
-            with MpiServer(folder=folder / "build", options=("--queue", "256")) as server:
+            with MpiServer(folder=build, options=("--queue", "256")) as server:
+                pid = server.process.pid
+                account = Account({"server": [pid], **ranks_below(pid), "clients": [os.getpid()]})
                 begin = time.perf_counter()
-                done, cancelled = streamed(server.port, clients, options.seconds, options.cancel)
+                with account:
+                    done, cancelled = streamed(server.port, clients, options.seconds, options.cancel, vocabulary)
                 seconds = time.perf_counter() - begin
-                leaked += leaks(server, options.slots)
+                leaked += leaks(server, slots, vocabulary)
             tokens, waits = sum(one.body["max_tokens"] for one in done), sorted(one.first - one.begun for one in done)
             shown = [1e3 * waits[min(int(part * len(waits)), len(waits) - 1)] for part in (0.5, 0.99)]
             text = f"{clients} clients, {seconds:.0f} s: {len(done)} answers, {tokens / seconds:.0f} tokens/s, first token "
             text += f"p50 {shown[0]:.0f} ms, p99 {shown[1]:.0f} ms"
+            text += f"; us of CPU a token: {', '.join(' '.join(line.split()[:-3]) for line in account.lines(tokens))}"
             if options.cancel:
                 print(f"{text}; {cancelled} cancelled, {leaked} slots leaked", flush=True)
                 continue
             (folder / "requests.json").write_text(json.dumps([one.body for one in done]))
-            script = mpi_command(options.ranks, str(HERE / "load.py"), "--rank", str(folder), "--clients", str(clients))
+            script = mpi_command(
+                ranks,
+                *(
+                    str(HERE / "load.py"),
+                    "--rank",
+                    str(folder),
+                    "--build",
+                    str(build.resolve()),
+                    "--clients",
+                    str(clients),
+                ),
+            )
             ran = subprocess.run(script, env={**os.environ, **ROOT}, check=True, capture_output=True, text=True)
             alone = float(ran.stdout.split()[-1])
             rate = f"the same without HTTP {tokens / alone:.0f} tokens/s, ratio {alone / seconds:.2f}"
@@ -89,7 +113,7 @@ def main() -> int:
     return int(leaked > 0)
 
 
-def streamed(port: int, clients: int, seconds: float, cancel: int) -> tuple[list[Stream], int]:
+def streamed(port: int, clients: int, seconds: float, cancel: int, vocabulary: int) -> tuple[list[Stream], int]:
     """The streams that have ended, and how many were cancelled."""
     draw, done, cancelled, count = random.Random(clients), list[Stream](), 0, 0
     end = time.perf_counter() + seconds
@@ -97,7 +121,7 @@ def streamed(port: int, clients: int, seconds: float, cancel: int) -> tuple[list
     def begin(selector: selectors.BaseSelector) -> None:
         nonlocal count
         count += 1
-        prompt = [draw.randrange(384) for _ in range(draw.randint(4, 60))]
+        prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(4, 60))]
         body = {"prompt": prompt, "max_tokens": draw.randint(16, 60), "ignore_eos": True, "temperature": 0}
         text = json.dumps({**body, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
@@ -131,26 +155,26 @@ def streamed(port: int, clients: int, seconds: float, cancel: int) -> tuple[list
     return done, cancelled
 
 
-def leaks(server: Any, slots: int) -> int:
+def leaks(server: Any, slots: int, vocabulary: int) -> int:
     """How many slots are still taken where no request is open."""
     for _ in range(100):
         used = int(server.metrics()["partc_slots_used"])
         if not used:
             break
         time.sleep(0.1)
-    done, _ = streamed(server.port, slots, 0.0, 0)
+    done, _ = streamed(server.port, slots, 0.0, 0, vocabulary)
     assert len(done) == slots
     return used
 
 
-def rank(folder: Path, clients: int) -> int:
+def rank(folder: Path, build: Path, clients: int) -> int:
     """A rank of the other side, with as many requests at once: prints the seconds that all take."""
     from mpi4py import MPI
     from partc.runtime import ContinuousBatch, Request, load_generator
 
     fields = json.loads((folder / "requests.json").read_text())
     waiting = [Request(one["prompt"], max_tokens=one["max_tokens"], ignore_end=True) for one in fields][::-1]
-    with load_generator(folder / "build", MPI.COMM_WORLD) as generator:
+    with load_generator(build, MPI.COMM_WORLD) as generator:
         batch, leads = ContinuousBatch(generator), MPI.COMM_WORLD.rank == 0
         batch.warm_up()
         begin, admitted, made = time.perf_counter(), 0, 0

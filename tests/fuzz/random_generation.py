@@ -5,7 +5,8 @@
 
 Drawn are the form of the decoder (how it counts positions, its attention, a window, its mask), the layout (tensor parallel in any subset
 of its linears, also of more ranks than heads of keys; stages; data parallel; several of these, as a mesh or as lists of ranks), slots and
-their groups, chunk and length, and prompts from one token to as many as fit. Some cases draw their tokens, as one rank does.
+their groups, chunk and length, and prompts from one token to as many as fit. Some cases draw their tokens, as one rank does, and some have
+drafts, which change no token.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class Case:
         groups = random.choice((1, 1, 2)) if self.slots % 2 == 0 else 1
         taken = f", groups: {groups}" if groups > 1 else ""
         taken += "" if self.draws or random.random() < 0.5 else ", sampling: false"
+        drafts = Random(f"drafts {number}")
+        if self.form["fused"] and self.chunk > 1 and drafts.random() < 0.5:
+            taken += f", draft: {{tokens: {drafts.randint(1, self.chunk - 1)}, lookup: {drafts.randint(1, 3)}}}"
         said = f"length: {self.length}, chunk: {self.chunk}}}\n"
         self.plan = f"{layout}generate: {{slots: {self.slots}{taken}, {said}"
         self.alone = f"ranks: 1\ngenerate: {{slots: 1, {said}"

@@ -59,6 +59,7 @@ PARTS = {
     "MessageRules": "messages",
     "GradientMessages": "messages.gradients",
     "GenerateRules": "generate",
+    "Lookup": "generate.draft",
     "AdapterEntry": "adapters",
     "ContextRules": "context",
     "RequestDefaults": "generate: defaults",

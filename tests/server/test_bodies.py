@@ -183,3 +183,32 @@ def test_documents_of_many_faults_are_refused_in_few_words(reader: Reader) -> No
             with pytest.raises(RefusedError) as caught:
                 how(json.dumps(body).encode())
             assert len(str(caught.value)) < 1000
+
+
+def test_too_many_or_too_long_is_refused_with_the_field(reader: Reader) -> None:
+    """In the form of OpenAI's errors."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    refused = [
+        (
+            reader.completion,
+            {"prompt": [1], "logit_bias": {str(k): 1 for k in range(10_000)}},
+            "logit_bias",
+            "has 10,000 tokens",
+        ),
+        (reader.completion, {"prompt": [1], "n": 10_000}, "n", "less than or equal to 128"),
+        (reader.chat, {**chat, "n": 10_000}, "n", "less than or equal to 128"),
+        (reader.completion, {"prompt": [[1]] * 5_000}, "prompt", "5,000 prompts"),
+        (
+            reader.completion,
+            {"prompt": [1] * 40, "echo": True, "logprobs": 1, "max_tokens": 0},
+            "prompt",
+            "has 40 tokens",
+        ),
+        (reader.chat, {**chat, "tools": [{"type": "function", "function": {}}]}, "tools", "function.name"),
+        (reader.embeddings, {"input": [1, 2]}, "input", "gives no embeddings"),
+    ]
+    for read_body, body, field, fact in refused:
+        with pytest.raises(RefusedError, match=fact) as caught:
+            read_body(json.dumps(body).encode())
+        error = caught.value.body()["error"]
+        assert (caught.value.status, error["type"], error["param"]) == (400, "invalid_request_error", field)

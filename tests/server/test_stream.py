@@ -167,7 +167,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.seconds, self.sent, self._now = seconds, list[dict[str, Any]](), 10.0
-        self._slots = SimpleNamespace(used=0, waiting=0, running=set[int]())
+        self._slots = SimpleNamespace(used=0, waiting=0, running=set[int](), drafted=0, accepted=0)
         self._news = _News(SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
         monkeypatch.setattr("partc.cli.job.serving.time", SimpleNamespace(perf_counter=lambda: self._now))
 

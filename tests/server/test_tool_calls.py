@@ -234,6 +234,7 @@ def test_formats_that_cannot_be_met_are_refused(server: LocalServer) -> None:
         (formed({"type": "strange"}), "the schema cannot be compiled: Invalid type: strange"),
         (formed({"type": "object", "unevaluatedProperties": False}), "the schema cannot be compiled: Unimplemented keys"),
         (formed({"$ref": "http://x/y"}), "the schema cannot be compiled"),
+        (formed({"type": "string", "pattern": "("}), "the schema cannot be compiled: regex parse error: error: unclosed group"),
         (formed({"type": "string", "minLength": 29}), "no answer that fits its schema is found within its 30 tokens"),
         (formed({"enum": ["a" * 40_000]}), "the schema of the answer has 40,013 letters; at most 32,768"),
         ({**formed(SHAPE), "ignore_eos": True}, "it has a schema, and no token ends an answer"),

@@ -40,7 +40,7 @@ from partc.compiler.plan.rules import OutputRule, Plan, SymbolRule
 from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
-from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts, sights_of
+from partc.compiler.rewrite.generation.fused_attention import FUSED, fuse_attention, head_counts, sights_of
 from partc.compiler.rewrite.generation.next_token import (
     EMBEDDING,
     NEXT,
@@ -59,12 +59,14 @@ from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
-from partc.runtime.artifact.generation import Blocks, EmbeddingRecord, GenerationRecord, RequestDefaults
+from partc.runtime.artifact.generation import Blocks, DraftRecord, EmbeddingRecord, GenerationRecord, RequestDefaults
 from partc.runtime.units import count
 
 OPSET = 24
 """The first opset with TensorScatter."""
 _PATH, _TOKENS = "generate", "tokens"
+SCORED = "scored_tokens"
+"""The input of a step, in a plan with drafts, with the numbers of the tokens that are scored."""
 
 
 def caches_as_state(program: Loaded) -> Loaded:
@@ -98,6 +100,8 @@ def caches_as_state(program: Loaded) -> Loaded:
             raise CompileError(Problem(rules.where("embeddings"), "the model has an encoder", law, "leave it out"))
         embedding = EmbeddingRecord(output=EMBEDDING, width=chosen.width, pooling=rules.embeddings)
     adapter, stacks = add_slot_adapters(model.graph, node_paths(model), program.declared.adapters, form.rows)
+    if rules.draft is not None:
+        _refuse_drafts(work, rules, program.name)
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
@@ -133,6 +137,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         products=_products(model.graph),
         padded=work.padded,
         states=[*map(name_of, work.states)],
+        draft=None if rules.draft is None else DraftRecord(scored=SCORED, **rules.draft.model_dump()),
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
         defaults=_defaults(program.declared.decoding, rules),
@@ -146,6 +151,19 @@ def caches_as_state(program: Loaded) -> Loaded:
     )
     warnings = (*program.warnings, *_unfollowed(program))
     return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation, warnings=warnings)
+
+
+def _refuse_drafts(work: _Caches, rules: GenerateRules, name: str) -> None:
+    """Raises CompileError if a token of several in a step may get other bits than with other tokens after it."""
+    where, help_ = rules.where("draft"), "leave out 'draft'"
+    if not work.padded:
+        law = "a step of drafts may have fewer tokens than it has room for"
+        raise CompileError(Problem(where, f"{name} counts positions from one length for all", law, help_))
+    makers = {name_of(cache): following.producer() for cache, following in work.caches.items()}
+    if apart := [cache for cache, maker in makers.items() if maker is None or maker.op_type != FUSED]:
+        fact = f"the cache '{apart[0]}' is not read by onnxruntime's fused attention: its mask is not proven causal, or it has another form"
+        law = "only that op computes the same bits of a token whichever follow it, so that drafts change no token"
+        raise CompileError(Problem(where, fact, law, help_))
 
 
 def _unfollowed(program: Loaded) -> Iterator[str]:
@@ -315,9 +333,10 @@ class _Caches:
         for state, present in self.states.items():
             cache, self.caches[cache] = renew(self.build, state, present, self.form.rows, positions)
         positions.give_rows()
-        chosen = choose(self.build, self.scores, count, self.form, shards, width)
+        scored = self._fed(SCORED, self.form.scored) if self.form.rules.draft is not None else None
+        chosen = choose(self.build, self.scores, count, scored, self.form, shards, width)
         drop_unread(self.graph, self.caches.values())
-        self._refuse_unfed((position, count))
+        self._refuse_unfed((position, count) if scored is None else (position, count, scored))
         self.padded, self.rows = not positions.one_length, positions.rows
         if self.padded or self.form.tokens == 1:
             self.fixed.add(self.tokens)
@@ -378,13 +397,14 @@ class _Caches:
         if problems:
             raise CompileError(problems)
 
-    def _fed(self, name: str) -> ir.Value:
-        """Adds an input of a step with a number for each sequence."""
+    def _fed(self, name: str, numbers: int = 0) -> ir.Value:
+        """Adds an input of a step with a number for each sequence, or with `numbers` for each."""
         if any(value.name == name for value in self.graph.inputs):
-            law = f"a step is given '{POSITION}' and '{COUNT}' beside the model's inputs"
+            law = f"a step is given '{name}' beside the model's inputs"
             help_ = "rename the input where the model is exported"
             raise CompileError(Problem(self.name, f"the model has an input '{name}'", law, help_))
-        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.form.rows]))
+        shape = ir.Shape([self.form.rows, numbers] if numbers else [self.form.rows])
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
         self.graph.inputs.append(value)
         return value
 

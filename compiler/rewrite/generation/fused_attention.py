@@ -25,7 +25,7 @@ from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
 
-_OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
+FUSED, _DOMAIN = "GroupQueryAttention", "com.microsoft"
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _SCALES = 12
 """The index of the op's first operand that is a scale."""
@@ -171,7 +171,7 @@ def _fuse(
         inputs += [*[None] * (_SCALES - len(inputs)), *scales]
         texts = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
         attributes["kv_cache_bit_width"] = 8
-    made = build.node("attention", _OP, inputs, 3, _DOMAIN, **attributes, **numbers, **texts)
+    made = build.node("attention", FUSED, inputs, 3, _DOMAIN, **attributes, **numbers, **texts)
     split = build.op("heads", "Reshape", [made[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
     readers = [reader for reader, _ in node.outputs[0].uses()]
     if all(_swaps_heads(reader) for reader in readers) and not node.outputs[0].is_graph_output():

@@ -102,10 +102,19 @@ def width_of(scores: ir.Value, rules: GenerateRules) -> int:
     return width
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, most: int, width: int) -> NextToken:
+def choose(
+    build: NodeBuilder,
+    scores: ir.Value,
+    count: ir.Value,
+    scored_tokens: ir.Value | None,
+    form: StepForm,
+    most: int,
+    width: int,
+) -> NextToken:
     """Makes the model score only the last of each sequence's `count` tokens, and adds the choice of the likeliest next token.
 
-    `most`: the shards of the vocabulary (`shards_of`), as far as its size is divisible by them; `width`: that of embeddings (`width_of`).
+    With `scored_tokens` [slots, n] it scores those tokens, and outputs have n rows for each slot. `most`: the shards of the
+    vocabulary (`shards_of`), as far as its size is divisible by them; `width`: that of embeddings (`width_of`).
     """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
@@ -113,11 +122,13 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
         raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
     head, name, axis = head_of(scores), scores.name, build.constant("axis", [1])
-    before = build.op("before", "Sub", [count, build.constant("one", 1)])
-    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
-    scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
-    last = build.op("last", "GatherND", [scored, rows], batch_dims=1)
-    embedding = _embedding(build, head, last, count, form)
+    scored = scores if head is None else head.inputs[0]
+    if scored_tokens is None:
+        last = _last(build, scored, count)
+    else:
+        tokens = build.op("tokens_of_slots", "Unsqueeze", [scored_tokens, build.constant("axis_2", [2])])
+        last = build.op("scored", "Flatten", [build.op("of_slots", "GatherND", [scored, tokens], batch_dims=1)], axis=2)
+    embedding = _embedding(build, head, last if scored_tokens is None else None, count, form)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)
@@ -140,8 +151,9 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     build.put()
     if logits is not scores:
         scores.name, logits.name, scores.shape = f"{name}_of_all", name, None
-    logits.type, logits.shape = scores.type, ir.Shape([form.rows, vocabulary])
-    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([form.rows])
+    results = form.rows * form.scored
+    logits.type, logits.shape = scores.type, ir.Shape([results, vocabulary])
+    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([results])
     graph.outputs[graph.outputs.index(scores)] = chosen
     if form.rules.sampling:
         graph.outputs.append(logits)
@@ -151,10 +163,21 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     return NextToken(chosen, logits, vocabulary, width)
 
 
+def _last(build: NodeBuilder, values: ir.Value | None, count: ir.Value) -> ir.Value:
+    """Returns the values [slots, width] of the last of each sequence's `count` tokens, of `values` [slots, tokens, width]."""
+    before = build.op("before", "Sub", [count, build.constant("one", 1)])
+    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
+    rows = build.op("rows", "Unsqueeze", [row, build.constant("axis", [1])])
+    return build.op("last", "GatherND", [values, rows], batch_dims=1)
+
+
 def _embedding(
-    build: NodeBuilder, head: ir.Node | None, last: ir.Value, count: ir.Value, form: StepForm
+    build: NodeBuilder, head: ir.Node | None, last: ir.Value | None, count: ir.Value, form: StepForm
 ) -> ir.Value | None:
-    """Adds the input of the head, pooled for each sequence as the plan says, in float32; returns None if the plan has no embeddings."""
+    """Adds the input of the head, pooled for each sequence as the plan says, in float32; returns None if the plan has no embeddings.
+
+    `last`: that of the last token, where the scored tokens are those.
+    """
     if (pooling := form.rules.embeddings) is None:
         return None
     if any(value.name == EMBEDDING for value in (*build.graph.inputs, *build.graph.outputs)):
@@ -174,7 +197,7 @@ def _embedding(
         kept = build.op("hidden_meant", "Where", [column, floats, build.constant("nothing", np.float32(0))])
         pooled = build.op("pooled", "ReduceSum", [kept, axis], keepdims=0)
     else:
-        pooled = build.op("pooled", "Cast", [last], to=kind)
+        pooled = build.op("pooled", "Cast", [_last(build, hidden, count) if last is None else last], to=kind)
     pooled.name, pooled.type = EMBEDDING, ir.TensorType(ir.DataType.FLOAT)
     return pooled
 

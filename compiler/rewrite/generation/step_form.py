@@ -3,6 +3,8 @@
     decode     tokens [slots, 1]      position [slots]   count [slots]        slots of one group, where several groups take turns
     prefill    tokens [runs, chunk]   position [runs]    count [runs]
 
+    draft      tokens [runs, n]       position [runs]    count [runs]        a prefill that scores all its tokens, in a plan with `draft`
+
 Before an encoder's sequence begins, `encode` computes the encoder of one slot of each run (`encoder.py`).
 
 Each form has narrow variants: a prefill of fewer tokens for the end of a prompt, and a decode of fewer consecutive slots, where no
@@ -31,12 +33,16 @@ _LEAST_CHUNK = 4
 
 @dataclass(frozen=True)
 class StepForm:
-    """The slots (`rows`) of a step and the most tokens of each slot; `runs`: the number of runs of slots, 1 before it is known."""
+    """The slots (`rows`) of a step and the most tokens of each slot; `runs`: the number of runs of slots, 1 before it is known.
+
+    `scored`: how many tokens of each slot are scored.
+    """
 
     rules: GenerateRules
     rows: int
     tokens: int
     runs: int
+    scored: int = 1
 
     @classmethod
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
@@ -46,7 +52,8 @@ class StepForm:
         runs = _runs(program.other_programs[ProgramKind.STEP], rules)
         if program.kind is ProgramKind.DECODE_ROWS:
             return cls(rules, program.size * runs, 1, runs)
-        return cls(rules, runs, program.size or rules.chunk, runs)
+        tokens = program.size or rules.chunk
+        return cls(rules, runs, tokens, runs, tokens if program.kind is ProgramKind.DRAFT else 1)
 
 
 def narrow_chunks(rules: GenerateRules) -> list[int]:
@@ -58,7 +65,9 @@ def narrow_chunks(rules: GenerateRules) -> list[int]:
 
 
 def narrow_rows(rules: GenerateRules, runs: int) -> list[int]:
-    """Returns the numbers of slots of a run in narrow decodes: the powers of two below the run's size."""
+    """Returns the numbers of slots of a run in narrow decodes: the powers of two below the run's size; none with drafts."""
+    if rules.draft is not None:
+        return []
     of_run = rules.rows // runs
     return [1 << k for k in range(of_run.bit_length()) if 1 << k < of_run]
 

@@ -3,7 +3,8 @@
 slots     the same number for each group of each run; a decode computes those of a group, a prefill one of each run,
           a narrow decode the number in its name
 ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are distinct integer inputs; next [rows] is an output, and so is
-          logits [rows, vocabulary], if named; its shards on all ranks have each token of each row
+          logits [rows, vocabulary], if named; its shards on all ranks have each token of each row. With drafts scored [rows, n] is an
+          input, n 1 but for the program of drafts, and these outputs have n times as many rows
 caches    one row for each slot that a step computes, and room for a chunk after the last token of the longest sequence
 stop      tokens of the vocabulary
 states    the caches that a step replaces, and no others; then a step has one token of each sequence
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from partc.runtime.artifact.format import ADAPTER, CACHE, MANIFEST, Manifest, Port, Shape
 from partc.runtime.artifact.generation import (
     DECODE,
+    DRAFT,
     ENCODE,
     PREFILL,
     EncoderRecord,
@@ -138,12 +140,16 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
     if (embedding := record.embedding) is not None:
         yield from _port("embedding", "output", embedding.output, made, [rows, embedding.width])
         yield from _shards("embedding", embedding.output, made, [rows, embedding.width])
-    yield from _port("next", "output", record.next, made, [rows])
+    scored = size if kind == DRAFT else 1
+    if record.draft is not None:
+        yield from _port("scored", "input", record.draft.scored, given, [rows, scored])
+    results = rows * scored
+    yield from _port("next", "output", record.next, made, [results])
     if record.groups == 1 and record.next in made and len(made[record.next].ranks) != manifest.ranks:
         yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"
     if record.logits:
-        yield from _port("logits", "output", record.logits, made, [rows, record.vocabulary])
-        yield from _shards("logits", record.logits, made, [rows, record.vocabulary])
+        yield from _port("logits", "output", record.logits, made, [results, record.vocabulary])
+        yield from _shards("logits", record.logits, made, [results, record.vocabulary])
 
 
 def _port(
