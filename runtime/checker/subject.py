@@ -13,6 +13,7 @@ from partc.runtime.artifact.format import Manifest, StateRecord
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.artifact.training.training_record import TrainingRecord
+from partc.runtime.checker.graph.kinds import without_known
 from partc.runtime.errors import Violation
 
 
@@ -35,6 +36,7 @@ class SingleFile:
     name: str = ""
     state: Sequence[StateRecord] = ()
     model: ModelProto = field(default_factory=ModelProto)
+    rest: ModelProto | None = None
     row: Row | None = None
 
 
@@ -92,6 +94,8 @@ class Known:
     programs: dict[Origin, set[str]] = field(default_factory=dict)
     shards: dict[tuple[int, str], str] = field(default_factory=dict)
     numbers: dict[str, bytes] = field(default_factory=dict)
+    kinds: dict[Hashable, int] = field(default_factory=dict)
+    """Maps each kind of node to a number."""
 
 
 @dataclass
@@ -118,3 +122,10 @@ class Subject:
     rows: dict[int, Row] = field(default_factory=dict)
     """Maps each rank whose file has tasks to its row of tasks."""
     counts: StateCounts = field(default_factory=StateCounts)
+
+    @property
+    def rest(self) -> ModelProto:
+        """The graph of the single file without nodes of kinds that were checked before."""
+        if self.file.rest is None:
+            self.file.rest = without_known(self.file.name, self.file.model, self.known.kinds)
+        return self.file.rest

@@ -40,6 +40,7 @@ from partc.runtime.artifact.format import (
     SUM,
     TAG,
     Collective,
+    Dim,
     Manifest,
 )
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, factors_of, partial_of
@@ -177,6 +178,8 @@ class _Places:
         self.symbols = samples(manifest)[-1]
         self.records = {one.tag: one for one in manifest.collectives}
         self.files: dict[str, _File] = {}
+        self.known: dict[tuple[Dim, ...], Sizes] = {}
+        """Maps each shape to its sizes."""
         for rank, model in models.items():
             name = manifest.program(rank)
             if name not in self.files:
@@ -210,11 +213,10 @@ class _Places:
         return self.violations
 
     def _sizes(self, model: ModelProto) -> dict[str, Sizes]:
-        return {
-            name: numbers(shape, self.manifest, self.symbols)
-            for name, (_, shape) in declared_types(model).items()
-            if shape is not None
-        }
+        shapes = {name: tuple(shape) for name, (_, shape) in declared_types(model).items() if shape is not None}
+        for shape in {*shapes.values()} - self.known.keys():
+            self.known[shape] = numbers([*shape], self.manifest, self.symbols)
+        return {name: self.known[shape] for name, shape in shapes.items()}
 
     def _begin(self, file: _File) -> None:
         """Sets the places of the values before the first node."""

@@ -25,8 +25,12 @@ def declared_types(model: ModelProto) -> dict[str, ValueType]:
     """Maps each value to the type that a rank file declares for it: inputs, outputs, value_info and initializers."""
     graph = model.graph
     types: dict[str, ValueType] = {}
+    known: dict[bytes, ValueType] = {}  # the values of all microbatches have the types of one
     for tensor in graph.initializer:
         types[tensor.name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
     for port in [*graph.value_info, *graph.input, *graph.output]:
-        types[port.name] = type_of(port.type)
+        text = port.type.SerializeToString(deterministic=True)
+        if text not in known:
+            known[text] = type_of(port.type)
+        types[port.name] = known[text]
     return types

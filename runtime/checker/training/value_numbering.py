@@ -44,6 +44,7 @@ from partc.runtime.artifact.format import (
     SOURCE,
     STORED,
     TAG,
+    Dim,
     Manifest,
     StateRecord,
 )
@@ -103,6 +104,7 @@ class ValueNumbering:
         self._texts: dict[int, tuple[bytes, ...]] = {}
         self._bytes: dict[Hashable, bytes] = {}
         self._declared: dict[int, dict[str, ValueType]] = {}
+        self._dims_of: dict[tuple[Dim, ...], Items | None] = {}
         self._sizes = samples(manifest)
         for rank in models:
             self._begin(rank)
@@ -218,14 +220,11 @@ class ValueNumbering:
         shape = self._declared[id(model)].get(name, ("", None))[1]
         if shape is None:
             return None
-        found = []
-        for sizes in self._sizes:
-            dims = dims_at(shape, self.manifest, sizes)
-            known = tuple(dim for dim in dims if dim is not None)
-            if len(known) < len(dims):
-                return None
-            found.append(known)
-        return tuple(found)
+        if (key := tuple(shape)) not in self._dims_of:
+            dims = [dims_at(shape, self.manifest, sizes) for sizes in self._sizes]
+            known = tuple(tuple(dim for dim in row if dim is not None) for row in dims)
+            self._dims_of[key] = known if [*map(len, known)] == [*map(len, dims)] else None
+        return self._dims_of[key]
 
     def _dims(self, rank: int, name: str, number: int) -> int:
         """Returns the number of a value's shape: that of its dims, or of the value if these are unknown."""
