@@ -36,6 +36,8 @@ class SingleFile:
     name: str = ""
     state: Sequence[StateRecord] = ()
     model: ModelProto = field(default_factory=ModelProto)
+    once: ModelProto = field(default_factory=ModelProto)
+    """The graph with the nodes of each task once, for its first call."""
     rest: ModelProto | None = None
     row: Row | None = None
 
@@ -118,6 +120,8 @@ class Subject:
     """The contents of the programs that were checked before; one object for all programs."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
+    once: dict[int, ModelProto] = field(default_factory=dict)
+    """Maps each rank to its readable file with the nodes of each task once."""
     file: SingleFile = field(default_factory=SingleFile)
     rows: dict[int, Row] = field(default_factory=dict)
     """Maps each rank whose file has tasks to its row of tasks."""

@@ -36,6 +36,7 @@ def read_rank(subject: Subject) -> list[Violation]:
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
     try:
         subject.file.row, subject.file.model = row_of(model, file), unrolled(model, file)
+        subject.file.once = unrolled(model, file, once=True)
     except ArtifactError as error:
         return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []
