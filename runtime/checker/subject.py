@@ -13,7 +13,6 @@ from partc.runtime.artifact.format import Manifest, StateRecord
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.artifact.training.training_record import TrainingRecord
-from partc.runtime.checker.graph.kinds import without_known
 from partc.runtime.errors import Violation
 
 
@@ -38,7 +37,8 @@ class SingleFile:
     model: ModelProto = field(default_factory=ModelProto)
     once: ModelProto = field(default_factory=ModelProto)
     """The graph with the nodes of each task once, for its first call."""
-    rest: ModelProto | None = None
+    rest: ModelProto = field(default_factory=ModelProto)
+    """The graph without nodes of kinds that were checked before."""
     row: Row | None = None
 
 
@@ -126,10 +126,3 @@ class Subject:
     rows: dict[int, Row] = field(default_factory=dict)
     """Maps each rank whose file has tasks to its row of tasks."""
     counts: StateCounts = field(default_factory=StateCounts)
-
-    @property
-    def rest(self) -> ModelProto:
-        """The graph of the single file without nodes of kinds that were checked before."""
-        if self.file.rest is None:
-            self.file.rest = without_known(self.file.name, self.file.model, self.known.kinds)
-        return self.file.rest
