@@ -163,6 +163,8 @@ class _File:
     """Maps each node to the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps each value to the reduction that it still needs; other values are unknown."""
+    received: set[int] = field(default_factory=set)
+    """The tags of the messages that the file receives."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -200,14 +202,17 @@ class _Places:
             for node in file.model.graph.node:
                 self._read_factors(file, node)
                 self._place(file, node)
+                if node.domain == DOMAIN and node.op_type == RECV:
+                    file.received.add(integer_of(node, TAG, -1))
             self._end(file)
-        changed = True
-        while changed:  # a partial value may be sent to a rank whose file has been looked at before
+        due = [*self.files.values()]
+        while due:  # a partial value may be sent to a rank whose file has been looked at before
             before = dict(self.sent)
-            for file in self.files.values():
+            for file in due:
                 for node in file.model.graph.node:
                     self._classify(file, node)
-            changed = before != self.sent
+            changed = {tag for tag, kind in self.sent.items() if before.get(tag) != kind}
+            due = [file for file in self.files.values() if not changed.isdisjoint(file.received)]
         for file in self.files.values():
             self._check_partials(file)
         return self.violations
