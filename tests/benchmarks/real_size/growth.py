@@ -68,7 +68,10 @@ def main() -> None:
             compiled = ["compile", str(copy / "model.py"), "--plan", str(copy / "plan.yaml"), "-q", "-o", str(build)]
             seconds_of(*compiled)
             for title, given in (("5 MPI ranks", []), ("one process", ["--in-process"])):
-                took = [seconds_of("run", str(build), "-q", "--random", "7", "--set", "batch=32", *given) for _ in range(options.turns)]
+                took = [
+                    seconds_of("run", str(build), "-q", "--random", "7", "--set", "batch=32", *given)
+                    for _ in range(options.turns)
+                ]
                 print(f"run of LeNet, {title}: {statistics.median(took):.2f} s")
 
 
