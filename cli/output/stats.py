@@ -81,7 +81,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: M
     """Returns the statistics of a rank with the symbols at these sizes; `model`: its file, if it is already read."""
     model, manifest = model or artifact.model(rank), artifact.manifest
     stated, messages = {one.tag: one.bytes for one in manifest.collectives}, manifest.messages_of(rank)
-    collectives, nodes = [], 0
+    collectives, nodes = list[str](), 0
     for node, microbatch in nodes_of(model):
         if node.domain != DOMAIN:
             nodes += 1

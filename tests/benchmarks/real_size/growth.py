@@ -67,7 +67,7 @@ def main() -> None:
             build = folder / "lenet-build"
             compiled = ["compile", str(copy / "model.py"), "--plan", str(copy / "plan.yaml"), "-q", "-o", str(build)]
             seconds_of(*compiled)
-            for title, given in (("5 MPI ranks", []), ("one process", ["--in-process"])):
+            for title, given in (("5 MPI ranks", ()), ("one process", ("--in-process",))):
                 took = [
                     seconds_of("run", str(build), "-q", "--random", "7", "--set", "batch=32", *given)
                     for _ in range(options.turns)

@@ -34,14 +34,14 @@ def main() -> None:
         os.environ["PARTC_CACHE"] = str(root / "cache")
         generate = ["--generate", str(options.generate), "--slots", "8", "-q", "-o"]
         for title, own, times in (
-            ("float32", [], ("first", "second")),
-            ("tp 2", ["--tp", "2"], ("",)),
-            ("4 bits", ["--quantize", "4"], ("",)),
+            ("float32", "", ("first", "second")),
+            ("tp 2", "--tp 2", ("",)),
+            ("4 bits", "--quantize 4", ("",)),
         ):
             for time in times:
                 plan, build = root / "plan.yaml", root / "build"
                 plan.unlink(missing_ok=True)
-                measured(f"{title}: plan {time}", "plan", str(folder), *own, *generate, str(plan))
+                measured(f"{title}: plan {time}", "plan", str(folder), *own.split(), *generate, str(plan))
                 compiled = ["compile", str(folder), "--plan", str(plan), "-q", "--no-compare", "-o", str(build)]
                 measured(f"{title}: compile {time}", *compiled)
             print(f"{title + ': disk':24} {disk_of(build) / disk_of(folder):8.2f} of the folder", flush=True)
