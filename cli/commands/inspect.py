@@ -18,6 +18,7 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.artifact.format import BYTES, DOMAIN
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
+from partc.runtime.artifact.tasks.calls import nodes_of
 from partc.runtime.units import count, first_of, size_text
 
 if TYPE_CHECKING:
@@ -412,7 +413,7 @@ def target_stats(model: ModelProto, rank: int, sizes: Mapping[str, int]) -> list
     switches: Counter[str] = Counter()
     copies: dict[str, list[str]] = {}
     last = ""
-    for node in model.graph.node:
+    for node, _ in nodes_of(model):
         if is_copy(node):
             copies.setdefault(output_target(node), []).append(metadata_of(node, BYTES, "unknown"))
         elif node.domain != DOMAIN and (target := target_of(node)):

@@ -182,12 +182,11 @@ def pipeline_of(artifact: Artifact) -> Pipeline | None:
 
 def saved_by_group(pipeline: Pipeline) -> list[Saved]:
     """Returns, for each list of ranks, the most that its row saves for backward passes."""
-    from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.artifact.tasks.saved import saved
     from partc.runtime.checker.graph.declared import declared_types
 
     models = (pipeline.artifact.model(ranks[0]) for ranks in pipeline.stage_ranks)
-    return [saved(row, declared_types(unrolled(model))) for row, model in zip(pipeline.rows, models, strict=True)]
+    return [saved(row, declared_types(model)) for row, model in zip(pipeline.rows, models, strict=True)]
 
 
 def rows_text(pipeline: Pipeline) -> Iterator[str]:

@@ -16,7 +16,7 @@ from partc.runtime.artifact.format import BYTES, DOMAIN, TAG, Manifest
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.artifact.tasks.calls import nodes_of, tensors_of
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def by_rank(
     """
     found: dict[int, Sequence[T]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
-        model, known = unrolled(artifact.model(ranks[0])), dict[Hashable, Sequence[T]]()
+        model, known = artifact.model(ranks[0]), dict[Hashable, Sequence[T]]()
         for rank in ranks:
             if (key := facts(rank)) not in known:
                 known[key] = figures(model, rank)
@@ -78,21 +78,22 @@ def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankSta
 
 
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int], model: ModelProto | None = None) -> RankStats:
-    """Returns the statistics of a rank with the symbols at these sizes; `model`: its program, unrolled, if it is already read."""
-    model, manifest = model or unrolled(artifact.model(rank)), artifact.manifest
+    """Returns the statistics of a rank with the symbols at these sizes; `model`: its file, if it is already read."""
+    model, manifest = model or artifact.model(rank), artifact.manifest
     stated, messages = {one.tag: one.bytes for one in manifest.collectives}, manifest.messages_of(rank)
-    collectives = [  # as the rank's own nodes state them
-        metadata_of(node, BYTES, stated[tag])
-        for node in model.graph.node
-        if node.domain == DOMAIN and (tag := integer_of(node, TAG, -1)) in stated
-    ]
+    collectives, nodes = list[str](), 0
+    for node, microbatch in nodes_of(model):
+        if node.domain != DOMAIN:
+            nodes += 1
+        elif (tag := integer_of(node, TAG, -1) + microbatch) in stated:
+            collectives.append(metadata_of(node, BYTES, stated[tag]))  # as the rank's own node states them
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = state_bytes(manifest, rank)
-    weights = sum(of_tensor(tensor) for tensor in model.graph.initializer if tensor.name not in state)
+    weights = sum(of_tensor(tensor) for name, tensor in tensors_of(model).items() if name not in state)
     weights += kept["parameter"] + kept["statistics"]
     return RankStats(
         rank=rank,
-        nodes=sum(node.domain != DOMAIN for node in model.graph.node),
+        nodes=nodes,
         weights=weights,
         sent=moved([*(one.bytes for one in messages if one.source == rank), *collectives], sizes),
         received=moved([*(one.bytes for one in messages if one.target == rank), *collectives], sizes),

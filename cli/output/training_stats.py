@@ -29,6 +29,7 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.graph.row_function import IDS, ROWS
+from partc.runtime.artifact.tasks.calls import nodes_of, unrolled
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -62,8 +63,9 @@ def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
 
 def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingStats:
     """Returns the statistics of a rank, with the symbols at these sizes."""
+    computing = [node for node, _ in nodes_of(model) if node.domain != DOMAIN]
+    model = unrolled(model, once=True)
     gradients = _gradients(model)
-    computing = [node for node in model.graph.node if node.domain != DOMAIN]
     phases = Counter(entry.value for node in computing for entry in node.metadata_props if entry.key == PHASE)
     buckets = [
         node

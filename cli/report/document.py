@@ -36,7 +36,6 @@ from partc.runtime.artifact.format import LayoutRecord, Manifest
 from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.trace import CATEGORIES, STEP, Span, read_trace
 
 
@@ -279,7 +278,7 @@ def _classes(
         row["at"] = coordinates(manifest.mesh, one.ranks)
         row["memory"] = needed.as_json()
         if trains:
-            row["training"] = asdict(training_stats(manifest, unrolled(one.model), first, sizes))
+            row["training"] = asdict(training_stats(manifest, one.model, first, sizes))
         found.append(row)
     return found
 

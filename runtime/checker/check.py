@@ -141,6 +141,7 @@ class _Run:
                 self.failed.add(file)
                 continue
             subject.models |= dict.fromkeys(ranks, single.model)
+            subject.once |= dict.fromkeys(ranks, single.once)
             subject.rows |= dict.fromkeys(ranks, single.row) if single.row is not None else {}
             for check in CHECKS:
                 if (
@@ -149,7 +150,8 @@ class _Run:
                     and self._finds(f"{check.proves} of {file}", check.run, one)
                 ):
                     failed.add(check.proves)
-            forget_copies(single.model, {record.next for record in single.state})
+            for model in (single.model, *([single.once] if single.once is not single.model else [])):
+                forget_copies(model, {record.next for record in single.state})
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:

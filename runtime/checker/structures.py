@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, read_model, reads
-from partc.runtime.artifact.graph.rank_constants import is_rank_constant
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, read_model, reads
 from partc.runtime.artifact.graph.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.checker.files import read_artifact
+from partc.runtime.checker.graph.kinds import declared_ports, without_known
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
 from partc.runtime.checker.graph.run_list import check_run_list
@@ -38,7 +38,6 @@ class CanLoad(Protocol):
     def __call__(self, model: bytes, folder: str, *, optimized: bool) -> str: ...
 
 
-_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 """Ops that onnxruntime's optimizer moves across quantized values, where it may create a node that it then refuses."""
@@ -73,9 +72,7 @@ def structures(folder: Path) -> list[Structure]:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
                     listed, model = model, unrolled(model, name, once=True)
-                    new = _new_nodes(name, model, seen)
-                    rest = model if len(new) == len(model.graph.node) else _with_nodes(model, new)
-                    found.append(Structure(name, listed, model, rest, manifest, inside))
+                    found.append(Structure(name, listed, model, without_known(name, model, seen), manifest, inside))
     return found
 
 
@@ -129,86 +126,9 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
     return can_load(_alone(readable, readable.graph.node), str(folder.resolve()), optimized=risky)
 
 
-def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[int]:
-    """Returns the indices of nodes whose kind is not in `known`, and of nodes that make a value without a declared type; adds their kinds.
-
-    `known` has one number for equal types, for equal constants, and for nodes of one kind. A node's kind is its op and attributes, with the
-    kinds of its operands and results. Integers are also distinguished by the node that makes them, since they may be a shape.
-    """
-    ports = _declared(model)
-    kinds: dict[str, Hashable] = {}
-    integers = set[str]()
-    for name, port in ports.items():
-        kinds[name] = known.setdefault(port.type.SerializeToString(), len(known))
-        if port.type.tensor_type.elem_type in _INTEGERS:
-            integers.add(name)
-    kinds |= {tensor.name: known.setdefault(_content(tensor), len(known)) for tensor in model.graph.initializer}
-    new = set[int]()
-    for at, node in enumerate(model.graph.node):
-        attributes, made = [one.SerializeToString() for one in node.attribute], [*node.output]
-        own = file if is_rank_constant(node) else ""
-        read = (*node.input, *reads(node)) if attributes and graph_bodies(node) else node.input
-        operands = [kinds.get(name, name) for name in read]
-        results = [kinds.get(name, -1) if name else None for name in made]
-        key = (own, node.domain, node.op_type, node.overload, *attributes, None, *operands, None, *results)
-        count = len(known)
-        number = known.setdefault(key, count)
-        if number >= count or -1 in results:
-            new.add(at)
-        for place, name in enumerate(made):
-            if name in integers or name not in ports:
-                kinds[name] = known.setdefault((number, place), len(known))
-    return new
-
-
-def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
-    """Returns the program of the nodes at these indices, and of the nodes that make the integers, and values of unknown shape, for them.
-
-    Integers and values of unknown shape do not become inputs; other values that a removed node makes become inputs if they are read.
-    """
-    ports = _declared(model)
-    kept: list[NodeProto] = []
-    needed = set[str]()
-    for at, node in reversed([*enumerate(model.graph.node)]):
-        if at in wanted or not needed.isdisjoint(node.output):
-            kept.append(node)
-            for name in reads(node):
-                declared = ports[name].type.tensor_type if name in ports else None
-                if declared is None or declared.elem_type in _INTEGERS or not declared.HasField("shape"):
-                    needed.add(name)
-    kept.reverse()
-    made = {name for node in kept for name in node.output}
-    read = {name for node in kept for name in reads(node)}
-    weights = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    inputs = [port for port in model.graph.input if port.name in read]
-    given = made | {port.name for port in inputs} | {tensor.name for tensor in weights}
-    rest = ModelProto()
-    rest.CopyFrom(model)
-    for field in ("node", "input", "output", "initializer", "value_info"):
-        rest.graph.ClearField(field)
-    rest.graph.node.extend(kept)
-    rest.graph.initializer.extend(weights)
-    rest.graph.input.extend([*inputs, *(ports[name] for name in sorted(read - given) if name in ports)])
-    rest.graph.output.extend(port for port in model.graph.output if port.name in made)
-    rest.graph.value_info.extend(port for port in model.graph.value_info if port.name in made)
-    return rest
-
-
-def _content(tensor: TensorProto) -> Hashable:
-    """A key for a weight: its type and shape, and its numbers if the program itself has them."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        return tensor.data_type, tuple(tensor.dims)
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    for field in ("name", "doc_string", "metadata_props"):
-        copy.ClearField(field)
-    data: bytes = copy.SerializeToString()
-    return data
-
-
 def _unlike(model: ModelProto) -> list[NodeProto]:
     """Returns the nodes without repetitions: the first of each op with these attributes, and operands of these types and ranks."""
-    types = _declared(model)
+    types = declared_ports(model)
     kinds: dict[str, str] = {}
     for name, port in types.items():
         tensor_type = port.type.tensor_type
@@ -227,13 +147,9 @@ def _unlike(model: ModelProto) -> list[NodeProto]:
     return found
 
 
-def _declared(model: ModelProto) -> dict[str, ValueInfoProto]:
-    return {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
-
-
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
     """The bytes of a model of these nodes without communication, as a CPU runs them: outside values are inputs, unread values outputs."""
-    types, graph = _declared(model), model.graph
+    types, graph = declared_ports(model), model.graph
     compute = [as_identity(node) for node in nodes if node.domain != DOMAIN or is_copy(node)]
     if not compute:
         return b""

@@ -35,6 +35,10 @@ class SingleFile:
     name: str = ""
     state: Sequence[StateRecord] = ()
     model: ModelProto = field(default_factory=ModelProto)
+    once: ModelProto = field(default_factory=ModelProto)
+    """The graph with the nodes of each task once, for its first call."""
+    rest: ModelProto = field(default_factory=ModelProto)
+    """The graph without nodes of kinds that were checked before."""
     row: Row | None = None
 
 
@@ -92,6 +96,8 @@ class Known:
     programs: dict[Origin, set[str]] = field(default_factory=dict)
     shards: dict[tuple[int, str], str] = field(default_factory=dict)
     numbers: dict[str, bytes] = field(default_factory=dict)
+    kinds: dict[Hashable, int] = field(default_factory=dict)
+    """Maps each kind of node to a number."""
 
 
 @dataclass
@@ -114,6 +120,8 @@ class Subject:
     """The contents of the programs that were checked before; one object for all programs."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
+    once: dict[int, ModelProto] = field(default_factory=dict)
+    """Maps each rank to its readable file with the nodes of each task once."""
     file: SingleFile = field(default_factory=SingleFile)
     rows: dict[int, Row] = field(default_factory=dict)
     """Maps each rank whose file has tasks to its row of tasks."""

@@ -16,7 +16,7 @@ from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
 from partc.runtime.artifact.run_list import BufferRow
-from partc.runtime.artifact.tasks.calls import bodies_of, declared, unrolled
+from partc.runtime.artifact.tasks.calls import declared, tensors_of, unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
 
@@ -136,10 +136,7 @@ class RankFile:
     @cached_property
     def tensors(self) -> dict[str, TensorProto]:
         """Maps names to weights, including those of tasks."""
-        found = {tensor.name: tensor for tensor in self.model.graph.initializer}
-        for body in bodies_of(self.model).values():
-            found |= body.constants
-        return found
+        return tensors_of(self.model)
 
     @cached_property
     def named(self) -> set[str]:

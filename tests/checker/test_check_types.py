@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Hashable
 from pathlib import Path
 
 import onnx
@@ -10,6 +11,7 @@ from mutated import change_file
 from partc.runtime.artifact.format import Manifest, SymbolRecord
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.checker.check import check_artifact
+from partc.runtime.checker.graph.kinds import without_known
 from partc.runtime.checker.graph.symbols import filled_samples, samples
 from partc.runtime.checker.graph.types import check_types
 from small_training import PERCEPTRON, compiled
@@ -64,3 +66,16 @@ def test_sizes_at_which_a_value_is_empty_are_not_tried() -> None:
     sizes = filled_samples(manifest, ["t", "t - 4", "0*t"], 2)
     assert [row["t"] for row in sizes] == [7, 13]
     assert [row["t"] for row in samples(manifest)] == [1, 2, 3]
+
+
+def test_types_are_inferred_for_one_node_of_a_kind_and_a_wrong_one_is_another_kind() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 4] x, float[4, 6] v, float[6, 4] w) => (float[n, 6] z) <float[n, 6] h, float[n, 4] y> {
+            h = MatMul(x, v)  y = MatMul(h, w)  z = MatMul(y, v) }""")
+    manifest = Manifest.model_construct(symbols={"n": SymbolRecord(min=1)})
+    known: dict[Hashable, int] = {}
+    assert [node.output[0] for node in without_known("rank_0000.onnx", model, known).graph.node] == ["h", "y"]
+    assert not without_known("rank_0001.onnx", model, known).graph.node
+    next(port for port in model.graph.value_info if port.name == "y").type.tensor_type.shape.dim[1].dim_value = 5
+    (wrong,) = check_types("rank_0001.onnx", without_known("rank_0001.onnx", model, known), manifest)
+    assert wrong.fact.startswith("it makes 'y' of [")

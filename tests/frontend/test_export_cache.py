@@ -15,6 +15,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 from partc.cli.main import invoke
+from partc.cli.output.stats import all_rank_stats
+from partc.compiler.cost.memory import memory_of_ranks
 from partc.compiler.emit.weights import INLINE_BYTES
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
@@ -251,6 +253,14 @@ def test_without_weights_programs_are_the_same(kept: Path, absent: Path) -> None
             one.name for one in theirs.graph.initializer if len(one.raw_data) <= INLINE_BYTES
         }
     assert check_artifact(absent) == []
+
+
+def test_without_weights_the_bytes_of_a_rank_are_those_of_the_whole_folder(kept: Path, absent: Path) -> None:
+    whole, found = (open_artifact(folder) for folder in (kept / "first", absent))
+    assert all_rank_stats(found, {}) == all_rank_stats(whole, {})
+    ours, theirs = (memory_of_ranks(artifact, {}) for artifact in (found, whole))
+    assert [one.targets[0].caches for one in ours] == [one.targets[0].caches for one in theirs]
+    assert [one.targets[0].weights for one in ours] == [one.targets[0].weights for one in theirs]
 
 
 @pytest.mark.parametrize("command", ["inspect", "report", "check"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from onnx import NodeProto
 from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
@@ -53,6 +54,7 @@ class Factors:
         return "; ".join([*words, *[word for word, holds in ends.items() if holds]])
 
 
+@cache
 def read_factors(text: str) -> Factors:
     """Returns the factors of a text; raises ValueError if it is not valid."""
     (sides, *words), reductions = text.split("; "), dict[str, str]()
@@ -89,7 +91,8 @@ def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Fa
         else one  # axes may be one number, without a dim
         for name, one in zip(node.input, factors.inputs, strict=False)
     ]
-    factors = replace(factors, inputs=(*given, *factors.inputs[len(given) :]))
+    if (inputs := (*given, *factors.inputs[len(given) :])) != factors.inputs:
+        factors = replace(factors, inputs=inputs)
     sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
     if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):
         raise ValueError(text)

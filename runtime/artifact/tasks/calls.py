@@ -124,6 +124,26 @@ def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, 
     return found
 
 
+def nodes_of(model: ModelProto, where: str = "") -> Iterator[tuple[NodeProto, int]]:
+    """Yields the nodes of a program in their order, as its file has them, each with the number that its call adds to tags.
+
+    The nodes of a body are yielded once for each call. ArtifactError where a call is not valid.
+    """
+    nodes = list(model.graph.node)
+    calls = calls_of(nodes, bodies_of(model), where)
+    for at, node in enumerate(nodes):
+        if at in calls:
+            yield from ((one, calls[at].microbatch) for one in calls[at].body.nodes)
+        else:
+            yield node, 0
+
+
+def tensors_of(model: ModelProto) -> dict[str, TensorProto]:
+    """Maps names to the weights and constants of a rank file, including those of bodies."""
+    found = {name: tensor for body in bodies_of(model).values() for name, tensor in body.constants.items()}
+    return found | {tensor.name: tensor for tensor in model.graph.initializer}
+
+
 def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInfoProto]]:
     """Yields each value's name and the type that a rank file declares for it: in the main graph, and in bodies for values of every call."""
     graph = model.graph

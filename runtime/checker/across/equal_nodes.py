@@ -172,9 +172,12 @@ _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
 def check_alike(subject: Subject) -> Iterator[Violation]:
-    """Yields nodes of one name that differ, within a program and from those of the programs checked before."""
+    """Yields nodes of one name that differ, within a program and from those of the programs checked before.
+
+    The nodes of a task have the names of its first call.
+    """
     manifest = subject.manifest
-    files = {file: subject.models[ranks[0]] for file, ranks in manifest.by_file(subject.models).items()}
+    files = {file: subject.once[ranks[0]] for file, ranks in manifest.by_file(subject.once).items()}
     tensors = {record.value: (record.tensor,) for record in manifest.state}
     origins = {file: _origins(model, tensors) for file, model in files.items()}
     sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}

@@ -40,6 +40,7 @@ from partc.runtime.artifact.format import (
     SUM,
     TAG,
     Collective,
+    Dim,
     Manifest,
 )
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, factors_of, partial_of
@@ -162,6 +163,8 @@ class _File:
     """Maps each node to the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps each value to the reduction that it still needs; other values are unknown."""
+    received: set[int] = field(default_factory=set)
+    """The tags of the messages that the file receives."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -177,6 +180,8 @@ class _Places:
         self.symbols = samples(manifest)[-1]
         self.records = {one.tag: one for one in manifest.collectives}
         self.files: dict[str, _File] = {}
+        self.known: dict[tuple[Dim, ...], Sizes] = {}
+        """Maps each shape to its sizes."""
         for rank, model in models.items():
             name = manifest.program(rank)
             if name not in self.files:
@@ -197,24 +202,26 @@ class _Places:
             for node in file.model.graph.node:
                 self._read_factors(file, node)
                 self._place(file, node)
+                if node.domain == DOMAIN and node.op_type == RECV:
+                    file.received.add(integer_of(node, TAG, -1))
             self._end(file)
-        changed = True
-        while changed:  # a partial value may be sent to a rank whose file has been looked at before
+        due = [*self.files.values()]
+        while due:  # a partial value may be sent to a rank whose file has been looked at before
             before = dict(self.sent)
-            for file in self.files.values():
+            for file in due:
                 for node in file.model.graph.node:
                     self._classify(file, node)
-            changed = before != self.sent
+            changed = {tag for tag, kind in self.sent.items() if before.get(tag) != kind}
+            due = [file for file in self.files.values() if not changed.isdisjoint(file.received)]
         for file in self.files.values():
             self._check_partials(file)
         return self.violations
 
     def _sizes(self, model: ModelProto) -> dict[str, Sizes]:
-        return {
-            name: numbers(shape, self.manifest, self.symbols)
-            for name, (_, shape) in declared_types(model).items()
-            if shape is not None
-        }
+        shapes = {name: tuple(shape) for name, (_, shape) in declared_types(model).items() if shape is not None}
+        for shape in {*shapes.values()} - self.known.keys():
+            self.known[shape] = numbers([*shape], self.manifest, self.symbols)
+        return {name: self.known[shape] for name, shape in shapes.items()}
 
     def _begin(self, file: _File) -> None:
         """Sets the places of the values before the first node."""

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from onnx import ModelProto, TypeProto, helper
 from partc.runtime.artifact.format import Shape
+from partc.runtime.artifact.tasks.calls import declared, tensors_of
 from partc.runtime.artifact.tensors.dtypes import type_text
 
 ValueType: TypeAlias = tuple[str, Shape]
@@ -22,11 +23,14 @@ def type_of(type: TypeProto) -> ValueType:
 
 
 def declared_types(model: ModelProto) -> dict[str, ValueType]:
-    """Maps each value to the type that a rank file declares for it: inputs, outputs, value_info and initializers."""
-    graph = model.graph
+    """Maps each value to the type that a rank file declares for it: inputs, outputs, value_info and initializers, and values of tasks."""
     types: dict[str, ValueType] = {}
-    for tensor in graph.initializer:
-        types[tensor.name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
-    for port in [*graph.value_info, *graph.input, *graph.output]:
-        types[port.name] = type_of(port.type)
+    known: dict[bytes, ValueType] = {}  # the values of all microbatches have the types of one
+    for name, tensor in tensors_of(model).items():
+        types[name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
+    for name, port in declared(model):
+        text = port.type.SerializeToString(deterministic=True)
+        if text not in known:
+            known[text] = type_of(port.type)
+        types[name] = known[text]
     return types

@@ -13,6 +13,7 @@ from partc.runtime.artifact.graph.onnx_graph import metadata_of, not_text, read_
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.tasks.rows import row_of
+from partc.runtime.checker.graph.kinds import without_known
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import ArtifactError, Violation
@@ -36,6 +37,8 @@ def read_rank(subject: Subject) -> list[Violation]:
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
     try:
         subject.file.row, subject.file.model = row_of(model, file), unrolled(model, file)
+        subject.file.once = unrolled(model, file, once=True)
+        subject.file.rest = without_known(file, subject.file.model, subject.known.kinds)
     except ArtifactError as error:
         return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []

@@ -45,11 +45,12 @@ from partc.runtime.artifact.format import (
     STORED,
     TAG,
     Manifest,
+    Shape,
     StateRecord,
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, reads
 from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
-from partc.runtime.checker.graph.declared import ValueType, declared_types
+from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers as dims_at
 from partc.runtime.checker.graph.symbols import samples
 from partc.runtime.checker.subject import Subject
@@ -102,7 +103,7 @@ class ValueNumbering:
         }
         self._texts: dict[int, tuple[bytes, ...]] = {}
         self._bytes: dict[Hashable, bytes] = {}
-        self._declared: dict[int, dict[str, ValueType]] = {}
+        self._shapes: dict[str, dict[str, Items | None]] = {}
         self._sizes = samples(manifest)
         for rank in models:
             self._begin(rank)
@@ -212,20 +213,19 @@ class ValueNumbering:
 
     def _shape(self, rank: int, name: str) -> Items | None:
         """Returns the dims of a value at a few sizes of the symbols; None if the file does not state them."""
-        model = self.models[rank]
-        if id(model) not in self._declared:
-            self._declared[id(model)] = declared_types(model)
-        shape = self._declared[id(model)].get(name, ("", None))[1]
-        if shape is None:
-            return None
-        found = []
-        for sizes in self._sizes:
-            dims = dims_at(shape, self.manifest, sizes)
-            known = tuple(dim for dim in dims if dim is not None)
-            if len(known) < len(dims):
-                return None
-            found.append(known)
-        return tuple(found)
+        file = self.manifest.program(rank)
+        if file not in self._shapes:
+            types = declared_types(self.models[rank])
+            shapes = {name: tuple(shape) for name, (_, shape) in types.items() if shape is not None}
+            known = {shape: self._at_sizes([*shape]) for shape in {*shapes.values()}}
+            self._shapes[file] = {name: known[shape] for name, shape in shapes.items()}
+        return self._shapes[file].get(name)
+
+    def _at_sizes(self, shape: Shape) -> Items | None:
+        """Returns a shape at a few sizes of the symbols; None where these do not determine it."""
+        dims = [dims_at(shape, self.manifest, sizes) for sizes in self._sizes]
+        known = tuple(tuple(dim for dim in row if dim is not None) for row in dims)
+        return known if [*map(len, known)] == [*map(len, dims)] else None
 
     def _dims(self, rank: int, name: str, number: int) -> int:
         """Returns the number of a value's shape: that of its dims, or of the value if these are unknown."""

@@ -50,6 +50,12 @@ def make_folder(folder: Path, layers: int) -> None:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+    write_configuration(folder, layers)
+
+
+def write_configuration(folder: Path, layers: int) -> None:
+    """The configuration of a Llama of this width."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -70,13 +76,15 @@ def make_folder(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def measured(title: str, *command: str) -> None:
-    """Runs a command of partc, and prints its CPU seconds and its peak memory."""
+def measured(title: str, *command: str) -> tuple[float, float]:
+    """Runs a command of partc, prints its CPU seconds and its peak memory in MiB, and returns both."""
     process = subprocess.Popen([sys.executable, "-m", "partc.cli", *command], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"partc {' '.join(command)} failed")
-    print(f"{title:24} {usage.ru_utime + usage.ru_stime:8.1f} s {usage.ru_maxrss / 1024:8,.0f} MiB", flush=True)
+    seconds, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    print(f"{title:24} {seconds:8.1f} s {peak:8,.0f} MiB", flush=True)
+    return seconds, peak
 
 
 def disk_of(folder: Path) -> int:
