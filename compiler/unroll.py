@@ -40,7 +40,20 @@ from partc.compiler.ir.graph import (
 )
 from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import matched_nodes
+from partc.compiler.ops.families.control.bodies import (
+    BEGIN,
+    CARRIED,
+    CARRY,
+    EITHER,
+    END,
+    IF,
+    KIND,
+    LOOP,
+    OTHERWISE,
+    STACK,
+)
 from partc.compiler.ops.registry import draws
+from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import Plan
 from partc.compiler.start import start
@@ -78,11 +91,12 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     unstacks = plan is not None and (
         plan.train is None or bool(plan.adapters)
     )  # else the stack is a parameter, of which these are parts
-    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks)
+    keeps = plan is not None and plan.train is None and plan.generate is None and plan.pipeline is None
+    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks, keeps=keeps)
     if plan is not None and patterns:
         named = work.named_by(patterns, source, plan, name)
         if named != work.loops:
-            work = _Unrolling(source.model, named, unstacks=unstacks)
+            work = _Unrolling(source.model, named, unstacks=unstacks, keeps=keeps)
     return replace(source, model=work.model)
 
 
@@ -117,16 +131,21 @@ class _Stay:
 class _Unrolling:
     """A copy of a model in which bodies are unrolled: all that can be, or those of the nodes whose paths are in `only`.
 
-    `unstacks`: whether the elements of a stack of weights that turns read become separate weights.
+    `unstacks`: whether the elements of a stack of weights that turns read become separate weights. `keeps`: whether a body whose turns or
+    branch only the run knows is written between borders (`ops/families/control/bodies.py`), once.
 
-    `loops`: the paths of the model's loops that are unrolled.
+    `loops`: the paths of the model's loops that are unrolled, and of nodes whose bodies are between borders.
     """
 
-    def __init__(self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False) -> None:
+    def __init__(
+        self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False, keeps: bool = False
+    ) -> None:
         self.model = source.clone()
         self.model.meta.update(source.meta)
         self.graph = self.model.graph
-        self.unstacks = unstacks
+        self.unstacks, self.keeps, self.only = unstacks, keeps, only
+        self.around: dict[str, str] = {}
+        """Maps the path of each node whose bodies are between borders to that of the node around it, where it is in a body."""
         self.loops: frozenset[str] = frozenset()
         self.numbers: dict[ir.Value, Array | None] = {}
         self.origins: dict[ir.Node, str] = {}
@@ -151,7 +170,7 @@ class _Unrolling:
         for node in first:
             if only is None or node.op_type == "If" or self.paths[node] in only:
                 self.budget = MOST_NODES
-                self._write_out(node, self.paths[node])
+                self._write_out(node, self.paths[node], top=True)
         self._drop_unread()
         self._unstack()
         self._drop_unread()
@@ -163,12 +182,15 @@ class _Unrolling:
         for pattern in patterns:
             matches = compile_pattern(pattern).matches
             nodes = (node for node in matched_nodes(program, pattern) if node in self.origins)
-            hit |= {path for path in dict.fromkeys(self.origins[node] for node in nodes) if not matches(path)}
+            for path in dict.fromkeys(self.origins[node] for node in nodes):
+                while path and not matches(path):
+                    hit.add(path)
+                    path = self.around.get(path, "")
         return frozenset(hit) & self.loops
 
-    def _write_out(self, node: ir.Node, origin: str) -> None:
-        """Unrolls the bodies of a node, and those of the nodes in them."""
-        before = self.budget
+    def _write_out(self, node: ir.Node, origin: str, top: bool = False) -> None:
+        """Unrolls the bodies of a node, and those of the nodes in them; `top`: whether the node is in no body."""
+        before, path = self.budget, self.paths[node]
         match node.op_type:
             case "If":
                 why = self._branch(node, origin)
@@ -177,10 +199,23 @@ class _Unrolling:
             case _:
                 why = self._scan(node, origin)
         if why is None:
-            self.loops |= {origin} if node.op_type != "If" or origin != self.paths[node] else frozenset()
+            self.loops |= {origin} if node.op_type != "If" or origin != path else frozenset()
+            return
+        self.budget = before
+        if not self.keeps:
+            why = replace(
+                why, reason=f"{why.reason}; and it is not cut as a body in a training, a generation or a pipeline"
+            )
+        elif self.only is None or path in self.only:
+            kept = self._keep(node)
+            if kept is None:
+                self.loops |= {path}
+                self.around |= {} if top else {path: origin}
+                return
+            why = kept
         else:
-            self.budget = before
-            node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
+            return
+        node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
 
     def _branch(self, node: ir.Node, origin: str) -> _Stay | None:
         """Replaces an If by the branch that runs."""
@@ -287,6 +322,127 @@ class _Unrolling:
         self._replace(node, [*states, *results])
         return None
 
+    def _keep(self, node: ir.Node) -> _Stay | None:
+        """Replaces a node by its bodies between borders, which run as often, or that of them, as the run says."""
+        if any(not isinstance(value.type, ir.TensorType) for body in bodies(node) for value in body.outputs):
+            return _Stay("its body gives what is not a tensor", "take the node out of the body")
+        for body in bodies(node):
+            if (why := self._drawing(body)) is not None:
+                return why
+        if node.op_type == "If":
+            self._replace(node, self._kept_branches(node))
+            return None
+        if any(value is None for value in node.inputs[2 if node.op_type == "Loop" else 0 :]):
+            return _Stay("it leaves out an input", "give it")
+        if node.op_type == "Scan" and (
+            self.opset < _NEWER_AXES or len(node.outputs) != len(node.attributes["body"].as_graph().outputs)
+        ):
+            return _Stay("it has a form of opset 8", "export the model with a newer opset")
+        self._replace(node, self._kept_scan(node) if node.op_type == "Scan" else self._kept_turns(node))
+        return None
+
+    def _kept_branches(self, node: ir.Node) -> list[ir.Value]:
+        """Inserts both branches of an If between borders before it; returns the results."""
+        path, base = self.paths[node], self._base(node)
+        (taken,) = self._border(node, BEGIN, [node.inputs[0]], IF, "begin").outputs
+        one = self._inlined(node, "then_branch", [], f"{base}.then_branch", path)
+        (other,) = self._border(node, OTHERWISE, [taken], IF, "otherwise").outputs
+        two = self._inlined(node, "else_branch", [], f"{base}.else_branch", path)
+        (ended,) = self._border(node, END, [taken, other], IF, "end").outputs
+        pairs = enumerate(zip(one, two, strict=True))
+        return [self._border(node, EITHER, [*pair, ended], IF, f"out{at}").outputs[0] for at, pair in pairs]
+
+    def _kept_turns(self, node: ir.Node) -> list[ir.Value]:
+        """Inserts a turn of a Loop between borders before it; returns the results."""
+        path, body, states = self.paths[node], node.attributes["body"].as_graph(), node.inputs[2:]
+        ranks = {
+            f"{word}_rank": len(value.shape or ()) for word, value in zip(("int64", "bool"), body.inputs, strict=False)
+        }
+        turn, going = self._border(node, BEGIN, node.inputs[:2], LOOP, "begin", **ranks).outputs
+        begun = [
+            self._border(node, CARRY, [value, turn], LOOP, f"state{at}").outputs[0] for at, value in enumerate(states)
+        ]
+        more, *made = self._inlined(node, "body", [turn, going, *begun], f"{self._base(node)}.body", path)
+        (ended,) = self._border(node, END, [more, turn], LOOP, "end").outputs
+        pairs = zip(made, begun, strict=False)
+        results = [
+            self._border(node, CARRIED, [*pair, ended], LOOP, f"last{at}").outputs[0] for at, pair in enumerate(pairs)
+        ]
+        stacks = enumerate(made[len(states) :])
+        return results + [self._border(node, STACK, [one, ended], LOOP, f"out{at}").outputs[0] for at, one in stacks]
+
+    def _kept_scan(self, node: ir.Node) -> list[ir.Value]:
+        """Inserts a turn of a Scan between borders before it, as that of a Loop which takes its elements by their number."""
+        path, base, count = self.paths[node], self._base(node), node.attributes["num_scan_inputs"].as_int()
+        first, outs = len(node.inputs) - count, len(node.outputs) - len(node.inputs) + count
+        in_axes, in_turned, out_axes, out_turned = (
+            node.attributes.get_ints(f"scan_{side}_{kind}") or [0] * number
+            for side, number in (("input", count), ("output", outs))
+            for kind in ("axes", "directions")
+        )
+        given = [value for value in node.inputs if value is not None]
+        at = in_axes[0] % len(given[first].shape or ())
+        sizes = self._put(node, "Shape", [given[first]], f"{base}.sizes", path).outputs[0]
+        total = self._put(
+            node, "Gather", [sizes, self._constant(np.array(at), f"{base}.axis")], f"{base}.turns", path
+        ).outputs[0]
+        turn, _ = self._border(node, BEGIN, [total, None], LOOP, "begin", int64_rank=0, bool_rank=0).outputs
+        begun = [
+            self._border(node, CARRY, [value, turn], LOOP, f"state{k}").outputs[0]
+            for k, value in enumerate(given[:first])
+        ]
+        numbers = [turn]
+        if any(in_turned):
+            one = self._constant(np.array(1), f"{base}.one")
+            left = self._put(node, "Sub", [total, one], f"{base}.body.left", path).outputs[0]
+            numbers.append(self._put(node, "Sub", [left, turn], f"{base}.body.at", path).outputs[0])
+        elements = [
+            self._put(node, "Gather", [value, numbers[turned]], f"{base}.body.in{k}", path, axis=axis).outputs[0]
+            for k, (value, axis, turned) in enumerate(zip(given[first:], in_axes, in_turned, strict=True))
+        ]
+        made = self._inlined(node, "body", [*begun, *elements], f"{base}.body", path)
+        on = self._constant(np.array(True), f"{base}.on")
+        (ended,) = self._border(node, END, [on, turn], LOOP, "end").outputs
+        results = [
+            self._border(node, CARRIED, [*pair, ended], LOOP, f"last{k}").outputs[0]
+            for k, pair in enumerate(zip(made, begun, strict=False))
+        ]
+        dim = (given[first].shape or ())[at]
+        length = "" if dim is None else str(getattr(dim, "value", dim) or "")
+        for k, (value, axis, turned) in enumerate(zip(made[first:], out_axes, out_turned, strict=True)):
+            stack = self._border(node, STACK, [value, ended], LOOP, f"out{k}", length=length).outputs[0]
+            if turned:
+                ends = ((-1,), (np.iinfo(np.int64).min,), (0,), (-1,))
+                bounds = [
+                    self._constant(np.array(end), f"{base}.from_{word}")
+                    for word, end in zip(("begin", "end", "axis", "step"), ends, strict=True)
+                ]
+                stack = self._put(node, "Slice", [stack, *bounds], f"{base}.out{k}.turned", path).outputs[0]
+            rank = len(node.outputs[first + k].shape or ())
+            if axis % rank:
+                order = [*range(1, 1 + axis % rank), 0, *range(1 + axis % rank, rank)]
+                stack = self._put(node, "Transpose", [stack], f"{base}.out{k}.moved", path, perm=order).outputs[0]
+            results.append(stack)
+        return results
+
+    def _border(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        kind: str,
+        own: str,
+        **attributes: int | str,
+    ) -> ir.Node:
+        """Inserts a border of a node's bodies before it, called `own` in its module."""
+        extra = ir.convenience.convert_attributes({KIND: kind, **attributes})
+        count = 2 if op_type == BEGIN and kind == LOOP else 1
+        border = ir.Node(OWN, op_type, inputs, extra, num_outputs=count, version=1)
+        border.metadata_props.update(before.metadata_props)
+        self.graph.insert_before(before, border)
+        self._name(border, f"{self._base(before)}.{own}", self.paths[before])
+        return border
+
     def _too_long(self, turns: str, size: int) -> _Stay:
         written = "" if self.budget == MOST_NODES else f", of which {self.budget:,} are left here"
         reason = f"it has {turns} turns of {size:,} node{'s' * (size != 1)}, and a body is written out into at most {MOST_NODES:,}{written}"
@@ -385,7 +541,13 @@ class _Unrolling:
                     value.name = free_name(f"{path}.{value.name}", self.value_names)
 
     def _put(
-        self, before: ir.Node, op_type: str, inputs: Sequence[ir.Value], path: str, origin: str, **attributes: int
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        path: str,
+        origin: str,
+        **attributes: int | list[int],
     ) -> ir.Node:
         """Inserts a node of one result before another node."""
         extra = ir.convenience.convert_attributes(attributes)
@@ -535,7 +697,9 @@ class _Unrolling:
     def _drop_unread(self) -> None:
         """Removes nodes and constants that only computed the number of turns or the branch."""
         for node in reversed(list(self.graph)):
-            if node in self.origins and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            if node.domain == OWN or node not in self.origins:
+                continue
+            if not any(out.uses() or out.is_graph_output() for out in node.outputs):
                 take_out(self.graph, node)
         for value in [value for value in self.numbers if value.is_initializer() and not value.uses()]:
             if value.name in self.graph.initializers and not value.is_graph_output():

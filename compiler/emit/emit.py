@@ -25,6 +25,7 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import RankProgram, State
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.graph.bodies import opened
 from partc.runtime.artifact.graph.rank_constants import bound
 from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.manifest import Artifact
@@ -155,7 +156,7 @@ def _write_ranks(
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
         if (key := structure(program.parts[part.rank])) not in lists:
-            kept, model = [names[one.value] for one in part.state], onnx.ModelProto.FromString(data)
+            kept, model = [names[one.value] for one in part.state], opened(onnx.ModelProto.FromString(data))
             lists[key] = run_list(model, program_name(program), guard_of(program), kept)
         listed = lists[key].model_copy(update={"program": files[file].sha256})
         files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
@@ -206,14 +207,14 @@ class Unwritten(Artifact):
     def model(self, rank: int) -> onnx.ModelProto:
         """The program of a rank, without the data of its weights."""
         name = self.manifest.program(rank)
-        return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
+        return bound(opened(onnx.ModelProto.FromString(self._data[name])), self.manifest.groups_of(rank), rank, name)
 
     def run_list(self, rank: int) -> RunList:
         """Returns the run list of a rank's program."""
         manifest, name = self.manifest, self.manifest.program(rank)
         if name not in self._lists:
             kept = [record.value for record in manifest.state if rank in record.ranks]
-            model = onnx.ModelProto.FromString(self._data[name])
+            model = opened(onnx.ModelProto.FromString(self._data[name]))
             self._lists[name] = run_list(model, manifest.name, manifest.guard, kept)
         return self._lists[name]
 

@@ -37,6 +37,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from onnx import FunctionProto, ModelProto, NodeProto
+from partc.runtime.artifact.comm.border_node import BorderCall
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
@@ -247,7 +248,12 @@ class _Cutter:
         else:
             call = read_call(node, node.name)
             touches = [*call.inputs, *call.outputs]
-            if isinstance(call, LookupCall):
+            if isinstance(call, BorderCall):
+                self.wait([*self.pending])
+                self.close()
+                self.again, self.target, self.alone, self.zeros = False, "", False, ""
+                self.steps.append(_Event(f"B{index}", touches))
+            elif isinstance(call, LookupCall):
                 self.give(call.inputs, _Event(f"L{tag}", touches))
             else:
                 self.give(call.inputs, _Event(f"A{tag}", touches))

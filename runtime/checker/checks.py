@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partc.runtime.artifact.training.named import carried_code
+from partc.runtime.checker.across.bodies import check_bodies
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.ordering import check_order
@@ -92,6 +93,7 @@ CHECKS = (
         lambda one: check_places(one.manifest, one.models),
         SOUND,
     ),
+    Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check("the order of sums over parts", ACROSS, lambda one: check_tree_sums(one.manifest, one.models), SOUND),
     Check(
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))

@@ -248,24 +248,6 @@ def test_the_branch_of_a_known_condition_stands_for_its_if() -> None:
 
 
 REFUSED = {
-    "a branch": (
-        CHOICES,
-        "open.inner",
-        "'open.inner' matches Relu 'inner' alone, inside of the then_branch of If ('open')",
-        ": only the run says which branch there is",
-        "write 'open', or take the node out of the branch",
-    ),
-    "a while": (
-        """net (float[4, 6] x) => (float[4, 6] y) <bool yes = {1}, float most = {100.0}> {
-    [power] y = Loop <body = turn (int64 i, bool on, float[4, 6] a) => (bool more, float[4, 6] c) {
-        [one] c = MatMul(a, W2)
-        s = ReduceSum<keepdims = 0>(c)
-        more = Less(s, most) }> ("", yes, x) }""",
-        "power.*.one",
-        "'power.*.one' matches MatMul 'one' alone, inside of the body of Loop ('power')",
-        ": only the run says after how many turns its condition ends it",
-        "write 'power', or take the node out of the body",
-    ),
     "a long scan": (
         """net (float[4, 6] x, float[7000, 6] xs) => (float[4, 6] y) {
     [rows] y = Scan <num_scan_inputs = 1, body = turn (float[4, 6] a, float[6] b) => (float[4, 6] d) {

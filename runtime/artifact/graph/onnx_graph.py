@@ -25,10 +25,14 @@ LARGEST_MODEL = 1 << 31
 
 
 def read_model(file: Path) -> ModelProto:
-    """Reads a model without its external weights; OSError where the file cannot be read, DecodeError where it is not a model."""
-    import onnx
+    """Reads a model without its external weights, bodies in which ranks communicate between borders (`bodies.py`).
 
-    return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
+    OSError where the file cannot be read, DecodeError where it is not a model.
+    """
+    import onnx
+    from partc.runtime.artifact.graph.bodies import opened
+
+    return opened(onnx.load_model_from_string(read_regular(file, LARGEST_MODEL)))
 
 
 def graph_bodies(node: NodeProto) -> list[GraphProto]:

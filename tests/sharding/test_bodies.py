@@ -1,0 +1,209 @@
+"""Bodies whose turns or branch only the run knows, with ops that are sharded: collectives inside, equal to one device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from collectives_mpi_case import MPIEXEC
+from equivalence import compiled, counted, same_as_whole, whole_outputs
+from partc.runtime import load_local
+from partc.runtime.artifact.comm.schemas import register
+from partc.runtime.artifact.graph.onnx_graph import all_nodes
+from test_unrolled_bodies import weighed
+
+WIDTH, HIDDEN = 8, 12
+BLOCK = """[up] u = MatMul(h, W)
+        [act] a = Tanh(u)
+        [down] d = MatMul(a, V)"""
+WHILE = f"""net (float[batch, 8] x, float tolerance) => (float[batch, 8] y, int64 n) <int64 most = {{40}}, int64 zero = {{0}}> {{
+    [refine] n, y = Loop <body = turn (int64 i, bool on, int64 k, float[batch, 8] h)
+        => (bool more, int64 k2, float[batch, 8] h2) {{
+        one = Constant <value_int = 1> ()
+        k2 = Add(k, one)
+        {BLOCK}
+        [add] s = Add(d, h)
+        half = Constant <value_float = 0.5> ()
+        h2 = Mul(s, half)
+        e = Sub(h2, h)
+        ea = Abs(e)
+        em = ReduceMax <keepdims = 0> (ea)
+        more = Greater(em, tolerance) }}> (most, , zero, x)
+}}"""
+BRANCHES = f"""net (float[batch, 8] h, float limit) => (float[batch, 8] y, float[batch, 12] z) {{
+    m = ReduceMax <keepdims = 0> (h)
+    c = Greater(m, limit)
+    [choose] r, z = If (c) <then_branch = one () => (float[batch, 8] d, float[batch, 12] a) {{
+        {BLOCK} }}, else_branch = two () => (float[batch, 8] e, float[batch, 12] q) {{
+        [up2] g = MatMul(h, W)
+        [act2] q = Relu(g)
+        [neg] e = Neg(h) }}>
+    [last] y = Add(r, h)
+}}"""
+NESTED = f"""net (float[batch, 8] x, int64 turns, float limit) => (float[batch, 8] a, float[batch, 8] b, float[turns, batch, 8] all) {{
+    [outer] a, b, all = Loop <body = turn (int64 i, bool on, float[batch, 8] p, float[batch, 8] h)
+        => (bool on2, float[batch, 8] h3, float[batch, 8] q, float[batch, 8] seen) {{
+        on2 = Identity(on)
+        h3 = Identity(h)
+        total = ReduceMax <keepdims = 0> (p)
+        c = Greater(total, limit)
+        [inner] q = If (c) <then_branch = one () => (float[batch, 8] d) {{
+            {BLOCK} }}, else_branch = two () => (float[batch, 8] e) {{ e = Tanh(p) }}>
+        seen = Add(q, p) }}> (turns, , x, x)
+}}"""
+SCAN = """net (float[batch, 8] x, float[batch, time, 8] xs) => (float[batch, 8] y, float[batch, time, 8] all) {
+    [rnn] y, all = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1], scan_input_directions = [DIRECTION],
+        scan_output_directions = [DIRECTION],
+        body = cell (float[batch, 8] s, float[batch, 8] h) => (float[batch, 8] t, float[batch, 8] out) {
+        [up] u = MatMul(h, W)
+        [act] a = Tanh(u)
+        [down] d = MatMul(a, V)
+        [mix] m = Add(d, s)
+        t = Tanh(m)
+        out = Neg(t) }> (x, xs)
+}"""
+WEIGHTS = {"W": (WIDTH, HIDDEN), "V": (HIDDEN, WIDTH)}
+
+
+def plan(name: str, ranks: int, batched: str = "x") -> str:
+    """Tensor parallel ranks, on four of them two groups of records; `name`: the module of the body."""
+    rules = f'sharding: {{"{name}.*.up*": colwise, "{name}.*.down": rowwise}}\n'
+    if ranks == 2:
+        return f"ranks: 2\nmesh: {{tp: 2}}\n{rules}"
+    ports = ", ".join(f"{port}: [dp, null]" for port in batched.split())
+    return f"ranks: 4\nmesh: {{dp: 2, tp: 2}}\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: {{{ports}}}\n{rules}"
+
+
+def drawn(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_while_whose_turns_only_the_run_knows_reduces_in_each_turn(ranks: int) -> None:
+    steps = [{"x": drawn(4, WIDTH), "tolerance": np.array(limit, np.float32)} for limit in (9.0, 0.3, 0.01, 0.0)]
+    proto = weighed(WHILE, WEIGHTS)
+    taken = [int(whole_outputs(proto, one)["n"]) for one in steps]
+    assert taken[0] == 1 < taken[1] < taken[2] < taken[3] == 40
+    program = same_as_whole(proto, plan("refine", ranks), *steps, rtol=1e-4, atol=1e-5, checked=True)
+    found = counted(program)
+    assert found["Begin"] == found["End"] == 1
+    assert found["AllReduce"] >= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_both_branches_of_a_condition_are_sharded(ranks: int) -> None:
+    steps = [{"h": drawn(4, WIDTH), "limit": np.array(limit, np.float32)} for limit in (-9, 9, -9, 9)]
+    same_as_whole(weighed(BRANCHES, WEIGHTS), plan("choose", ranks, "h"), *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_branch_in_a_loop_and_states_that_change_places(ranks: int) -> None:
+    steps = [
+        {"x": drawn(4, WIDTH), "turns": np.array(turns), "limit": np.array(limit, np.float32)}
+        for turns, limit in ((3, -9), (1, 0), (5, 0.5), (4, 9))
+    ]
+    same_as_whole(weighed(NESTED, WEIGHTS), plan("outer.body.inner", ranks), *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("direction", [0, 1])
+def test_a_scan_over_a_sequence_of_any_length(ranks: int, direction: int) -> None:
+    proto = weighed(SCAN.replace("DIRECTION", str(direction)), WEIGHTS)
+    steps = [{"x": drawn(4, WIDTH), "xs": drawn(4, time, WIDTH)} for time in (3, 1, 6)]
+    plan_ = plan("rnn", ranks).replace("x: [dp, null]", "x: [dp, null], xs: [dp, null, null]")
+    same_as_whole(proto, plan_, *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+def test_without_a_turn_states_are_as_they_begin_and_stacks_are_empty(tmp_path: Path) -> None:
+    compiled(weighed(NESTED, WEIGHTS), plan("outer.body.inner", 2), tmp_path)
+    x = drawn(4, WIDTH)
+    with load_local(tmp_path) as ranks:
+        found = ranks({"x": x, "turns": np.array(0), "limit": np.array(0, np.float32)})
+    np.testing.assert_array_equal(found["a"], x)
+    np.testing.assert_array_equal(found["b"], x)
+    assert found["all"].shape == (0, 4, WIDTH)
+
+
+def test_the_file_has_the_standards_form(tmp_path: Path) -> None:
+    """A Loop whose body has the AllReduce, and reads the weights of the graph around; onnx knows its types."""
+    compiled(weighed(WHILE, WEIGHTS), plan("refine", 2), tmp_path)
+    register()
+    file = onnx.load(tmp_path / "rank_0000.onnx")
+    onnx.checker.check_model(file)
+    (loop,) = (node for node in file.graph.node if node.op_type == "Loop")
+    body = loop.attribute[0].g
+    assert [node.op_type for node in body.node if node.domain] == ["AllReduce"]
+    assert [len(loop.input), len(loop.output), len(body.input), len(body.output)] == [4, 2, 4, 3]
+    assert {node.op_type for node in all_nodes(file.graph.node) if node.domain == "partc.comm"} == {"AllReduce"}
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
+def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
+    """The refinement on two processes, by messages of MPI alone, in steps of different turns."""
+    proto = weighed(WHILE, WEIGHTS)
+    compiled(proto, plan("refine", 2), tmp_path / "build")
+    x = drawn(4, WIDTH)
+    limits = (9.0, 0.01)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, numpy as np, partc.runtime as runtime\n"
+        "with runtime.load(sys.argv[1], stall=5) as program:\n"
+        "    found = [program(x=np.load(sys.argv[2]), tolerance=np.array(t, np.float32)) for t in LIMITS]\n"
+        "    if program.rank == 0:\n"
+        "        np.savez(sys.argv[3], **{f'{k}{i}': v for i, one in enumerate(found) for k, v in one.items()})\n".replace(
+            "LIMITS", repr(limits)
+        )
+    )
+    np.save(tmp_path / "x.npy", x)
+    command = [MPIEXEC, "-n", "2", sys.executable, script, tmp_path / "build", tmp_path / "x.npy", tmp_path / "o.npz"]
+    subprocess.run(list(map(str, command)), env={**os.environ, "PARTC_SHARED_MEMORY": "0"}, check=True, timeout=120)
+    have = np.load(tmp_path / "o.npz")
+    for k, limit in enumerate(limits):
+        want = whole_outputs(proto, {"x": x, "tolerance": np.array(limit, np.float32)})
+        assert have[f"n{k}"] == want["n"]
+        np.testing.assert_allclose(have[f"y{k}"], want["y"], rtol=1e-4, atol=1e-5)
+    assert want["n"] > 2
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
+def test_a_rank_killed_in_a_turn_ends_the_job(tmp_path: Path) -> None:
+    endless = WHILE.replace("int64 most = {40}", "int64 most = {4000000000}")
+    compiled(weighed(endless, WEIGHTS), plan("refine", 2), tmp_path / "build")
+    np.savez(tmp_path / "in.npz", x=drawn(4, WIDTH), tolerance=np.array(-1, np.float32))
+    command = [sys.executable, "-m", "partc.cli", "run", "-n", "2", "--repeat", "2", "--input", "in.npz", "build"]
+    job = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert job.stdout is not None
+    try:
+        said = next(line for line in job.stdout if "step 0" in line)
+        os.kill(a_rank(job.pid), signal.SIGKILL)
+        said += job.communicate(timeout=60)[0]
+    finally:
+        job.kill()
+    assert job.returncode
+    assert "killed" in said or "signal 9" in said, said
+
+
+def a_rank(job: int) -> int:
+    """A rank among the processes below this one."""
+    found = [int(one.name) for one in Path("/proc").glob("[0-9]*") if job in ancestors(int(one.name))]
+    return next(
+        one
+        for one in found
+        if b"partc" in (text := Path(f"/proc/{one}/cmdline").read_bytes()) and b"mpiexec" not in text
+    )
+
+
+def ancestors(process: int) -> set[int]:
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        while process > 1:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            found.add(process)
+    return found
