@@ -156,7 +156,7 @@ def _write_ranks(
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
         if (key := structure(program.parts[part.rank])) not in lists:
-            kept, model = [names[one.value] for one in part.state], opened(onnx.ModelProto.FromString(data))
+            kept, model = [names[one.value] for one in part.state], onnx.ModelProto.FromString(data)
             lists[key] = run_list(model, program_name(program), guard_of(program), kept)
         listed = lists[key].model_copy(update={"program": files[file].sha256})
         files[fmt.run_list_file(file)] = _write(folder, fmt.run_list_file(file), listed.text().encode())
@@ -214,7 +214,7 @@ class Unwritten(Artifact):
         manifest, name = self.manifest, self.manifest.program(rank)
         if name not in self._lists:
             kept = [record.value for record in manifest.state if rank in record.ranks]
-            model = opened(onnx.ModelProto.FromString(self._data[name]))
+            model = onnx.ModelProto.FromString(self._data[name])
             self._lists[name] = run_list(model, manifest.name, manifest.guard, kept)
         return self._lists[name]
 

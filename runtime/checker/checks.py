@@ -87,13 +87,13 @@ CHECKS = (
     Check("how stored parameters are gathered", TRAINING, check_stored, SOUND),
     Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
+    Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check(
         "that shards fit and partial values are reduced",
         ACROSS,
         lambda one: check_places(one.manifest, one.models),
         SOUND,
     ),
-    Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check("the order of sums over parts", ACROSS, lambda one: check_tree_sums(one.manifest, one.models), SOUND),
     Check(
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))

@@ -112,6 +112,11 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         if op not in known:
             fact = f"neither ONNX nor onnxruntime knows {domain}.{op_type}, and no function of the file is called so"
             yield Violation(file, fact, node_title(node), path_of(node))
+    for node in model.graph.node:
+        inner = (one for body in graph_bodies(node) for one in all_nodes(body.node) if one.domain == DOMAIN)
+        if (one := next(inner, None)) is not None:
+            fact = f"it has {node_title(one)} in a body, and its metadata do not say which ranks run that together"
+            yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
     yield from _check_calls(file, model, everywhere)
 
 
