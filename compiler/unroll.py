@@ -58,6 +58,7 @@ from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import Plan
 from partc.compiler.start import start
 
+_ALL_TURNS = "name all turns by '*'"
 MOST_NODES = 20_000
 """The most nodes that unrolling adds."""
 _EAGER = 1 << 16
@@ -213,7 +214,7 @@ class _Unrolling:
                 self.around |= {} if top else {path: origin}
                 return
             why = kept
-        else:
+        elif not why.help.startswith(_ALL_TURNS):
             return
         node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
 
@@ -446,7 +447,7 @@ class _Unrolling:
     def _too_long(self, turns: str, size: int) -> _Stay:
         written = "" if self.budget == MOST_NODES else f", of which {self.budget:,} are left here"
         reason = f"it has {turns} turns of {size:,} node{'s' * (size != 1)}, and a body is written out into at most {MOST_NODES:,}{written}"
-        return _Stay(reason, "take fewer turns a loop")
+        return _Stay(reason, f"{_ALL_TURNS}, or take fewer turns a loop")
 
     def _drawing(self, body: ir.Graph) -> _Stay | None:
         """The reason for which a body stays that draws random numbers from one seed: unrolled turns would all draw the same numbers."""

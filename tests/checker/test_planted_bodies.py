@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
         "while",
         BOTH,
         lambda m: reads(body(m), "ReduceMax", PARTIAL),
-        "no collective has reduced",
+        ALIKE,
     ),
     "a condition of a shard": ("while", BOTH, lambda m: reads(body(m), "ReduceMax", ACT), ALIKE),
     "a condition of a shard on one rank": ("while", ONE, lambda m: reads(body(m), "ReduceMax", ACT), ALIKE),
@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
     "no group": ("while", ONE, lambda m: without(m, GROUP_OF_BODY), "do not say which ranks run that together"),
     "another group": ("while", ONE, lambda m: metadata(m, GROUP_OF_BODY, "0"), "rank 1 is in no list of group '0'"),
     "a collective with ranks outside of the body's": ("while", (), other_group, "does not run the body in which it is"),
-    "a state that is handed on as a partial sum": ("while", BOTH, lambda m: gives(body(m), 2, PARTIAL), "hands on"),
+    "a state that is handed on as a partial sum": ("while", BOTH, lambda m: gives(body(m), 2, PARTIAL), ALIKE),
     "a branch that gives a partial sum": (
         "branches",
         BOTH,

@@ -243,7 +243,7 @@ REFUSED = {
         "rows.17.one",
         "'rows.17.one' matches MatMul 'one' alone, inside of the body of Scan ('rows')",
         ": it has 7,000 turns of 3 nodes, and a body is written out into at most 20,000",
-        "write 'rows', or take fewer turns a loop",
+        "write 'rows', or name all turns by '*', or take fewer turns a loop",
     ),
     "draws of one seed": (
         """net (float[4, 6] x, float[3, 4, 6] xs) => (float[4, 6] y) {

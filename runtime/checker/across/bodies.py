@@ -41,7 +41,8 @@ from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
 
-_DRAWING = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+_DRAWING = ("Bernoulli", "Multinomial", "Random")
+"""The beginnings of the names of ops that draw."""
 _SAME = (ALL_GATHER, ALL_REDUCE, BROADCAST)
 """Collectives that give all ranks of a list one value."""
 
@@ -198,7 +199,7 @@ def _follow(node: NodeProto, found: dict[str, str], alike: _Alike) -> None:
     if node.domain == DOMAIN and not is_copy(node):
         names = [name for name in node.output if name and node.op_type != SEND]
         source = "" if names and node.op_type != RANK_CONSTANT and alike.is_same(node) else next(iter(names), "")
-    elif node.op_type in _DRAWING and not node.domain:
+    elif node.op_type.startswith(_DRAWING) and not node.domain:
         source = node.output[0]
     elif node.op_type in ("Shape", "Size") and not node.domain:
         return
