@@ -97,7 +97,11 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     if plan is not None and patterns:
         named = work.named_by(patterns, source, plan, name)
         if named != work.loops:
+            long = work.long
             work = _Unrolling(source.model, named, unstacks=unstacks, keeps=keeps)
+            for node in work.graph:
+                if (path := work.paths.get(node, "")) in long and node.op_type in _WITH_BODIES:
+                    node.metadata_props[UNKNOWN_TURNS] = long[path]
     return replace(source, model=work.model)
 
 
@@ -147,6 +151,8 @@ class _Unrolling:
         self.unstacks, self.keeps, self.only = unstacks, keeps, only
         self.around: dict[str, str] = {}
         """Maps the path of each node whose bodies are between borders to that of the node around it, where it is in a body."""
+        self.long: dict[str, str] = {}
+        """Maps the path of each loop that is too long to be unrolled to the reason and the remedy."""
         self.loops: frozenset[str] = frozenset()
         self.numbers: dict[ir.Value, Array | None] = {}
         self.origins: dict[ir.Node, str] = {}
@@ -203,6 +209,8 @@ class _Unrolling:
             self.loops |= {origin} if node.op_type != "If" or origin != path else frozenset()
             return
         self.budget = before
+        if why.help.startswith(_ALL_TURNS):
+            self.long[path] = f"{why.reason}\n{why.help}"
         if not self.keeps:
             why = replace(
                 why, reason=f"{why.reason}; and it is not cut as a body in a training, a generation or a pipeline"
@@ -214,7 +222,7 @@ class _Unrolling:
                 self.around |= {} if top else {path: origin}
                 return
             why = kept
-        elif not why.help.startswith(_ALL_TURNS):
+        else:
             return
         node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
 
