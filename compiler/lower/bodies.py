@@ -70,8 +70,8 @@ def _end_of(otherwise: ir.Node) -> ir.Node:
     return next(use.node for use in otherwise.outputs[0].uses() if use.node.op_type == END)
 
 
-def _own(comm: CommLowering, instance: NodeOnGroup, given: Sequence[Value | None]) -> list[Value | None]:
-    """What a body gives, each value made by an op of this body and given once."""
+def _own(comm: CommLowering, instance: NodeOnGroup, results: Sequence[Value | None]) -> list[Value | None]:
+    """Returns the results of a body, each made by an op of this body, and different ones."""
     ranks, seen, found = instance.group, set[Value](), list[Value | None]()
     made = set[Value]()
     depth = 0
@@ -87,7 +87,7 @@ def _own(comm: CommLowering, instance: NodeOnGroup, given: Sequence[Value | None
             continue
         if depth == 0:
             made.update(step.makes)
-    for value in given:
+    for value in results:
         assert value is not None
         if value not in made or value in seen:
             copy = comm.job.derived_on(ranks, value, ".given")

@@ -57,14 +57,16 @@ class Bodies:
         assert isinstance(value, Tensor), name
         return value
 
-    def set(self, name: str, value: Tensor, of: str) -> None:
+    def set(self, name: str, value: Tensor, source: str) -> None:
         """Gives a value to a name, in its place of the arena, or in memory of its own where its shape is not known before."""
         if self.values.storage[name] is not Storage.SLOT:
             self.cells[name] = Tensor.of(value.array().copy(), value.dtype)
             return
         place = self.dense(name)
         if place.shape != value.shape:
-            raise StepError(f"'{name}' was promised with shape {list(place.shape)}, and '{of}' has {list(value.shape)}")
+            raise StepError(
+                f"'{name}' was promised with shape {list(place.shape)}, and '{source}' has {list(value.shape)}"
+            )
         move(value, place)
 
 
@@ -112,7 +114,7 @@ class _Body:
     def _next(self, going: bool) -> int:
         """The place after the Begin where a turn follows, with the turn's number; else that behind the End, with the results."""
         if going and (self.most is None or self.turns < self.most):
-            for name, number in zip(self.first.made[:2], (self.turns, True), strict=True):
+            for name, number in zip(self.first.results[:2], (self.turns, True), strict=True):
                 if name:
                     self.bodies.dense(name).array()[...] = number
             return self.places[0] + 1

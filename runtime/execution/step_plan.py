@@ -40,7 +40,6 @@ from ..program.steps import (
     WaitRecv,
 )
 from ..program.value_table import Storage
-from .bodies import Bodies
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import PoisonFreed, fill, fills_freed
 from .memory.layout import arenas, at_sizes
@@ -97,7 +96,6 @@ class StepPlan:
         self.scratch: dict[tuple[int, str], Bytes] = {}
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.last: dict[str, tuple[int, Shape]] = {}
-        self.bodies = Bodies(program.values, self.cells)
         self.actions: list[tuple[int, Action]] = []
         self.first_slot = program.rows.first if program.rows is not None else 0
         """The first of the slots whose rows of caches are bound, if a step binds only some."""
@@ -145,7 +143,7 @@ class StepPlan:
             self.lanes.run(board, step)
             return self.give(lent)
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
-        jumps, at = self.bodies.jumps, 0
+        jumps, at = self.sessions.bodies.jumps, 0
         try:
             for index, action in self.actions if not jumps else ():
                 write(buffer, offset, step, index)
@@ -242,7 +240,7 @@ class StepPlan:
             done = tuple(runs.get(index, [index]))
             self.places[index] = len(self.actions)
             if isinstance(step, Border):
-                self.bodies.add(step, len(self.actions))
+                self.sessions.bodies.add(step, len(self.actions))
             self._add(Role(ActionKind.STEPS, done), self._progressing(index, action))
             for one in done:
                 for name in unused.get(one, ()):

@@ -125,7 +125,7 @@ class _Reader:
             open_[-1].append(number)
             if call.op == END:
                 one = open_.pop()
-                if len(one) != (3 if call.kind == IF else 2) or len(calls[one[0]].carried) > len(call.given):
+                if len(one) != (3 if call.kind == IF else 2) or len(calls[one[0]].carried) > len(call.operands):
                     self.refuse(f"{op_and_path(node)} ends another body than began")
                 whole |= dict.fromkeys(one, one)
         if open_:

@@ -18,28 +18,28 @@ IF, LOOP = "If", "Loop"
 
 @dataclass(frozen=True)
 class BorderCall(GroupCall):
-    """A Begin, Otherwise or End of an If or Loop (`kind`); `given` are its operands, '' for an absent one, `made` its results.
+    """A Begin, Otherwise or End of an If or Loop (`kind`); `operands` and `results` have '' for an absent one.
 
-    Of a Loop `given` are the count, the condition and the first states at its Begin, the condition, the states and what is stacked at its
-    End; `made` the turn, the condition and the states, and then the last states and the stacks.
+    Of a Loop the operands are the count, the condition and the first states at its Begin, the condition, the states and what is stacked at
+    its End; the results the turn, the condition and the states, and then the last states and the stacks.
     """
 
     LAW: ClassVar[str] = "kind, or numbers of values"
     kind: str
-    given: tuple[str, ...]
-    made: tuple[str, ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
 
     @property
     def value(self) -> str:
-        return next(filter(None, (*self.made, *self.given)), "")
+        return next(filter(None, (*self.results, *self.operands)), "")
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.given))
+        return tuple(filter(None, self.operands))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.made))
+        return tuple(filter(None, self.results))
 
     @property
     def typed(self) -> None:
@@ -52,35 +52,35 @@ class BorderCall(GroupCall):
 
     @property
     def law(self) -> tuple[object, ...]:
-        return self.op, self.kind, len(self.given), len(self.made)
+        return self.op, self.kind, len(self.operands), len(self.results)
 
     @property
     def condition(self) -> str:
         """The value that decides which branch runs, or whether a turn follows; '' where none does."""
         if self.op == OTHERWISE or (self.kind == IF and self.op == END):
             return ""
-        return self.given[1 if self.kind == LOOP and self.op == BEGIN else 0]
+        return self.operands[1 if self.kind == LOOP and self.op == BEGIN else 0]
 
     @property
     def count(self) -> str:
         """The value that bounds the turns of a Loop; '' where none does."""
-        return self.given[0] if self.kind == LOOP and self.op == BEGIN else ""
+        return self.operands[0] if self.kind == LOOP and self.op == BEGIN else ""
 
     @property
     def states(self) -> tuple[str, ...]:
         """The states as they are given to the first turn, or by a turn, then what it stacks; or the results of a branch."""
         if self.kind == IF:
-            return () if self.op == BEGIN else self.given
-        return self.given[2 if self.op == BEGIN else 1 :]
+            return () if self.op == BEGIN else self.operands
+        return self.operands[2 if self.op == BEGIN else 1 :]
 
     @property
     def carried(self) -> tuple[str, ...]:
         """The states as a turn reads them, or as they are after the last turn, with the stacks; or the results of an If."""
-        return self.made[2:] if self.kind == LOOP and self.op == BEGIN else self.made
+        return self.results[2:] if self.kind == LOOP and self.op == BEGIN else self.results
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
-        given, made = (tuple(names.get(name, name) for name in some) for some in (self.given, self.made))
-        return replace(self, given=given, made=made, tag=tag, path=path)
+        given, made = (tuple(names.get(name, name) for name in some) for some in (self.operands, self.results))
+        return replace(self, operands=given, results=made, tag=tag, path=path)
 
 
 def border_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> BorderCall:
@@ -91,8 +91,8 @@ def border_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Bo
         tag=attributes[TAG].i,
         path=path_of(node),
         kind=attributes[KIND].s.decode(errors="replace"),
-        given=tuple(node.input),
-        made=tuple(node.output),
+        operands=tuple(node.input),
+        results=tuple(node.output),
     )
 
 

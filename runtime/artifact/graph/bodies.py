@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.format import (
@@ -26,7 +27,8 @@ from partc.runtime.artifact.format import (
     TAG,
     TAGS_OF_BODY,
 )
-from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, text_of
+from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, integer_of, metadata_of, text_of
+from partc.runtime.files.regular import read_regular
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
 BORDERS = (BEGIN, OTHERWISE, END)
 _BRANCHES = ("then_branch", "else_branch")
 _BODIES = {"If": _BRANCHES, "Loop": ("body",)}
+
+
+def read_model(file: Path) -> ModelProto:
+    """Reads a model without its external weights, bodies in which ranks communicate between borders.
+
+    OSError where the file cannot be read, DecodeError where it is not a model.
+    """
+    import onnx
+
+    return opened(onnx.load_model_from_string(read_regular(file, LARGEST_MODEL)))
 
 
 def is_border(node: NodeProto) -> bool:
@@ -80,14 +92,14 @@ def closed(nodes: Iterable[NodeProto], types: Mapping[str, ValueInfoProto]) -> t
     return open_[0].parts[0], inside
 
 
-def _with_bodies(one: _Open, types: Mapping[str, ValueInfoProto], inside: set[str]) -> NodeProto:
+def _with_bodies(frame: _Open, types: Mapping[str, ValueInfoProto], inside: set[str]) -> NodeProto:
     import onnx
 
-    begin, *ends = one.borders
+    begin, *ends = frame.borders
     kind = text_of(begin, KIND)
     inputs = list(begin.output)
     node = onnx.NodeProto(op_type=kind, name=begin.name, input=begin.input, output=ends[-1].output)
-    for word, part, end in zip(_BODIES[kind], one.parts, ends, strict=True):
+    for word, part, end in zip(_BODIES[kind], frame.parts, ends, strict=True):
         made = {name for inner in part for name in inner.output if name}
         inside.update(made, inputs)
         graph = onnx.GraphProto(name=f"{begin.name}.{word}", node=part)
@@ -97,7 +109,7 @@ def _with_bodies(one: _Open, types: Mapping[str, ValueInfoProto], inside: set[st
         node.attribute.append(onnx.helper.make_attribute(word, graph))
     node.metadata_props.extend(begin.metadata_props)
     node.metadata_props.add(key=GROUP_OF_BODY, value=text_of(begin, GROUP))
-    tags = " ".join(str(integer_of(border, TAG, -1)) for border in one.borders)
+    tags = " ".join(str(integer_of(border, TAG, -1)) for border in frame.borders)
     node.metadata_props.add(key=TAGS_OF_BODY, value=tags)
     return node
 

@@ -102,10 +102,10 @@ def _check_types(
                 (one, two, "has in a turn the form of") for one, two in zip(call.carried, first.carried, strict=False)
             ]
         elif call.op == END:
-            pairs = [(one, two, "is of a branch") for one, two in zip(call.made, call.given, strict=True)]
-            pairs += [(one, two, "is of a branch") for one, two in zip(call.made, given, strict=False)]
-            if len(given) != len(call.given):
-                fact = f"one branch gives {len(given)} values, and the other {len(call.given)}"
+            pairs = [(one, two, "is of a branch") for one, two in zip(call.results, call.operands, strict=True)]
+            pairs += [(one, two, "is of a branch") for one, two in zip(call.results, given, strict=False)]
+            if len(given) != len(call.operands):
+                fact = f"one branch gives {len(given)} values, and the other {len(call.operands)}"
                 yield Violation(file, fact, node_title(node), path_of(node), AGAIN)
         for name, other, how in pairs:
             one, two = types.get(name), types.get(other)
@@ -193,22 +193,22 @@ def _differing(manifest: Manifest, models: Mapping[int, ModelProto], rank: int, 
     return found
 
 
-def _follow(node: NodeProto, found: dict[str, str], alike: _Alike) -> None:
+def _follow(node: NodeProto, known: dict[str, str], facts: _Alike) -> None:
     """Adds the results of a node that may differ by rank."""
-    source = next((found[name] for name in reads(node) if name in found), "")
+    source = next((known[name] for name in reads(node) if name in known), "")
     if node.domain == DOMAIN and not is_copy(node):
         names = [name for name in node.output if name and node.op_type != SEND]
-        source = "" if names and node.op_type != RANK_CONSTANT and alike.is_same(node) else next(iter(names), "")
+        source = "" if names and node.op_type != RANK_CONSTANT and facts.is_same(node) else next(iter(names), "")
     elif node.op_type.startswith(_DRAWING) and not node.domain:
         source = node.output[0]
     elif node.op_type in ("Shape", "Size") and not node.domain:
         return
     if source:
         for name in filter(None, node.output):
-            found.setdefault(name, source)
+            known.setdefault(name, source)
 
 
-def _pass_border(call: BorderCall, first: BorderCall, given: Sequence[str], found: dict[str, str]) -> None:
+def _pass_border(call: BorderCall, first: BorderCall, before: Sequence[str], known: dict[str, str]) -> None:
     """Adds what a border hands on."""
     pairs = list[tuple[str, str]]()
     if call.kind == LOOP and call.op == BEGIN:
@@ -217,14 +217,14 @@ def _pass_border(call: BorderCall, first: BorderCall, given: Sequence[str], foun
         pairs = [*zip(call.states, first.carried, strict=False), *zip(call.states, call.carried, strict=True)]
         pairs += zip(first.carried, call.carried, strict=False)
     elif call.op == END:
-        pairs = [*zip(call.given, call.made, strict=True), *zip(given, call.made, strict=False)]
+        pairs = [*zip(call.operands, call.results, strict=True), *zip(before, call.results, strict=False)]
     for source, result in pairs:
-        if source in found and result:
-            found.setdefault(result, found[source])
-    ends = [name for name in (first.condition, first.count, call.condition) if name in found]
+        if source in known and result:
+            known.setdefault(result, known[source])
+    ends = [name for name in (first.condition, first.count, call.condition) if name in known]
     if call.op == END and ends:
-        for name in filter(None, call.made):
-            found.setdefault(name, found[ends[0]])
+        for name in filter(None, call.results):
+            known.setdefault(name, known[ends[0]])
 
 
 def _text(type: ValueType) -> str:

@@ -37,9 +37,9 @@ from partc.runtime.artifact.format import (
     StateRecord,
     run_list_file,
 )
-from partc.runtime.artifact.graph.bodies import is_border
+from partc.runtime.artifact.graph.bodies import is_border, read_model
 from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
-from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, read_model, reads
+from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.targets import is_copy, target_of

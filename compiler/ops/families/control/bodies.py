@@ -27,18 +27,8 @@ CARRY, CARRIED, STACK, EITHER = "Carry", "Carried", "Stack", "Either"
 KIND, IF, LOOP = "kind", "If", "Loop"
 BORDERS = (BEGIN, OTHERWISE, END, CARRY, CARRIED, STACK, EITHER)
 
-_AS = {
-    BEGIN: "_,_->_,_",
-    OTHERWISE: "_->_",
-    END: "_,_->_",
-    CARRY: "*,_->*",
-    CARRIED: "*,*,_->*",
-    STACK: "*,_->_",
-    EITHER: "*,*,_->*",
-}
 _DECLARED = {
-    name: op(name, domain=OWN, factors=factors, rounds="exact", remarks="the border of a body", kernel="layout")
-    for name, factors in _AS.items()
+    name: op(name, domain=OWN, factors="_->_", rounds="exact", remarks="the border of a body") for name in (*BORDERS,)
 }
 
 
@@ -103,13 +93,13 @@ def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     shape = value.shape
     if node.op_type == STACK and shape is not None:
         length = node.attributes.get_string("length", "")
-        turns = int(length) if length.isdecimal() else ir.SymbolicDim(length or None)
+        turns = int(length) if length.isdecimal() else ir.SymbolicDim(length) if length else ctx.new_symbolic_dim()
         shape = ir.Shape([turns, *shape.dims])
     if node.op_type == EITHER and shape is not None:
         other = None if node.inputs[1] is None else node.inputs[1].shape
         alike = other is not None and len(other) == len(shape)
         pairs = zip(shape, other or (), strict=True) if alike else ()
-        shape = ir.Shape([a if same(a, b) else ir.SymbolicDim(None) for a, b in pairs]) if alike else None
+        shape = ir.Shape([a if same(a, b) else ctx.new_symbolic_dim() for a, b in pairs]) if alike else None
     ctx.set_shape_and_dtype(out, shape, value.dtype)
 
 
