@@ -139,7 +139,6 @@ class _Unrolling:
     ) -> None:
         self.model = source.clone()
         self.model.meta.update(source.meta)
-        self.graph = self.model.graph
         self.unstacks, self.keeps, self.only = unstacks, keeps, only
         self.long: dict[str, str] = {}
         """Maps the path of each loop that is too long to be unrolled to the reason and the remedy."""
@@ -169,6 +168,11 @@ class _Unrolling:
         self._drop_unread()
         self._unstack()
         self._drop_unread()
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The main graph."""
+        return self.model.graph
 
     @property
     def opset(self) -> int:

@@ -35,6 +35,7 @@ COMPARED = {
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
     "random_bodies 4 1": "4 models, 0 wrong",
+    "random_bodies 2 11 --cut": "2 models, 0 wrong",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
     "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",
 }
