@@ -40,9 +40,7 @@ def wrong_bodies(program: Placed) -> Iterator[Problem]:
                 ranks = [_listed(program.placement[one].groups) for one in (begin, node)]
                 fact = f"'{program.paths[node]}' runs on {ranks[1]}, and the {kind_of(begin)} around it ('{path}') on {ranks[0]}"
                 law = "all ops of a body run on the ranks of its node: they take its turns and branches together"
-                yield Problem(
-                    program.placement[node].rule, fact, law, f"place '{path}' as a whole, and shard what is in it"
-                )
+                yield Problem(_where(program, node), fact, law, f"place '{path}' as a whole, and shard what is in it")
         if is_border(node) and node.op_type == END:
             open_.pop()
         if is_border(node) and node.op_type == CARRIED:
@@ -54,7 +52,7 @@ def wrong_bodies(program: Placed) -> Iterator[Problem]:
                 fact = f"state '{of.name if of is not None else ''}' of the Loop '{path}' begins as {ended}, and a turn makes {begun} of it"
                 law = "what is carried from turn to turn of a body that is cut keeps its shape"
                 yield Problem(
-                    program.placement[node].rule,
+                    _where(program, node),
                     fact,
                     law,
                     f"write '{path}' in place of what is in it, so that it runs whole",
@@ -67,3 +65,9 @@ def _path(program: Placed, border: ir.Node) -> str:
 
 def _listed(groups: Sequence[Sequence[int]]) -> str:
     return " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}" for group in groups)
+
+
+def _where(program: Placed, node: ir.Node) -> str:
+    """Returns the line of the plan that places a node, or its path where no line does."""
+    line, pattern, _ = program.placement[node].rule.partition(" '")
+    return line if pattern else program.paths[node]

@@ -15,6 +15,7 @@ import pytest
 from body_models import BRANCHES, NESTED, SCAN, WEIGHTS, WHILE, WIDTH, plan, weighed
 from collectives_mpi_case import MPIEXEC
 from equivalence import compiled, counted, same_as_whole, whole_outputs
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend.torch.torch_model import torch_model_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
@@ -219,3 +220,41 @@ STYLES = {
     "choice.then_branch.a": "colwise",
     "choice.else_branch.b": "colwise",
 }
+
+
+REFUSED = {
+    "an op of a body on another rank": (
+        'placement: {"refine": 0, "refine.body.up": 1}\n',
+        "plan.yaml:2: 'refine.body.up' runs on rank 1, and the Loop around it ('refine') on rank 0",
+        "all ops of a body run on the ranks of its node",
+        "place 'refine' as a whole",
+    ),
+    "a body of a training": (
+        'sharding: {"refine.*.up": colwise}\n'
+        "train: {loss: {type: mse, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n",
+        "plan.yaml:2: 'refine.*.up' matches MatMul 'up' alone, inside of the body of Loop ('refine')",
+        "it is not cut as a body in a training, a generation or a pipeline",
+        "write 'refine'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_line_law_and_remedy(case: str, tmp_path: Path) -> None:
+    rules, *said = REFUSED[case]
+    with pytest.raises(CompileError) as caught:
+        compiled(weighed(WHILE, WEIGHTS), f"ranks: 2\n{rules}", tmp_path)
+    for text in said:
+        assert text in str(caught.value)
+
+
+def test_a_state_that_grows_is_refused(tmp_path: Path) -> None:
+    text = """net (float[batch, 8] x, int64 turns) => (float[n, 8] y) {
+    [grow] y = Loop <body = turn (int64 i, bool on, float[m, 8] h) => (bool on2, float[k, 8] next) {
+        on2 = Identity(on)
+        [up] u = MatMul(h, W)
+        [down] d = MatMul(u, V)
+        next = Concat <axis = 0> (d, h) }> (turns, , x) }"""
+    with pytest.raises(CompileError) as caught:
+        compiled(weighed(text, WEIGHTS), plan("grow", 2), tmp_path)
+    assert "what is carried from turn to turn of a body that is cut keeps its shape" in str(caught.value)

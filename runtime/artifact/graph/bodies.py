@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partc.runtime.artifact.format import (
     BEGIN,
@@ -142,7 +142,7 @@ def _border(
 ) -> NodeProto:
     import onnx
 
-    attributes = {GROUP: group, KIND: node.op_type, TAG: tag}
+    attributes: dict[str, Any] = {GROUP: group, KIND: node.op_type, TAG: tag}
     name = node.name if op_type == BEGIN else f"{node.name}.{op_type.lower()}"
     border = onnx.helper.make_node(op_type, list(inputs), list(outputs), name, domain=DOMAIN, **attributes)
     kept = (GROUP_OF_BODY, TAGS_OF_BODY)
