@@ -289,6 +289,14 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
         lambda m: reads(body(m, 1), "Relu", "choose.then_branch.act"),
         "before it is there",
     ),
+    "a border without its body": (
+        "while",
+        ONE,
+        lambda m: m.graph.node.append(
+            helper.make_node("End", ["y"], [], "planted", domain="partc.comm", group="0-1", tag=9, kind="Loop")
+        ),
+        "no body of its kind is open here",
+    ),
     "a border that is not passed": ("while", (), row(r" B\d+\"", '"'), "no step begins it"),
     "borders in another order": ("branches", (), row(r"(B\d+)(.*?)(B\d+)", r"\3\2\1"), "before it is there"),
     "a segment of a turn before it": ("while", (), row(r"(B\d+) (S\d+)", r"\2 \1"), "before it is there"),

@@ -23,6 +23,8 @@ from partc.runtime import load_local
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.graph.onnx_graph import all_nodes
 
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
 
 def drawn(*shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -106,7 +108,9 @@ def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
     )
     np.save(tmp_path / "x.npy", x)
     command = [MPIEXEC, "-n", "2", sys.executable, script, tmp_path / "build", tmp_path / "x.npy", tmp_path / "o.npz"]
-    subprocess.run(list(map(str, command)), env={**os.environ, "PARTC_SHARED_MEMORY": "0"}, check=True, timeout=120)
+    subprocess.run(
+        list(map(str, command)), env={**os.environ, **ROOT, "PARTC_SHARED_MEMORY": "0"}, check=True, timeout=120
+    )
     have = np.load(tmp_path / "o.npz")
     for k, limit in enumerate(limits):
         want = whole_outputs(proto, {"x": x, "tolerance": np.array(limit, np.float32)})

@@ -306,9 +306,10 @@ class _Places:
                 fact = f"'{one}' and '{two}', which takes its place, are at different offsets along dim {axis}"
                 self._meet(("body", call.tag, k, axis), file, node, fact, here, there)
         for k, (name, made) in enumerate(zip(call.states, call.carried, strict=False)):
-            there = places.get(before[k] if k < len(before) else name)
-            if there is not None:
-                places[made] = there if k < len(before) else [(0,) * len(file.ranks), *there]
+            lasting = places.get(before[k] if k < len(before) else name)
+            if lasting is not None:
+                stacked: list[Begins | None] = [(0,) * len(file.ranks), *lasting]
+                places[made] = lasting if k < len(before) else stacked
 
     def _begins_of(self, file: _File, name: str, layout: ShardLayout) -> Places:
         """Returns the elements at which the shards of a layout begin on the ranks of a file."""

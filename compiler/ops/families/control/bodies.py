@@ -72,7 +72,7 @@ def _shared(count: int) -> Callable[[ir.Node], Rule | None]:
 
 
 def _replicated(node: ir.Node) -> Rule | None:
-    return Rule(*(tuple(_whole(value) for value in some) for some in (node.inputs, node.outputs)))
+    return Rule(tuple(_whole(value) for value in node.inputs), tuple(_whole(value) for value in node.outputs))
 
 
 def _whole(value: ir.Value | None) -> str | None:
