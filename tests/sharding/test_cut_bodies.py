@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,43 +115,6 @@ def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
         assert have[f"n{k}"] == want["n"]
         np.testing.assert_allclose(have[f"y{k}"], want["y"], rtol=1e-4, atol=1e-5)
     assert want["n"] > 2
-
-
-@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
-def test_a_rank_killed_in_a_turn_ends_the_job(tmp_path: Path) -> None:
-    endless = WHILE.replace("int64 most = {40}", "int64 most = {4000000000}")
-    compiled(weighed(endless, WEIGHTS), plan("refine", 2), tmp_path / "build")
-    np.savez(tmp_path / "in.npz", x=drawn(4, WIDTH), tolerance=np.array(-1, np.float32))
-    command = [sys.executable, "-m", "partc.cli", "run", "-n", "2", "--repeat", "2", "--input", "in.npz", "build"]
-    job = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert job.stdout is not None
-    try:
-        said = next(line for line in job.stdout if "step 0" in line)
-        os.kill(a_rank(job.pid), signal.SIGKILL)
-        said += job.communicate(timeout=60)[0]
-    finally:
-        job.kill()
-    assert job.returncode
-    assert "killed" in said or "signal 9" in said, said
-
-
-def a_rank(job: int) -> int:
-    """A rank among the processes below this one."""
-    found = [int(one.name) for one in Path("/proc").glob("[0-9]*") if job in ancestors(int(one.name))]
-    return next(
-        one
-        for one in found
-        if b"partc" in (text := Path(f"/proc/{one}/cmdline").read_bytes()) and b"mpiexec" not in text
-    )
-
-
-def ancestors(process: int) -> set[int]:
-    found = set[int]()
-    with contextlib.suppress(OSError):
-        while process > 1:
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-            found.add(process)
-    return found
 
 
 TORCH = """
