@@ -302,6 +302,10 @@ def nothing_matched(program: Loaded, pattern: str, where: str) -> Problem:
         path = program.paths[node]
         fact = f"'{pattern}' matches {inner.op_type} '{inner.name}' alone, inside of the {body} of {node.op_type} ('{path}')"
         why, _, help = node.metadata_props.get(UNKNOWN_TURNS, "").partition("\n")
+        if not why:
+            law = "a node of a body is named within its module: by the number of the turn, or, where only the run knows that, by the body"
+            own = inner.name.removeprefix(f"{path}.{body}.") if inner.name else "*"
+            return Problem(where, fact, law, f"write '{path}', or '{path}.{'*' if body == 'body' else body}.{own}'")
         law = f"a body runs whole, where its {node.op_type} does, unless it is written out turn by turn: {why}"
         return Problem(where, fact, law, f"write '{path}', or {help or 'take the node out of the body'}")
     return _nothing(pattern, where, [*modules_of(program.paths.values()), *program.paths.values()], "module or node")

@@ -14,13 +14,14 @@ A weight that turns read slice by slice, or by their number, becomes one weight 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.frontend.functions import CALLS
@@ -40,30 +41,35 @@ from partc.compiler.ir.graph import (
 )
 from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import matched_nodes
+from partc.compiler.ops.families.control.bodies import (
+    BEGIN,
+    CARRIED,
+    CARRY,
+    EITHER,
+    END,
+    IF,
+    KIND,
+    LOOP,
+    OTHERWISE,
+    STACK,
+)
 from partc.compiler.ops.registry import draws
+from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import Plan
+from partc.compiler.rewrite.known_numbers import known_number
 from partc.compiler.start import start
 
+_Origin: TypeAlias = tuple[str, ...]
+_ALL_TURNS = "name all turns by '*'"
 MOST_NODES = 20_000
 """The most nodes that unrolling adds."""
 _EAGER = 1 << 16
 """The bytes up to which the elements of a stack are copied in memory; of a larger stack they are read when they are written."""
-_LARGEST = 1 << 12
-"""The most elements of a constant that is computed here."""
 _WITH_BODIES = frozenset({"If", "Loop", "Scan"})
 _OWN_NAME = re.compile(r"(If|Loop|Scan)(_\d+)?")
 _NEWER_AXES = 13
 """The opset from which Split, Squeeze and Unsqueeze read their sizes and axes from an input."""
-_COMPUTED = frozenset(
-    (
-        *("Abs", "Add", "And", "Cast", "Concat", "Div", "Equal", "Expand", "Gather", "Greater", "GreaterOrEqual"),
-        *("Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range", "ReduceMax"),
-        *("ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze"),
-        *("Where", "Xor"),
-    )
-)
-"""Ops on integers and booleans that are computed here."""
 
 
 def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
@@ -78,11 +84,16 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     unstacks = plan is not None and (
         plan.train is None or bool(plan.adapters)
     )  # else the stack is a parameter, of which these are parts
-    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks)
+    keeps = plan is not None and plan.train is None and plan.generate is None and plan.pipeline is None
+    work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks, keeps=keeps)
     if plan is not None and patterns:
         named = work.named_by(patterns, source, plan, name)
         if named != work.loops:
-            work = _Unrolling(source.model, named, unstacks=unstacks)
+            long = work.long
+            work = _Unrolling(source.model, named, unstacks=unstacks, keeps=keeps)
+            for node in work.graph:
+                if (path := work.paths.get(node, "")) in long and node.op_type in _WITH_BODIES:
+                    node.metadata_props[UNKNOWN_TURNS] = long[path]
     return replace(source, model=work.model)
 
 
@@ -92,7 +103,7 @@ def layers_unrolled(source: Source) -> Source:
         return source
     whole = _Unrolling(source.model)
     splits = {node: node.inputs[0] for node in whole.graph if OF_TURNS in node.metadata_props}
-    layers = {whole.origins[node] for node, stack in splits.items() if stack is not None and stack.is_initializer()}
+    layers = {whole.origins[node][-1] for node, stack in splits.items() if stack is not None and stack.is_initializer()}
     return replace(source, model=_Unrolling(source.model, frozenset(layers)).model)
 
 
@@ -117,20 +128,24 @@ class _Stay:
 class _Unrolling:
     """A copy of a model in which bodies are unrolled: all that can be, or those of the nodes whose paths are in `only`.
 
-    `unstacks`: whether the elements of a stack of weights that turns read become separate weights.
+    `unstacks`: whether the elements of a stack of weights that turns read become separate weights. `keeps`: whether a body whose turns or
+    branch only the run knows is written between borders (`ops/families/control/bodies.py`), once.
 
-    `loops`: the paths of the model's loops that are unrolled.
+    `loops`: the paths of the model's loops that are unrolled, and of nodes whose bodies are between borders.
     """
 
-    def __init__(self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False) -> None:
+    def __init__(
+        self, source: ir.Model, only: frozenset[str] | None = None, *, unstacks: bool = False, keeps: bool = False
+    ) -> None:
         self.model = source.clone()
         self.model.meta.update(source.meta)
-        self.graph = self.model.graph
-        self.unstacks = unstacks
+        self.unstacks, self.keeps, self.only = unstacks, keeps, only
+        self.long: dict[str, str] = {}
+        """Maps the path of each loop that is too long to be unrolled to the reason and the remedy."""
         self.loops: frozenset[str] = frozenset()
         self.numbers: dict[ir.Value, Array | None] = {}
-        self.origins: dict[ir.Node, str] = {}
-        """Maps each node that was in a body to the path of the model's node that had the body."""
+        self.origins: dict[ir.Node, _Origin] = {}
+        """Maps each node that was in a body to the paths of the nodes that had the body, or are around them: inner ones first."""
         self.paths = node_paths(self.model)
         self.initializers: dict[ir.Value, ir.Value] = {}
         """Maps the initializers of bodies to those of the main graph."""
@@ -142,8 +157,6 @@ class _Unrolling:
         self.value_names = {name_of(value) for value in (*self.graph.inputs, *self.graph.initializers.values())}
         self.value_names |= {value.name or "" for node in nodes_of(self.graph) for value in node.outputs}
         self.node_names = set(self.paths.values())
-        imports = self.graph.opset_imports
-        self.opset = imports.get("", imports.get("ai.onnx", 1))
         self.budget = MOST_NODES
         _learn_shapes(self.model)
         first = [node for node in self.graph if node.op_type in _WITH_BODIES]
@@ -151,10 +164,21 @@ class _Unrolling:
         for node in first:
             if only is None or node.op_type == "If" or self.paths[node] in only:
                 self.budget = MOST_NODES
-                self._write_out(node, self.paths[node])
+                self._write_out(node, (self.paths[node],))
         self._drop_unread()
         self._unstack()
         self._drop_unread()
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The main graph."""
+        return self.model.graph
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard's ops."""
+        imports = self.graph.opset_imports
+        return imports.get("", imports.get("ai.onnx", 1))
 
     def named_by(self, patterns: Sequence[str], source: Source, plan: Plan, name: str) -> frozenset[str]:
         """The paths of the model's loops that have a node in their body that a pattern names, and are not themselves named by it."""
@@ -163,12 +187,13 @@ class _Unrolling:
         for pattern in patterns:
             matches = compile_pattern(pattern).matches
             nodes = (node for node in matched_nodes(program, pattern) if node in self.origins)
-            hit |= {path for path in dict.fromkeys(self.origins[node] for node in nodes) if not matches(path)}
+            for origin in dict.fromkeys(self.origins[node] for node in nodes):
+                hit.update(itertools.takewhile(lambda path, matches=matches: not matches(path), origin))
         return frozenset(hit) & self.loops
 
-    def _write_out(self, node: ir.Node, origin: str) -> None:
+    def _write_out(self, node: ir.Node, origin: _Origin) -> None:
         """Unrolls the bodies of a node, and those of the nodes in them."""
-        before = self.budget
+        before, path = self.budget, self.paths[node]
         match node.op_type:
             case "If":
                 why = self._branch(node, origin)
@@ -177,12 +202,26 @@ class _Unrolling:
             case _:
                 why = self._scan(node, origin)
         if why is None:
-            self.loops |= {origin} if node.op_type != "If" or origin != self.paths[node] else frozenset()
+            self.loops |= {origin[0]} if node.op_type != "If" or origin[0] != path else frozenset()
+            return
+        self.budget = before
+        if why.help.startswith(_ALL_TURNS):
+            self.long[path] = f"{why.reason}\n{why.help}"
+        if not self.keeps:
+            why = replace(
+                why, reason=f"{why.reason}; and it is not cut as a body in a training, a generation or a pipeline"
+            )
+        elif self.only is None or path in self.only:
+            refused = self._keep(node, origin if origin[0] == path else (path, *origin))
+            if refused is None:
+                self.loops |= {path}
+                return
+            why = refused
         else:
-            self.budget = before
-            node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
+            return
+        node.metadata_props[UNKNOWN_TURNS] = f"{why.reason}\n{why.help}"
 
-    def _branch(self, node: ir.Node, origin: str) -> _Stay | None:
+    def _branch(self, node: ir.Node, origin: _Origin) -> _Stay | None:
         """Replaces an If by the branch that runs."""
         condition = self._number(node.inputs[0], self.numbers)
         if condition is None:
@@ -197,7 +236,7 @@ class _Unrolling:
         self._replace(node, made)
         return None
 
-    def _loop(self, node: ir.Node, origin: str) -> _Stay | None:
+    def _loop(self, node: ir.Node, origin: _Origin) -> _Stay | None:
         """Replaces a Loop by its turns."""
         body = node.attributes["body"].as_graph()
         turns = self._turns(node, body)
@@ -238,7 +277,7 @@ class _Unrolling:
             going, *states = (self._number(value, memo) for value in body.outputs[: 1 + len(states)])
         return turns if going is not None else _Stay("only the run says after how many turns its condition ends it")
 
-    def _scan(self, node: ir.Node, origin: str) -> _Stay | None:
+    def _scan(self, node: ir.Node, origin: _Origin) -> _Stay | None:
         """Replaces a Scan by its turns."""
         body, count = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
         first = len(node.inputs) - count
@@ -247,11 +286,7 @@ class _Unrolling:
         outs = len(node.outputs) - first
         if self.opset < 9 or len(operands) < count or len(body.outputs) != first + outs:
             return _Stay("it has a form of opset 8")
-        in_axes, in_turned, out_axes, out_turned = (
-            node.attributes.get_ints(f"scan_{side}_{kind}") or [0] * number
-            for side, number in (("input", count), ("output", outs))
-            for kind in ("axes", "directions")
-        )
+        in_axes, in_turned, out_axes, out_turned = _directions(node, count, outs)
         sizes = {value: _size(value, axis) for value, axis in zip(operands, in_axes, strict=True)}
         turns = next((size for size in sizes.values() if size is not None), None)
         if turns is None or turns == 0:
@@ -287,10 +322,134 @@ class _Unrolling:
         self._replace(node, [*states, *results])
         return None
 
+    def _keep(self, node: ir.Node, origin: _Origin) -> _Stay | None:
+        """Replaces a node by its bodies between borders, which run as often, or that of them, as the run says."""
+        if any(not isinstance(value.type, ir.TensorType) for body in bodies(node) for value in body.outputs):
+            return _Stay("its body gives what is not a tensor", "take the node out of the body")
+        for body in bodies(node):
+            if (why := self._drawing(body)) is not None:
+                return why
+        if node.op_type == "If":
+            self._replace(node, self._bordered_branches(node, origin))
+            return None
+        if any(value is None for value in node.inputs[2 if node.op_type == "Loop" else 0 :]):
+            return _Stay("it leaves out an input", "give it")
+        if node.op_type == "Scan" and (
+            self.opset < _NEWER_AXES or len(node.outputs) != len(node.attributes["body"].as_graph().outputs)
+        ):
+            return _Stay("it has a form of opset 8", "export the model with a newer opset")
+        self._replace(
+            node, self._bordered_scan(node, origin) if node.op_type == "Scan" else self._bordered_turns(node, origin)
+        )
+        return None
+
+    def _bordered_branches(self, node: ir.Node, origin: _Origin) -> list[ir.Value]:
+        """Inserts both branches of an If between borders before it; returns the results."""
+        base = self._base(node)
+        (taken,) = self._border(node, origin, BEGIN, [node.inputs[0]], IF, "begin").outputs
+        one = self._inlined(node, "then_branch", [], f"{base}.then_branch", origin)
+        (other,) = self._border(node, origin, OTHERWISE, [taken], IF, "otherwise").outputs
+        two = self._inlined(node, "else_branch", [], f"{base}.else_branch", origin)
+        (ended,) = self._border(node, origin, END, [taken, other], IF, "end").outputs
+        pairs = enumerate(zip(one, two, strict=True))
+        return [self._border(node, origin, EITHER, [*pair, ended], IF, f"out{at}").outputs[0] for at, pair in pairs]
+
+    def _bordered_turns(self, node: ir.Node, origin: _Origin) -> list[ir.Value]:
+        """Inserts a turn of a Loop between borders before it; returns the results."""
+        body, states = node.attributes["body"].as_graph(), node.inputs[2:]
+        ranks = {
+            f"{word}_rank": len(value.shape or ()) for word, value in zip(("int64", "bool"), body.inputs, strict=False)
+        }
+        turn, going = self._border(node, origin, BEGIN, node.inputs[:2], LOOP, "begin", **ranks).outputs
+        begun = [
+            self._border(node, origin, CARRY, [value, turn], LOOP, f"state{at}").outputs[0]
+            for at, value in enumerate(states)
+        ]
+        more, *made = self._inlined(node, "body", [turn, going, *begun], f"{self._base(node)}.body", origin)
+        (ended,) = self._border(node, origin, END, [more, turn], LOOP, "end").outputs
+        pairs = zip(made, begun, strict=False)
+        results = [
+            self._border(node, origin, CARRIED, [*pair, ended], LOOP, f"last{at}").outputs[0]
+            for at, pair in enumerate(pairs)
+        ]
+        stacks = enumerate(made[len(states) :])
+        return results + [
+            self._border(node, origin, STACK, [one, ended], LOOP, f"out{at}").outputs[0] for at, one in stacks
+        ]
+
+    def _bordered_scan(self, node: ir.Node, origin: _Origin) -> list[ir.Value]:
+        """Inserts a turn of a Scan between borders before it, as that of a Loop which takes its elements by their number."""
+        base, count = self._base(node), node.attributes["num_scan_inputs"].as_int()
+        first, outs = len(node.inputs) - count, len(node.outputs) - len(node.inputs) + count
+        in_axes, in_turned, out_axes, out_turned = _directions(node, count, outs)
+        given = [value for value in node.inputs if value is not None]
+        at = in_axes[0] % len(given[first].shape or ())
+        sizes = self._put(node, "Shape", [given[first]], f"{base}.sizes", origin).outputs[0]
+        total = self._put(
+            node, "Gather", [sizes, self._constant(np.array(at), f"{base}.axis")], f"{base}.turns", origin
+        ).outputs[0]
+        turn, _ = self._border(node, origin, BEGIN, [total, None], LOOP, "begin", int64_rank=0, bool_rank=0).outputs
+        begun = [
+            self._border(node, origin, CARRY, [value, turn], LOOP, f"state{k}").outputs[0]
+            for k, value in enumerate(given[:first])
+        ]
+        numbers = [turn]
+        if any(in_turned):
+            one = self._constant(np.array(1), f"{base}.one")
+            left = self._put(node, "Sub", [total, one], f"{base}.body.left", origin).outputs[0]
+            numbers.append(self._put(node, "Sub", [left, turn], f"{base}.body.at", origin).outputs[0])
+        elements = [
+            self._put(node, "Gather", [value, numbers[turned]], f"{base}.body.in{k}", origin, axis=axis).outputs[0]
+            for k, (value, axis, turned) in enumerate(zip(given[first:], in_axes, in_turned, strict=True))
+        ]
+        made = self._inlined(node, "body", [*begun, *elements], f"{base}.body", origin)
+        on = self._constant(np.array(True), f"{base}.on")
+        (ended,) = self._border(node, origin, END, [on, turn], LOOP, "end").outputs
+        results = [
+            self._border(node, origin, CARRIED, [*pair, ended], LOOP, f"last{k}").outputs[0]
+            for k, pair in enumerate(zip(made, begun, strict=False))
+        ]
+        dim = (given[first].shape or ())[at]
+        length = "" if dim is None else str(getattr(dim, "value", dim) or "")
+        for k, (value, axis, turned) in enumerate(zip(made[first:], out_axes, out_turned, strict=True)):
+            stack = self._border(node, origin, STACK, [value, ended], LOOP, f"out{k}", length=length).outputs[0]
+            if turned:
+                ends = ((-1,), (np.iinfo(np.int64).min,), (0,), (-1,))
+                bounds = [
+                    self._constant(np.array(end), f"{base}.from_{word}")
+                    for word, end in zip(("begin", "end", "axis", "step"), ends, strict=True)
+                ]
+                stack = self._put(node, "Slice", [stack, *bounds], f"{base}.out{k}.turned", origin).outputs[0]
+            rank = len(node.outputs[first + k].shape or ())
+            if axis % rank:
+                order = [*range(1, 1 + axis % rank), 0, *range(1 + axis % rank, rank)]
+                stack = self._put(node, "Transpose", [stack], f"{base}.out{k}.moved", origin, perm=order).outputs[0]
+            results.append(stack)
+        return results
+
+    def _border(
+        self,
+        before: ir.Node,
+        origin: _Origin,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        kind: str,
+        name: str,
+        **attributes: int | str,
+    ) -> ir.Node:
+        """Inserts a border of a node's bodies before it, called `name` in its module."""
+        extra = ir.convenience.convert_attributes({KIND: kind, **attributes})
+        count = 2 if op_type == BEGIN and kind == LOOP else 1
+        border = ir.Node(OWN, op_type, inputs, extra, num_outputs=count, version=1)
+        border.metadata_props.update(before.metadata_props)
+        self.graph.insert_before(before, border)
+        self._name(border, f"{self._base(before)}.{name}", origin)
+        return border
+
     def _too_long(self, turns: str, size: int) -> _Stay:
         written = "" if self.budget == MOST_NODES else f", of which {self.budget:,} are left here"
         reason = f"it has {turns} turns of {size:,} node{'s' * (size != 1)}, and a body is written out into at most {MOST_NODES:,}{written}"
-        return _Stay(reason, "take fewer turns a loop")
+        return _Stay(reason, f"{_ALL_TURNS}, or take fewer turns a loop")
 
     def _drawing(self, body: ir.Graph) -> _Stay | None:
         """The reason for which a body stays that draws random numbers from one seed: unrolled turns would all draw the same numbers."""
@@ -301,7 +460,7 @@ class _Unrolling:
         return None
 
     def _inlined(
-        self, node: ir.Node, attribute: str, values: Sequence[ir.Value | None], base: str, origin: str
+        self, node: ir.Node, attribute: str, values: Sequence[ir.Value | None], base: str, origin: _Origin
     ) -> list[ir.Value]:
         """Inserts the nodes of a body before `node`, with `values` for its inputs, in the module `base`; returns the body's results."""
         body, path = node.attributes[attribute].as_graph(), self.paths[node]
@@ -361,7 +520,7 @@ class _Unrolling:
             self.initializers[value] = made
         return self.initializers[value]
 
-    def _name(self, node: ir.Node, path: str, origin: str, old: str = "") -> None:
+    def _name(self, node: ir.Node, path: str, origin: _Origin, old: str = "") -> None:
         """Gives a node a path, and its results and the values in its bodies names within that path."""
         path = free_name(path, self.node_names)
         scope, _, own = path.rpartition(".")
@@ -385,7 +544,13 @@ class _Unrolling:
                     value.name = free_name(f"{path}.{value.name}", self.value_names)
 
     def _put(
-        self, before: ir.Node, op_type: str, inputs: Sequence[ir.Value], path: str, origin: str, **attributes: int
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        path: str,
+        origin: _Origin,
+        **attributes: int | list[int],
     ) -> ir.Node:
         """Inserts a node of one result before another node."""
         extra = ir.convenience.convert_attributes(attributes)
@@ -396,7 +561,7 @@ class _Unrolling:
         return node
 
     def _elements(
-        self, before: ir.Node, value: ir.Value, axis: int, turns: int, base: str, label: str, origin: str
+        self, before: ir.Node, value: ir.Value, axis: int, turns: int, base: str, label: str, origin: _Origin
     ) -> list[ir.Value]:
         """The slices of a value along an axis, one for each turn."""
         alone = value.is_initializer() and len(list(value.uses())) == 1
@@ -478,10 +643,12 @@ class _Unrolling:
         self.graph.register_initializer(value)
         return value
 
-    def _unsqueezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
+    def _unsqueezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: _Origin) -> ir.Value:
         return self._with_axis("Unsqueeze", before, value, axis, path, origin)
 
-    def _with_axis(self, op_type: str, before: ir.Node, value: ir.Value, axis: int, path: str, origin: str) -> ir.Value:
+    def _with_axis(
+        self, op_type: str, before: ir.Node, value: ir.Value, axis: int, path: str, origin: _Origin
+    ) -> ir.Value:
         if self.opset < _NEWER_AXES:
             node = self._put(before, op_type, [value], path, origin)
             node.attributes["axes"] = ir.AttrInt64s("axes", [axis])
@@ -489,7 +656,7 @@ class _Unrolling:
             node = self._put(before, op_type, [value, self._constant(np.array([axis]), f"{path}.axes")], path, origin)
         return node.outputs[0]
 
-    def _joined(self, before: ir.Node, values: Sequence[ir.Value], axis: int, path: str, origin: str) -> ir.Value:
+    def _joined(self, before: ir.Node, values: Sequence[ir.Value], axis: int, path: str, origin: _Origin) -> ir.Value:
         return self._put(before, "Concat", values, path, origin, axis=axis).outputs[0]
 
     def _replace(self, node: ir.Node, results: Sequence[ir.Value | None]) -> None:
@@ -501,7 +668,9 @@ class _Unrolling:
             if old.is_graph_output():
                 old.name = free_name(f"{name}.whole", self.value_names)
                 if new.producer() not in self.origins or new.is_graph_output():
-                    new = self._put(node, "Identity", [new], f"{self._base(node)}.{name}", self.paths[node]).outputs[0]
+                    new = self._put(node, "Identity", [new], f"{self._base(node)}.{name}", (self.paths[node],)).outputs[
+                        0
+                    ]
                 new.name, new.type, new.shape = name, new.type or old.type, new.shape or old.shape
                 for k, value in enumerate(self.graph.outputs):
                     if value is old:
@@ -535,7 +704,9 @@ class _Unrolling:
     def _drop_unread(self) -> None:
         """Removes nodes and constants that only computed the number of turns or the branch."""
         for node in reversed(list(self.graph)):
-            if node in self.origins and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            if node.domain == OWN or node not in self.origins:
+                continue
+            if not any(out.uses() or out.is_graph_output() for out in node.outputs):
                 take_out(self.graph, node)
         for value in [value for value in self.numbers if value.is_initializer() and not value.uses()]:
             if value.name in self.graph.initializers and not value.is_graph_output():
@@ -544,33 +715,17 @@ class _Unrolling:
 
     def _number(self, value: ir.Value | None, memo: dict[ir.Value, Array | None]) -> Array | None:
         """The integers or booleans that a value always has; None if only the run knows them."""
-        if value is None:
-            return None
-        if value not in memo:
-            memo[value] = self._computed(value, memo)
-        return memo[value]
+        return known_number(value, memo, self.opset)
 
-    def _computed(self, value: ir.Value, memo: dict[ir.Value, Array | None]) -> Array | None:
-        constant = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-        if constant is not None:
-            small = constant.size <= _LARGEST and (constant.dtype.is_integer() or constant.dtype == ir.DataType.BOOL)
-            return constant.numpy() if small else None
-        node = value.producer()
-        if (
-            node is None
-            or node.domain not in ("", "ai.onnx")
-            or len(node.outputs) != 1
-            or node.op_type not in _COMPUTED
-        ):
-            return None
-        if node.op_type in ("Shape", "Size"):
-            return _extents(node)
-        operands = [self._number(operand, memo) for operand in node.inputs]
-        if any(one is None and operand is not None for one, operand in zip(operands, node.inputs, strict=True)):
-            return None
-        if node.op_type in ("Div", "Mod") and any((one < 0).any() for one in operands if one is not None):
-            return None
-        return _evaluated(node, operands, self.opset)
+
+def _directions(node: ir.Node, inputs: int, outputs: int) -> Iterator[Sequence[int]]:
+    """The axes and directions of a Scan's inputs, and of its outputs."""
+    sides = (("input", inputs), ("output", outputs))
+    return (
+        node.attributes.get_ints(f"scan_{side}_{kind}") or [0] * number
+        for side, number in sides
+        for kind in ("axes", "directions")
+    )
 
 
 def _handed_on(node: ir.Node) -> ir.Value | None:
@@ -595,36 +750,6 @@ def _element(tensor: ir.TensorProtocol, axis: int, k: int, name: str, *, keeps: 
     if tensor.nbytes > _EAGER:
         return ComputedTensor(compute, tensor.dtype, shape, name)
     return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=tensor.dtype, name=name)
-
-
-def _evaluated(node: ir.Node, operands: Sequence[Array | None], opset: int) -> Array | None:
-    """The result of a node; None if it is large, or not integers or booleans."""
-    from onnx.reference import ReferenceEvaluator
-
-    names = [f"x{k}" if one is not None else "" for k, one in enumerate(operands)]
-    attributes = [ir.serde.serialize_attribute(one) for one in node.attributes.values()]
-    proto = onnx.NodeProto(op_type=node.op_type, input=names, output=["y"], attribute=attributes)
-    ports = [onnx.ValueInfoProto(name=name) for name in names if name]
-    graph = onnx.GraphProto(name="constant", node=[proto], input=ports, output=[onnx.ValueInfoProto(name="y")])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
-    feeds = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
-    try:
-        (made,) = ReferenceEvaluator(model).run(None, feeds)
-    except Exception:  # the op's own kinds, for operands that do not fit: the run refuses them
-        return None
-    array = np.asarray(made)
-    return array if array.dtype.kind in "iub" and array.size <= _LARGEST else None
-
-
-def _extents(node: ir.Node) -> Array | None:
-    """The result of a Shape or Size whose operand has a known shape."""
-    shape = None if node.inputs[0] is None else node.inputs[0].shape
-    if shape is None or not shape.is_static():
-        return None
-    extents = np.array(shape.numpy(), np.int64)
-    if node.op_type == "Size":
-        return np.array(extents.prod(), np.int64)
-    return extents[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(extents))]
 
 
 def _extent(body: ir.Graph) -> int:

@@ -14,8 +14,8 @@ from partc.compiler.emit.prove import without_weights
 from partc.compiler.errors import CompileError, InternalError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.checker.structures import check_model
 from partc.runtime.errors import PartcError, out_of_memory
 from partc.runtime.program.ort import can_load, version

@@ -13,7 +13,7 @@ from partc.cli.comparison.first_difference import Compiled
 from partc.cli.comparison.variant import variant
 from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import Law, Manifest
-from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import full_tensor
 from partc.runtime.artifact.tensors.stored_weight import numbers

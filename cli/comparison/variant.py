@@ -10,7 +10,7 @@ from typing import TypeAlias
 import onnx
 from partc.compiler.emit.run_list import run_list
 from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest, run_list_file
-from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.tasks.calls import unrolled

@@ -27,6 +27,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.communication.collective import are_copied
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.steps import (
+    Border,
     Collective,
     Copy,
     LookUp,
@@ -217,7 +218,7 @@ class _Rank:
             case WaitCollective():
                 call, seconds = step.call, self.left.get(step.call.tag, 0.0)
                 yield play.Finish(what, call.path, step.task, seconds, tag=call.tag, op=call.op, group=call.group)
-            case PostRecv():
+            case PostRecv() | Border():  # a body is played once
                 pass
 
     def copies(self, step: StartCollective) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import RankProgram, State
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.graph.bodies import opened
 from partc.runtime.artifact.graph.rank_constants import bound
 from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.manifest import Artifact
@@ -206,7 +207,7 @@ class Unwritten(Artifact):
     def model(self, rank: int) -> onnx.ModelProto:
         """The program of a rank, without the data of its weights."""
         name = self.manifest.program(rank)
-        return bound(onnx.ModelProto.FromString(self._data[name]), self.manifest.groups_of(rank), rank, name)
+        return bound(opened(onnx.ModelProto.FromString(self._data[name])), self.manifest.groups_of(rank), rank, name)
 
     def run_list(self, rank: int) -> RunList:
         """Returns the run list of a rank's program."""

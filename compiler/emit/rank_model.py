@@ -34,6 +34,7 @@ from partc.compiler.ir.programs import (
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.graph.bodies import closed, is_border
 from partc.runtime.artifact.release import release
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.spellings import first_free
@@ -118,6 +119,7 @@ class RankModels:
             graph.node.append(self._node(step))
             _name_apart(graph.node[-1], named)
         self._add_ports(ports, part)
+        _close_bodies(graph, ports)
         imports = dict(program.model.opset_imports)
         imports.setdefault("", imports.pop("ai.onnx", 21))
         bodies = part.bodies
@@ -295,6 +297,19 @@ class RankModels:
         proto.attribute.append(_attribute(fmt.TO, step.target))
         _add_metadata(proto, {fmt.PATH: step.path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
         return proto
+
+
+def _close_bodies(graph: onnx.GraphProto, ports: onnx.GraphProto) -> None:
+    """Makes bodies of the nodes between borders, with the types of the values inside."""
+    if not any(map(is_border, graph.node)):
+        return
+    types = {one.name: one for one in (*ports.value_info, *ports.input, *ports.output, *graph.value_info)}
+    nodes, inside = closed(graph.node, types)
+    graph.ClearField("node")
+    graph.node.extend(nodes)
+    kept = [one for one in ports.value_info if one.name not in inside]
+    ports.ClearField("value_info")
+    ports.value_info.extend(kept)
 
 
 def structure(part: RankProgram) -> Hashable:

@@ -37,10 +37,12 @@ from functools import cached_property
 from types import MappingProxyType
 
 from onnx import FunctionProto, ModelProto, NodeProto
+from partc.runtime.artifact.comm.border_node import BorderCall
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import ALL_GATHER, CPU, DOMAIN, OPTIMIZER, RECV, REDUCE_SCATTER, SEND, TAG, TASKS
+from partc.runtime.artifact.graph.bodies import opened
 from partc.runtime.artifact.graph.one_thread import Key, in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise
@@ -58,6 +60,7 @@ def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str
 
     Updates wait for the value `guard`. `kept`: the values that the rank keeps from step to step.
     """
+    model = opened(model)
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     weights |= {sparse.values.name for sparse in graph.sparse_initializer}
@@ -247,7 +250,12 @@ class _Cutter:
         else:
             call = read_call(node, node.name)
             touches = [*call.inputs, *call.outputs]
-            if isinstance(call, LookupCall):
+            if isinstance(call, BorderCall):
+                self.wait([*self.pending])
+                self.close()
+                self.again, self.target, self.alone, self.zeros = False, "", False, ""
+                self.steps.append(_Event(f"B{index}", touches))
+            elif isinstance(call, LookupCall):
                 self.give(call.inputs, _Event(f"L{tag}", touches))
             else:
                 self.give(call.inputs, _Event(f"A{tag}", touches))

@@ -50,6 +50,7 @@ from partc.compiler.plan.generate import multiples_beside
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
+from partc.compiler.sharding.bodies import carry_layouts, wrong_bodies
 from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.seeding.local_maps import seed_local_maps
@@ -110,7 +111,7 @@ def shard(program: Placed) -> Sharded:
     Raises CompileError with all violations: strategies that an op cannot have, and dims that are not proven to be divisible.
     """
     rules, _ = sharding_rules(program)
-    if alone := [*experts_alone(program)]:
+    if alone := [*experts_alone(program), *wrong_bodies(program)]:
         raise CompileError(alone)
     together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
     if program.plan.ranks == 1 or not (together or rules):
@@ -138,6 +139,7 @@ def shard(program: Placed) -> Sharded:
         levels = prefer(rules, derived)
         replicate_cheap_values(program, derived)
         ask_shards(derived)
+        carry_layouts(choices)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given), *parted_experts(program, choices)]
         told += gathered_inside(program, choices, rules)

@@ -30,6 +30,7 @@ from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import ValueTable
+from partc.compiler.lower.bodies import write_border
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import Localized, LocalView
@@ -40,6 +41,7 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.ring import write_ring
 from partc.compiler.lower.routes import write_route
 from partc.compiler.matching import output_ranks
+from partc.compiler.ops.families.control.bodies import is_border
 from partc.compiler.ops.families.neural.ring import is_ring
 from partc.compiler.sharding.values.versions import (
     ValueVersions,
@@ -127,6 +129,9 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
     if is_pulled(comm.program, instance):
         choice = comm.program.choices.get(instance)
         (write_route if choice is not None and choice.rule.dealt else write_pull)(comm, instance)
+        return ()
+    if is_border(instance.node):
+        write_border(comm, instance)
         return ()
     if is_ring(instance.node):
         write_ring(comm, instance)

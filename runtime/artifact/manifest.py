@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
-from partc.runtime.artifact.graph.onnx_graph import model_tensors, read_model
+from partc.runtime.artifact.graph.bodies import read_model
+from partc.runtime.artifact.graph.onnx_graph import model_tensors
 from partc.runtime.artifact.graph.rank_constants import bound
 from pydantic import ValidationError
 

@@ -13,6 +13,7 @@ A row is a text of steps; the rank file's main graph has one under the name of i
     R3    the receive of message 3 is posted        X3    message 3 is sent
     A7    collective 7 begins                       W7    message or collective 7 must be complete from here on
     L9    lookup 9 runs                             C12   node 12, a Copy, runs
+    B14   node 14, a border of a body, is passed (`graph/bodies.py`)
     U0    update 0 runs: its nodes overwrite the rank's state
     0F3   the task of this name runs
 
@@ -31,7 +32,7 @@ from typing import Literal
 from partc.runtime.artifact.format import Record
 from pydantic import Field
 
-_CELL = re.compile(r"([SRXAWLCU])(\d{1,18})", re.ASCII)
+_CELL = re.compile(r"([SRXAWLCUB])(\d{1,18})", re.ASCII)
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partc.runtime.artifact.training.named import carried_code
+from partc.runtime.checker.across.bodies import check_bodies
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.equal_nodes import check_alike
 from partc.runtime.checker.across.ordering import check_order
@@ -87,6 +88,7 @@ CHECKS = (
     Check("how stored parameters are gathered", TRAINING, check_stored, SOUND),
     Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
+    Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check(
         "that shards fit and partial values are reduced",
         ACROSS,

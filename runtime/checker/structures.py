@@ -15,8 +15,9 @@ from typing import Protocol
 
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-from partc.runtime.artifact.graph.onnx_graph import all_nodes, read_model, reads
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, reads
 from partc.runtime.artifact.graph.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.format import Manifest, Port
+from ..artifact.format import BEGIN, Manifest, Port
 from ..artifact.generation import PREFILL
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
@@ -471,6 +471,9 @@ def _problem(rank: int, error: Exception) -> str:
 
 def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
     """Raises UsageError where recovery is requested and steps change the state: some ranks may have replaced it when another one fails."""
+    if on_error == RECOVER and any(one.op == BEGIN for one in artifact.manifest.collectives):
+        fact = "it has a body in which ranks communicate, of which a rank that fails cannot tell how often the others run it"
+        raise UsageError(f"{artifact.folder}: {fact}\n  help: leave out on_error='recover'")
     if on_error == RECOVER and any(record.next for record in artifact.manifest.state):
         fact = "its steps change what ranks keep, so none can be given up once it has begun"
         raise UsageError(f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', go on from a checkpoint")

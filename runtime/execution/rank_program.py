@@ -191,6 +191,11 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     artifact.refuse_without_weights()
     file = read_rank_file(artifact, rank)
     _refuse_unsound(file, artifact.folder)
+    if file.borders and len(used_targets(file.steps, settings.devices)) > 1:
+        fact = f"{file.where}: the {file.borders[0]} is in a program of several targets"
+        raise ArtifactError(
+            f"{fact}\n  a body in which ranks communicate runs on one target\n  help: leave out the targets"
+        )
     check_ports(file)
     binder = Binder(file.manifest, rank, frozenset(file.inputs) - {*file.sized})
     binder.sized = sized_inputs(file, binder.bound)
@@ -314,6 +319,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     """Maps weights that are sent, reduced, delivered, used in updates, or passed to tasks under another name, to their type and value."""
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
     loose.update(name for call in file.calls for name in call.inputs)
+    loose.update(name for border in file.borders for name in border.call.inputs)
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
     loose.difference_update(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}

@@ -27,6 +27,7 @@ from ..program.copy_runs import copy_runs
 from ..program.memory_plan import Lifetime
 from ..program.session_values import check_promise
 from ..program.steps import (
+    Border,
     Copy,
     LookUp,
     PostRecv,
@@ -142,10 +143,16 @@ class StepPlan:
             self.lanes.run(board, step)
             return self.give(lent)
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
+        jumps, at = self.sessions.bodies.jumps, 0
         try:
-            for index, action in self.actions:
+            for index, action in self.actions if not jumps else ():
                 write(buffer, offset, step, index)
                 action()
+            while jumps and at < len(self.actions):
+                index, action = self.actions[at]
+                write(buffer, offset, step, index)
+                action()
+                at = jumps[at]() if at in jumps else at + 1
         except RankError:
             raise
         except Exception as error:
@@ -218,9 +225,11 @@ class StepPlan:
     def _plan(self, waits: Mapping[int, Sequence[int]], accesses: Accesses | None) -> None:
         unused, runs, sends = self.program.last_uses(), self.runs, dict[int, None]()
         for index, step in enumerate(self.program.steps):
-            for earlier in waits.get(index, ()):
-                self._await_sent(earlier, index)
-                del sends[earlier]
+            # what has left in a turn or a branch has arrived when it ends, and what left before it when it begins
+            for earlier in [*sends] if isinstance(step, Border) else waits.get(index, ()):
+                if earlier in sends:
+                    self._await_sent(earlier, index)
+                    del sends[earlier]
             if isinstance(step, Copy) and index not in runs:
                 continue  # one action with the copies after it
             action = self._action(index, step)
@@ -230,6 +239,8 @@ class StepPlan:
                 self.beside.discard(index)  # MPI is called in the first lane alone.
             done = tuple(runs.get(index, [index]))
             self.places[index] = len(self.actions)
+            if isinstance(step, Border):
+                self.sessions.bodies.add(step, len(self.actions))
             self._add(Role(ActionKind.STEPS, done), self._progressing(index, action))
             for one in done:
                 for name in unused.get(one, ()):
@@ -258,6 +269,8 @@ class StepPlan:
                 return self._finish(step)
             case Update():
                 return self._update(index)
+            case Border():
+                return nothing
 
     def _progressing(self, index: int, action: Action) -> Action:
         """Returns the action of a step, which drives messages in progress if there are any."""

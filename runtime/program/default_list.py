@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from partc.runtime.artifact.comm.border_node import BorderCall
 from partc.runtime.artifact.comm.collective_node import read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
@@ -103,6 +104,8 @@ def _communication(at: int, node: NodeProto, where: str) -> Iterable[str]:
     call = read_call(node, where)
     if isinstance(call, LookupCall):
         return (f"L{call.tag}",)
+    if isinstance(call, BorderCall):
+        return (f"B{at}",)
     return (f"A{call.tag}", f"W{call.tag}") if call.outputs else (f"A{call.tag}",)
 
 

@@ -1,5 +1,7 @@
 """Computes the lifetimes of the values of a rank's program, in step numbers, by which values share the arena, and steps drop values.
 
+A value that is there when a Loop begins, and that a turn reads, lives to the end of the Loop.
+
 A value lives from the step that makes it, posts its receive or begins its collective, to its last reader. A run of copies counts as one
 point in time: its results live from its first step, its sources to its last. A collective reads its input until it is finished; a Send, an
 Exchange, and a collective without a result on this rank read it until the messages have left, which is waited for as late as possible.
@@ -17,7 +19,20 @@ from types import MappingProxyType
 
 from .copy_runs import run_ends
 from .memory_plan import Lifetime
-from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from .steps import (
+    Border,
+    Copy,
+    LookUp,
+    PostRecv,
+    Segment,
+    Send,
+    StartCollective,
+    Step,
+    Update,
+    WaitCollective,
+    WaitRecv,
+    bodies_of,
+)
 
 
 @dataclass
@@ -43,6 +58,10 @@ def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Live
             found[leaving].sends.append(index)
     for name in outputs:
         found.setdefault(name, LiveRange(0)).ends.append(len(steps))
+    for begin, last in bodies_of(steps):  # the next turn reads again what was there before the first
+        for span in found.values():
+            if span.born <= begin < max(span.ends) < last:
+                span.ends.append(last)
     return found
 
 
@@ -130,6 +149,8 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield from ((name, index) for name in step.call.outputs)
         case LookUp():
             yield from ((name, index) for name in (*step.call.inputs, *step.call.outputs))
+        case Border():
+            yield from ((name, index) for name in step.touched)
 
 
 def _leaving(step: Step) -> str | None:

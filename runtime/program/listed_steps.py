@@ -10,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.border_node import IF, BorderCall
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.message_node import peer_of
+from partc.runtime.artifact.graph.bodies import is_border
 from partc.runtime.artifact.graph.onnx_graph import integer_of, op_and_path, path_of, text_of
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.graph.targets import copied_to, is_copy
 from partc.runtime.artifact.run_list import RunList, numbers_of, parsed_step
 from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
 
-from ..artifact.format import DOMAIN, GROUP, PEER, RECV, SEND, TAG, TARGETS
+from ..artifact.format import BEGIN, DOMAIN, END, GROUP, PEER, RECV, SEND, TAG, TARGETS
 from ..errors import ArtifactError
 from .steps import (
+    Border,
     Copy,
     LookUp,
     PostRecv,
@@ -64,7 +67,7 @@ class _Reader:
         self.calls = {call.cell: call for call in calls.values()}
         self.tasks: dict[str, list[Step]] = {}
         """Maps each function to the steps of a task, with the function's own names."""
-        self.called: dict[int, CollectiveCall | LookupCall] = {}
+        self.called: dict[int, AnyCall] = {}
         """Calls by the identity of their nodes, so that a collective's start and its wait have the same call."""
 
     def steps(self, name: str, nodes: Sequence[NodeProto]) -> list[Step]:
@@ -72,6 +75,7 @@ class _Reader:
         if name not in self.run.rows:
             self.refuse(f"it has no row '{name}'")
         ends = {integer_of(node, TAG, 0): node for node in nodes if node.domain == DOMAIN and not is_copy(node)}
+        borders = self.borders(nodes)
         done, begun, waited = Counter[int](), list[int](), list[int]()
         found: list[Step] = []
         for cell in self.run.rows[name].split():
@@ -87,6 +91,10 @@ class _Reader:
                     self.refuse(f"there is no node for {cell}")
                 node = nodes[number]
                 found.append(Copy(node.input[0], node.output[0], copied_to(node, self.where), path_of(node)))
+            elif letter == "B":
+                if number not in borders:
+                    self.refuse(f"there is no border of a body for {cell}")
+                found.append(borders[number])
             elif number not in ends:
                 self.refuse(f"no node has the tag of {cell}")
             else:
@@ -97,7 +105,35 @@ class _Reader:
             self.refuse(f"node {again[0]} of row '{name}' runs {done[again[0]]} times")
         if sorted(begun) != sorted(waited) or len({*begun}) < len(begun):
             self.refuse(f"row '{name}' does not wait once for each message and collective that begins")
+        if [step for step in found if isinstance(step, Border)] != list(borders.values()):
+            self.refuse(f"row '{name}' does not pass each border of a body once, in order")
         return found
+
+    def borders(self, nodes: Sequence[NodeProto]) -> dict[int, Border]:
+        """Maps the number of each border of a body to its step."""
+        calls, open_, whole = dict[int, BorderCall](), list[list[int]](), dict[int, list[int]]()
+        for number, node in enumerate(nodes):
+            if not is_border(node):
+                continue
+            call = read_call(node, self.where)
+            assert isinstance(call, BorderCall)
+            calls[number] = call
+            if call.op == BEGIN:
+                open_.append([])
+            if not open_ or (open_[-1] and calls[open_[-1][0]].kind != call.kind):
+                self.refuse(f"{op_and_path(node)} is not within a body")
+            open_[-1].append(number)
+            if call.op == END:
+                one = open_.pop()
+                if len(one) != (3 if call.kind == IF else 2) or len(calls[one[0]].carried) > len(call.operands):
+                    self.refuse(f"{op_and_path(node)} ends another body than began")
+                whole |= dict.fromkeys(one, one)
+        if open_:
+            self.refuse("a body does not end")
+        return {
+            number: Border(call, self.groups.get(call.group, ()), calls[whole[number][0]], calls[whole[number][-1]])
+            for number, call in calls.items()
+        }
 
     def chosen(self, numbers: str, cell: str, nodes: Sequence[NodeProto], done: Counter[int]) -> list[NodeProto]:
         """Returns the nodes of a segment or an update, and counts them in `done`."""
@@ -157,6 +193,7 @@ class _Reader:
             return LookUp(call, ranks)
         if isinstance(call, LookupCall) or letter not in "AW":
             self.refuse(f"{cell} is not a step of a {node.op_type}")
+        assert isinstance(call, CollectiveCall)
         return StartCollective(call, ranks) if letter == "A" else WaitCollective(call, ranks)
 
     def task(self, cell: str, nodes: Sequence[NodeProto]) -> list[Step]:
@@ -200,7 +237,9 @@ def instantiated(steps: Sequence[Step], task: Call) -> list[Step]:
                 )
             case Send() | PostRecv() | WaitRecv():
                 return replace(step, value=names[step.value], tag=step.tag + k, path=f"{step.path}, {cell}")
-            case Update():
-                raise ArtifactError(f"the task {cell} has an update\n  help: the file was changed; compile again")
+            case Update() | Border():
+                raise ArtifactError(
+                    f"the task {cell} has an update or a body\n  help: the file was changed; compile again"
+                )
 
     return [renamed(step) for step in steps]

@@ -25,7 +25,7 @@ from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .default_list import default_list
 from .listed_steps import listed_steps
-from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
+from .steps import Border, Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto, ValueInfoProto
@@ -109,7 +109,13 @@ class RankFile:
     def computed(self) -> list[str]:
         """The values that are results of segments, copies and updates."""
         made = [name for step in self.steps if isinstance(step, Segment) for name in step.outputs]
-        return [*made, *(step.result for step in self.copies), *self._updated]
+        given = [name for step in self.borders for name in step.call.outputs]
+        return [*made, *given, *(step.result for step in self.copies), *self._updated]
+
+    @cached_property
+    def borders(self) -> list[Border]:
+        """The borders of bodies in which ranks communicate."""
+        return [step for step in self.steps if isinstance(step, Border)]
 
     @cached_property
     def copies(self) -> list[Copy]:
@@ -150,7 +156,7 @@ class RankFile:
                     found.add(step.source)
                 case Send() | PostRecv():
                     found.add(step.value)
-                case StartCollective() | LookUp():
+                case StartCollective() | LookUp() | Border():
                     found.update((*step.call.inputs, *step.call.outputs))
         return found.union(*((one.value, one.next) for one in self.state))
 
@@ -258,7 +264,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     used: set[int] = set()
     problems = []
     for step in steps:
-        if isinstance(step, StartCollective | LookUp):
+        if isinstance(step, StartCollective | LookUp | Border):
             tag = step.call.tag
             call, record = step.call, records.get(tag)
             listed = record is not None and step.ranks and (record.op, record.group) == (call.op, call.group)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+from partc.runtime.artifact.comm.border_node import IF, LOOP, BorderCall
 from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall
 from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.format import BEGIN, END, OTHERWISE
 from partc.runtime.artifact.graph.onnx_graph import addends, op_and_path, reads
 
 if TYPE_CHECKING:
@@ -195,7 +197,49 @@ class LookUp:
         return _among(self.call, self.ranks)
 
 
-Step: TypeAlias = Segment | Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | LookUp | Update
+@dataclass(frozen=True)
+class Border:
+    """A border of a body in which ranks communicate (`artifact/graph/bodies.py`).
+
+    `first` and `last` are the calls of the node's Begin and End; `ranks` as those of a collective.
+    """
+
+    call: BorderCall
+    ranks: tuple[int, ...]
+    first: BorderCall
+    last: BorderCall
+    task: str = ""
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """The values that it reads and makes: a turn's end also the states, which the next turn reads."""
+        call, found = self.call, [*self.call.inputs]
+        if call.kind == LOOP and call.op == END:
+            found += self.first.outputs
+        if call.kind == IF and call.op == OTHERWISE:
+            found += self.last.outputs
+        return tuple(dict.fromkeys([*found, *call.outputs]))
+
+    def __str__(self) -> str:
+        words = {BEGIN: "begin", OTHERWISE: "other branch", END: "end"}
+        return f"{words[self.call.op]} of the {self.call.kind}{_source(self.call.path)}"
+
+
+def bodies_of(steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """Returns the steps that begin and end each Loop, inner ones first."""
+    found, open_ = list[tuple[int, int]](), list[int]()
+    for index, step in enumerate(steps):
+        if isinstance(step, Border) and step.call.op == BEGIN:
+            open_.append(index)
+        elif isinstance(step, Border) and step.call.op == END:
+            begin = open_.pop()
+            found += [(begin, index)] if step.call.kind == LOOP else []
+    return found
+
+
+Step: TypeAlias = (
+    Segment | Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | LookUp | Update | Border
+)
 
 
 def _among(call: AnyCall, ranks: Sequence[int]) -> str:

@@ -130,13 +130,18 @@ def names_in(nodes):
     return names.union(*(names_in(graph.node) for graph in graphs))
 
 
+def communicates(node):
+    """Whether a node is a communication, or the ranks of a group run its bodies together."""
+    return node.domain == "partc.comm" or any(entry.key == "partc.group" for entry in node.metadata_props)
+
+
 class Segment:
     """The nodes between two communications: a session, made when the types of its inputs are known."""
 
     def __init__(self, nodes, runtime, later):
         self.nodes, self.model, self.session, self.names = nodes, runtime.model, None, names_in(nodes)
         self.weights = [runtime.weights[name] for name in sorted(self.names & runtime.weights.keys())]
-        self.names -= runtime.weights.keys()
+        self.names -= runtime.weights.keys() | {name for node in nodes for name in node.output}
         self.outputs = [name for node in nodes for name in node.output if name in later]
 
     def __call__(self, values):
@@ -168,7 +173,7 @@ class Runtime:
             raise Refused(f"not done here: {' and '.join(sorted(lookups))}, lookups of rows that other ranks have")
         lists = {**manifest["groups"], **self.program["groups"]}.items()
         self.groups = {name: ranks_of(one) for name, ranks in lists for one in ranks if self.rank in ranks_of(one)}
-        self.model = self.read(Path(folder))
+        self.model, self.constants = self.read(Path(folder)), {}
         self.weights = {tensor.name: tensor for tensor in self.model.graph.initializer}
         self.fed = {value.name: value.type.tensor_type for value in self.model.graph.input}
         if drawn := [record["tensor"] for record in manifest["state"] if isinstance(record["initial"], dict)]:
@@ -180,7 +185,7 @@ class Runtime:
                 if self.rank in ranks_of(record["ranks"]):
                     self.kept.append((record, name))
                     self.state[record["value"]] = self.initial(record)
-        self.steps = self.divided(self.model.graph.node)
+        self.steps = self.divided(self.model.graph.node, {value.name for value in self.model.graph.output})
 
     def read(self, folder):
         """The rank's file, with the calls of tasks written out: the order of nodes is that of messages."""
@@ -203,19 +208,52 @@ class Runtime:
         whole = np.full(record["shape"], record["initial"], dtype_of(self.fed[record["value"]].elem_type))
         return cut(whole, box_of(record, self.rank))
 
-    def divided(self, nodes):
-        """The steps of the program in their order: functions of its values by name."""
-        runs = [(key, list(run)) for key, run in groupby(nodes, lambda node: node.domain == "partc.comm")]
-        steps, later = [], {value.name for value in self.model.graph.output}
+    def divided(self, nodes, later):
+        """The steps of the program or of a body in their order, functions of its values by name; `later` are read after them."""
+        runs = [(key, list(run)) for key, run in groupby(nodes, communicates)]
         constants = later.union(*(names_in(run) for is_communication, run in runs if is_communication))
         constants &= self.weights.keys()
-        self.constants = {name: numpy_helper.to_array(self.weights[name]) for name in constants}
+        self.constants |= {name: numpy_helper.to_array(self.weights[name]) for name in constants}
+        steps = []
         for is_communication, run in reversed(runs):
-            calls = (
-                [partial(self.communicate, node) for node in run] if is_communication else [Segment(run, self, later)]
-            )
+            calls = [self.call(node) for node in run] if is_communication else [Segment(run, self, later)]
             steps, later = calls + steps, later | names_in(run)
         return steps
+
+    def call(self, node):
+        """The step of a node that communicates, or in whose bodies nodes do."""
+        if node.domain == "partc.comm":
+            return partial(self.communicate, node)
+        graphs = {attribute.name: attribute.g for attribute in node.attribute}
+        names = {name: [value.name for value in graph.output] for name, graph in graphs.items()}
+        bodies = {name: (self.divided(graph.node, {*names[name]}), names[name]) for name, graph in graphs.items()}
+        inputs = [value.name for graph in graphs.values() for value in graph.input]
+        return partial(self.branch if node.op_type == "If" else self.turns, node, bodies, inputs)
+
+    def body(self, body, values):
+        """Runs a body, and returns what it gives."""
+        steps, names = body
+        for step in steps:
+            step(values)
+        return [values[name] for name in names]
+
+    def branch(self, node, bodies, _, values):
+        """Runs the branch of an If that its condition chooses."""
+        made = self.body(bodies["then_branch" if values[node.input[0]].all() else "else_branch"], values)
+        values.update(zip(node.output, made, strict=True))
+
+    def turns(self, node, bodies, inputs, values):
+        """Runs a Loop, whose ranks take as many turns."""
+        count, going, *states = [values.get(name) for name in node.input]
+        k, stacks = 0, []
+        while (going is None or going.all()) and (count is None or k < count):
+            values.update(zip(inputs, [np.asarray(k), np.asarray(True), *states], strict=True))
+            going, *made = self.body(bodies["body"], values)
+            states, k = made[: len(states)], k + 1
+            stacks.append(made[len(states) :])
+        if not stacks and len(node.output) > len(states):
+            raise Refused(f"not done here: no turn of {node.name}, which stacks what turns make")
+        values.update(zip(node.output, [*states, *map(np.stack, zip(*stacks, strict=True))], strict=True))
 
     def swapped(self, parts, sources):
         """Sends its part to each rank of `parts`; returns what each of the sources sends here."""

@@ -21,7 +21,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.format import SOURCE
-from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.safetensors_stream import STORED, Stored, read_header, write_tensors
 from partc.runtime.checker.check import check_artifact

@@ -18,7 +18,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.format import STORED
-from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.artifact.graph.bodies import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.graph.weights import check_weights

@@ -1,11 +1,13 @@
 """Random loops and branches in each other, written out turn by turn, against onnxruntime on the loops themselves.
 
 python tests/fuzz/random_bodies.py 1000 [SEED]
+python tests/fuzz/random_bodies.py 100 [SEED] --cut    turns and branches that only the run knows, their products sharded over two ranks
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,20 +16,28 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.unroll import MOST_NODES, _Unrolling
+from partc.runtime import load_local
 
-ROWS, COLUMNS = 2, 3
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from equivalence import compiled, counted
+
+ROWS, COLUMNS = 2, 4
 DEEPEST = 3
 
 
 @dataclass
 class Drawn:
-    """A model in the making: `known` are the float values of shape (2, 3) that nodes may read, `number` the integer of the turn."""
+    """A model in the making: `known` are the float values of shape (2, 4) that nodes may read, `number` the integer of the turn."""
 
     rng: np.random.Generator
     opset: int
     names: int = 0
+    unknown: bool = False
+    """Whether only the run knows turns and branches."""
     initializers: list[onnx.TensorProto] = field(default_factory=list)
 
     def name(self, word: str) -> str:
@@ -77,7 +87,7 @@ class Drawn:
             end = self.name("e")
             nodes.append(helper.make_node("Identity", [last], [end]))
             branches[branch] = helper.make_graph(nodes, branch, [], [_port(end)])
-        unknown = self.rng.random() < 0.2
+        unknown = self.rng.random() < (0.8 if self.unknown else 0.2)
         compare = helper.make_node("Less", [turn, self.integer(int(self.rng.integers(0, 3)))], [condition])
         if unknown:
             total = self.name("s")
@@ -107,7 +117,7 @@ class Drawn:
             [_port(i, TensorProto.INT64, []), _port(on, TensorProto.BOOL, []), _port(state)],
             [_port(stays, TensorProto.BOOL, []), _port(end), *ports],
         )
-        count = self.integer(int(self.rng.integers(1, 4)))
+        count = "count" if self.unknown and self.rng.random() < 0.6 else self.integer(int(self.rng.integers(1, 4)))
         return [helper.make_node("Loop", [count, "", x], outs, name=f"loop{out}", body=body), *more]
 
     def _while(self, x: str, out: str, known: list[str], turn: str, depth: int) -> list[onnx.NodeProto]:
@@ -118,6 +128,17 @@ class Drawn:
             helper.make_node("Add", [k, self.integer(int(self.rng.integers(1, 3)))], [k2]),
             helper.make_node("Less", [k2, self.integer(int(self.rng.integers(0, 5)))], [more]),
         ]
+        if self.unknown:
+            counts, largest, small, low = more, self.name("s"), self.name("c"), self.name("a")
+            more = self.name("more")
+            nodes += [
+                helper.make_node("Abs", [end], [low]),
+                helper.make_node("ReduceMax", [low], [largest], keepdims=0),
+                helper.make_node("Less", [largest, self.weight()], [small]),
+                helper.make_node("Or", [small, counts], [more])
+                if self.rng.random() < 0.1
+                else helper.make_node("And", [small, counts], [more]),
+            ]
         body = helper.make_graph(
             nodes,
             "turn",
@@ -163,13 +184,14 @@ def _port(name: str, kind: int = TensorProto.FLOAT, shape: list[int] | None = No
     )
 
 
-def drawn(seed: int) -> onnx.ModelProto:
-    """A random model of loops and branches."""
-    work = Drawn(np.random.default_rng(seed), 21)
+def drawn(seed: int, unknown: bool = False) -> onnx.ModelProto:
+    """A random model of loops and branches; `unknown`: whether only the run knows turns and branches."""
+    work = Drawn(np.random.default_rng(seed), 21, unknown=unknown)
     nodes, last = work.nodes(["x"], work.integer(1), 0)
     more, last = work.nodes([last, "x"], work.integer(0), 0)
     nodes += [*more, helper.make_node("Identity", [last], ["y"])]
-    graph = helper.make_graph(nodes, "net", [_port("x")], [_port("y")], work.initializers)
+    inputs = [_port("x"), *([_port("count", TensorProto.INT64, [])] if unknown else [])]
+    graph = helper.make_graph(nodes, "net", inputs, [_port("y")], work.initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", work.opset)], ir_version=10)
 
 
@@ -187,20 +209,43 @@ def different(seed: int) -> tuple[str, int]:
     return (f"seed {seed}: {left} of known turns" if left and count < MOST_NODES else ""), count
 
 
-def _outputs(proto: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+def differs_cut(seed: int, folder: Path) -> tuple[str, int]:
+    """How the model differs on two ranks, with products in bodies sharded, empty where it does not; and its Begins."""
+    proto, rng = drawn(seed, unknown=True), np.random.default_rng(seed)
+    work = _Unrolling(from_proto(proto, Path("model.onnx")), keeps=True, unstacks=True)
+    products = [node for node in work.graph if node.op_type == "MatMul" and node in work.origins]
+    paths = [work.paths[node] for node in products if node.inputs[1] is not None and node.inputs[1].is_initializer()]
+    rules = ", ".join(f'"{path}": {rng.choice(["colwise", "rowwise"])}' for path in paths)
+    try:
+        program = compiled(proto, f"ranks: 2\nsharding: {{{rules}}}\n", folder / str(seed))
+    except CompileError as error:  # a product of constants has no parameter
+        return "" if "no parameter inside" in str(error) else f"seed {seed}: {error}", 0
+    begins = counted(program).get("Begin", 0)
+    with load_local(folder / str(seed), stall=10) as ranks:
+        for count in (2, 1, 3):
+            x = rng.normal(size=(ROWS, COLUMNS)).astype(np.float32)
+            want, have = _outputs(proto, x, count), ranks({"x": x, "count": np.array(count)})["y"]
+            if not np.allclose(have, want, rtol=1e-3, atol=1e-3, equal_nan=True):
+                return f"seed {seed}: {np.abs(have - want).max()} with {count} turns", begins
+    return "", begins
+
+
+def _outputs(proto: onnx.ModelProto, x: np.ndarray, count: int | None = None) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(["y"], {"x": x})[0])
+    return np.asarray(session.run(["y"], {"x": x} | ({} if count is None else {"count": np.array(count)}))[0])
 
 
 if __name__ == "__main__":
-    number, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    wrong = 0
-    for seed in range(first, first + number):
-        text, _ = different(seed)
-        wrong += bool(text)
-        if text:
-            print(text, flush=True)
-    print(f"{number} models, {wrong} wrong")
+    cut = "--cut" in sys.argv
+    number, first = (int(one) for one in [*(one for one in sys.argv[1:] if one != "--cut"), "0"][:2])
+    wrong = begins = 0
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(first, first + number):
+            text, count = differs_cut(seed, Path(name)) if cut else different(seed)
+            wrong, begins = wrong + bool(text), begins + count
+            if text:
+                print(text, flush=True)
+    print(f"{number} models, {wrong} wrong{f', {begins} bodies that ranks run together' if cut else ''}")

@@ -33,6 +33,7 @@ COMPARED = {
     "random_requests --requests 40 --seed 1": r"40 requests: \d+ equal, \d+ left, \d+ refused",
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
+    "random_bodies 2 11 --cut": "2 models, 0 wrong",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
     "same_bits --only gpt --steps 2 --ranks 2,1": "1 models, 2 trainings of each, 0 with other bits",
     "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from body_models import BRANCHES, WEIGHTS, WHILE, WIDTH, plan, weighed
+from equivalence import compiled
 from guide_pages import SAMPLES, follow
 from minimal_ranks import FILE, minimal_runtime, same_as_partc
 from partc.compiler.pipeline import compile_model
 from partc.runtime import load_local
 from training_equivalence import fed
 
-MOST_LINES = 252
+MOST_LINES = 279
 PAGE = SAMPLES / "minimal_runtime/README.md"
 
 
@@ -66,6 +68,14 @@ def test_its_page_shows_what_happens(tmp_path: Path) -> None:
     with load_local(folder / "gpt/build") as program:
         want = program(dict(np.load(folder / "gpt/ids.npz")))["logits"]
     np.testing.assert_allclose(np.load(folder / "gpt/logits.npz")["logits"], want, rtol=0, atol=1e-6)
+
+
+def test_it_runs_bodies_in_which_ranks_communicate(tmp_path: Path) -> None:
+    x = np.random.default_rng(4).standard_normal((4, WIDTH)).astype(np.float32)
+    compiled(weighed(WHILE, WEIGHTS), plan("refine", 2), tmp_path / "while", check=False)
+    same_as_partc(tmp_path / "while", 2, [{"x": x, "tolerance": np.float32(limit)} for limit in (9, 0.01)], rtol=1e-5)
+    compiled(weighed(BRANCHES, WEIGHTS), plan("choose", 2, "h"), tmp_path / "branches", check=False)
+    same_as_partc(tmp_path / "branches", 2, [{"h": x, "limit": np.float32(limit)} for limit in (9, -9)], rtol=1e-5)
 
 
 def test_it_reads_the_compressed_forms_of_many_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from partc.runtime.artifact.comm.collectives import COLLECTIVES, GROUP_OPS, LOOKUPS, CollectiveOp, dynamic_ops
+from partc.runtime.artifact.comm.border_node import BorderCall, border_call, border_problems
+from partc.runtime.artifact.comm.collectives import BODIES, COLLECTIVES, GROUP_OPS, LOOKUPS, CollectiveOp, dynamic_ops
 from partc.runtime.artifact.comm.group_call import GroupCall
 from partc.runtime.artifact.comm.lookup_node import LookupCall, lookup_call, lookup_problems, wrong_lookup
 from partc.runtime.artifact.format import (
@@ -38,7 +39,7 @@ from partc.runtime.errors import ArtifactError
 if TYPE_CHECKING:
     from onnx import AttributeProto, NodeProto
 
-AnyCall: TypeAlias = "CollectiveCall | LookupCall"
+AnyCall: TypeAlias = "CollectiveCall | LookupCall | BorderCall"
 Shape: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[tuple[int, int, int], ...]
 """A box: per dim begin, end and denominator."""
@@ -138,6 +139,8 @@ def read_call(node: NodeProto, where: str) -> AnyCall:
 
     if node.op_type in LOOKUPS:
         return lookup_call(node, found)
+    if node.op_type in BODIES:
+        return border_call(node, found)
     kind = COLLECTIVES[node.op_type]
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
     source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
@@ -190,6 +193,8 @@ def wrong_end(call: CollectiveCall, is_root: bool) -> str:
 
 def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
     """Yields the reasons why `rank` cannot run a call that the manifest lists as `record`; `ranks`: the group's list that has `rank`."""
+    if isinstance(call, BorderCall):
+        return
     dtype = dense(record.type)
     if dtype is None:
         yield f"a {record.type} cannot take part in a collective"
@@ -246,6 +251,8 @@ def _problems(node: NodeProto, attribute_of: Mapping[str, AttributeProto]) -> li
     ]
     if node.op_type in LOOKUPS:
         return problems or [*lookup_problems(node, attribute_of)]
+    if node.op_type in BODIES:
+        return problems or [*border_problems(node, attribute_of)]
     kind = COLLECTIVES[node.op_type]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     if kind.coalesces and len(sources) > 1:

@@ -37,11 +37,15 @@ from partc.runtime.artifact.format import (
     ALL_REDUCE,
     ALL_TO_ALL,
     AXIS,
+    BEGIN,
     BROADCAST,
     CONCAT_AXIS,
+    END,
     EXCHANGE,
     GIVERS,
     GROUP,
+    KIND,
+    OTHERWISE,
     OWNERS,
     PULL,
     PUSH,
@@ -244,5 +248,12 @@ LOOKUPS = {
         ),
     )
 }
-GROUP_OPS: Mapping[str, GroupOp] = ChainMap(*cast(list[MutableMapping[str, GroupOp]], [COLLECTIVES, LOOKUPS]))
-"""Maps names to all ops of groups: the collectives, including those that are registered later, and the lookups."""
+_OF_BODY = (Attribute(KIND, "string", "The op whose body it is: If or Loop."),)
+BODIES = {
+    BEGIN: GroupOp(BEGIN, "The ranks begin an If or a Loop: its operands, and what each turn is given.", _OF_BODY),
+    OTHERWISE: GroupOp(OTHERWISE, "The results of the branch of an If before it; the other branch follows.", _OF_BODY),
+    END: GroupOp(END, "What a turn of a Loop, or the other branch of an If, gives; and the node's results.", _OF_BODY),
+}
+"""The borders of bodies in which ranks communicate (`graph/bodies.py`): no value moves there; all ranks of the list pass them together."""
+GROUP_OPS: Mapping[str, GroupOp] = ChainMap(*cast(list[MutableMapping[str, GroupOp]], [COLLECTIVES, LOOKUPS, BODIES]))
+"""Maps names to all ops of groups: the collectives, including those that are registered later, the lookups, and the borders of bodies."""

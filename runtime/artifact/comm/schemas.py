@@ -14,6 +14,7 @@ from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
 from partc.runtime.artifact.comm.collectives import (
     AMONG,
+    BODIES,
     COLLECTIVES,
     GROUP_OPS,
     LOOKUPS,
@@ -81,6 +82,7 @@ def schemas() -> list[OpSchema]:
         _copy(),
         *(_collective(op) for op in COLLECTIVES.values()),
         *(_lookup(op) for op in LOOKUPS.values()),
+        *(_border(op) for op in BODIES.values()),
     ]
 
 
@@ -102,6 +104,25 @@ def _copy() -> OpSchema:
     schema = _schema(COPY, "The value on another of the rank's targets.", (_WHERE,), _ONE, _ONE)
     schema.set_type_and_shape_inference_function(infer)
     return schema
+
+
+def _border(op: GroupOp) -> OpSchema:
+    """The schema of a border of a body: values of any types."""
+    option = OpSchema.FormalParameterOption.Variadic
+    given, made = (
+        OpSchema.FormalParameter(name, "T", "Values.", param_option=option, is_homogeneous=False, min_arity=0)
+        for name in "XY"
+    )
+    return OpSchema(
+        op.name,
+        DOMAIN,
+        DOMAIN_VERSION,
+        doc=op.doc,
+        inputs=[given],
+        outputs=[made],
+        type_constraints=[("T", _types(), "Whatever a value can be.")],
+        attributes=[_attribute(one) for one in op.every_attribute],
+    )
 
 
 def _collective(op: CollectiveOp) -> OpSchema:

@@ -7,11 +7,9 @@ node also reads the values that the body captures from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.format import PATH, RECOMPUTED, TASK
-from partc.runtime.files.regular import read_regular
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -22,13 +20,6 @@ _SCATTERS = ("ScatterElements", "ScatterND")
 
 LARGEST_MODEL = 1 << 31
 """The most bytes that protobuf allows for a model, external weights not counted."""
-
-
-def read_model(file: Path) -> ModelProto:
-    """Reads a model without its external weights; OSError where the file cannot be read, DecodeError where it is not a model."""
-    import onnx
-
-    return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
 
 
 def graph_bodies(node: NodeProto) -> list[GraphProto]:

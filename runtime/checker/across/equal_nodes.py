@@ -35,7 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, numpy_helper
-from partc.runtime.artifact.comm.collectives import LOOKUPS
+from partc.runtime.artifact.comm.collectives import BODIES, LOOKUPS
 from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
@@ -343,7 +343,7 @@ _RULES: Mapping[tuple[str, str], Callable[[NodeProto, Sequence[Origin]], Sequenc
     (DOMAIN, RANK_CONSTANT): lambda node, read: [(CONSTANT, integer_of(node, DTYPE, 0), *node.output)],
     (DOMAIN, SEND): lambda node, read: read,
     (DOMAIN, RECV): lambda node, read: [(_VALUE, _message(node))],
-    **{(DOMAIN, op): _unknown for op in LOOKUPS},
+    **{(DOMAIN, op): _unknown for op in (*LOOKUPS, *BODIES)},
     # zeros of a rank without a part in a collective; sizes of shards, for which ranks may ask other values
     **dict.fromkeys((("", "ConstantOfShape"), ("", "Shape"), ("", "Size")), _unknown),
     **dict.fromkeys((("", "Identity"), ("", "Expand")), lambda node, read: read[:1]),

@@ -68,6 +68,8 @@ def _check_list(
     if isinstance(call, LookupCall):
         check_owners(record, call, ranks, given, made)
         return
+    if not isinstance(call, CollectiveCall):
+        raise ValueError("no value moves at the border of a body")
     kind = call.kind
     if kind.root == "gives":
         root = given.shards[ranks[call.root]]

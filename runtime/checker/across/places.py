@@ -26,13 +26,16 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, TensorProto
+from partc.runtime.artifact.comm.border_node import LOOP, BorderCall
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.format import (
+    BEGIN,
     CUT,
     DOMAIN,
     MAX,
     MIN,
     OPTIMIZER,
+    OTHERWISE,
     PIECE,
     PUSH,
     RECV,
@@ -43,6 +46,7 @@ from partc.runtime.artifact.format import (
     Dim,
     Manifest,
 )
+from partc.runtime.artifact.graph.bodies import is_border
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, factors_of, partial_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across.rank_shards import ShardLayout, layout_of
@@ -188,6 +192,8 @@ class _Places:
                 self.files[name] = _File(name, model, [], self._sizes(model))
             self.files[name].ranks.append(rank)
         self.layouts: dict[str, ShardLayout] = {}
+        self.bodies: list[tuple[BorderCall, tuple[str, ...]]] = []
+        """The bodies that have begun in a file, with what the first branch of an If has given."""
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
         self.sums: dict[tuple[str, ...], dict[str, set[int]]] = {}
@@ -251,6 +257,9 @@ class _Places:
 
     def _place(self, file: _File, node: NodeProto) -> None:
         """Finds the places of a node's results, and checks that its operands meet at the same places on all ranks."""
+        if is_border(node):
+            self._place_border(file, node)
+            return
         if node.domain == DOMAIN:
             if (record := self.records.get(integer_of(node, TAG, -1))) is not None and node.op_type not in (SEND, RECV):
                 self._place_call(file, node, record)
@@ -283,6 +292,31 @@ class _Places:
             and (made := self._begins_of(file, call.result, layout_of(record.made, self.layouts)))
         ):
             file.places[call.result] = made
+
+    def _place_border(self, file: _File, node: NodeProto) -> None:
+        """A state has one place in all turns, and a result of an If in both branches."""
+        call, places = read_call(node, file.name), file.places
+        assert isinstance(call, BorderCall)
+        if call.op == BEGIN:
+            self.bodies.append((call, ()))
+            places |= {
+                made: places[name] for name, made in zip(call.states, call.carried, strict=False) if name in places
+            }
+            return
+        first, given = self.bodies.pop()
+        if call.op == OTHERWISE:
+            self.bodies.append((first, call.states))
+            return
+        before = first.carried if call.kind == LOOP else given
+        for k, (one, two) in enumerate(zip(before, call.states, strict=False)):
+            for axis, (here, there) in enumerate(zip(places.get(one) or (), places.get(two) or (), strict=False)):
+                fact = f"'{one}' and '{two}', which takes its place, are at different offsets along dim {axis}"
+                self._meet(("body", call.tag, k, axis), file, node, fact, here, there)
+        for k, (name, made) in enumerate(zip(call.states, call.carried, strict=False)):
+            lasting = places.get(before[k] if k < len(before) else name)
+            if lasting is not None:
+                stacked: list[Begins | None] = [(0,) * len(file.ranks), *lasting]
+                places[made] = lasting if k < len(before) else stacked
 
     def _begins_of(self, file: _File, name: str, layout: ShardLayout) -> Places:
         """Returns the elements at which the shards of a layout begin on the ranks of a file."""
@@ -342,6 +376,8 @@ class _Places:
             self.sent[integer_of(node, TAG, -1)] = kinds.get(node.input[0])
         elif node.domain == DOMAIN and node.op_type == RECV:
             self._know(kinds, node.output[0], self.sent.get(integer_of(node, TAG, -1)))
+        elif is_border(node):
+            kinds |= dict.fromkeys(filter(None, node.output), _WHOLE)
         elif node.domain == DOMAIN:
             record = self.records.get(integer_of(node, TAG, -1))
             made = record.made if record is not None else None
@@ -367,7 +403,9 @@ class _Places:
             terms = [name for name in node.input if kinds.get(name)]
             if not terms:
                 continue
-            if node.domain == DOMAIN:
+            if is_border(node):
+                fact = f"it hands on '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
+            elif node.domain == DOMAIN:
                 fact = self._communicated_partial(node, PARTIAL[kinds[terms[0]]])
             elif node.domain == OPTIMIZER:
                 fact = f"it updates a tensor by '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"

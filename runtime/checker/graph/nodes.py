@@ -18,12 +18,17 @@ from dataclasses import replace
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from partc.runtime.artifact.comm.border_node import IF
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import (
+    BEGIN,
     COPY,
     CPU,
     DOMAIN,
     DOMAIN_VERSION,
+    END,
+    KIND,
+    OTHERWISE,
     RANK_CONSTANT,
     RECV,
     SEND,
@@ -31,6 +36,7 @@ from partc.runtime.artifact.format import (
     TARGETS,
     StateRecord,
 )
+from partc.runtime.artifact.graph.bodies import is_border
 from partc.runtime.artifact.graph.kernels import host_inputs
 from partc.runtime.artifact.graph.onnx_graph import (
     all_nodes,
@@ -40,6 +46,7 @@ from partc.runtime.artifact.graph.onnx_graph import (
     path_of,
     reads,
     short_splits,
+    text_of,
 )
 from partc.runtime.artifact.graph.targets import copied_to, is_copy, target_of
 from partc.runtime.errors import ArtifactError, Violation
@@ -112,7 +119,31 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         if op not in known:
             fact = f"neither ONNX nor onnxruntime knows {domain}.{op_type}, and no function of the file is called so"
             yield Violation(file, fact, node_title(node), path_of(node))
+    for node in model.graph.node:
+        inner = (one for body in graph_bodies(node) for one in all_nodes(body.node) if one.domain == DOMAIN)
+        if (one := next(inner, None)) is not None:
+            fact = f"it has {node_title(one)} in a body, and its metadata do not say which ranks run that together"
+            yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
+    yield from _check_borders(file, model.graph.node)
     yield from _check_calls(file, model, everywhere)
+
+
+def _check_borders(file: str, nodes: Iterable[NodeProto]) -> Iterator[Violation]:
+    """Yields a violation for the first border of a body that does not fit those before it."""
+    open_ = list[list[str]]()
+    for node in filter(is_border, nodes):
+        if node.op_type == BEGIN:
+            open_.append([text_of(node, KIND)])
+            continue
+        due = [OTHERWISE] if open_ and open_[-1] == [IF] else [END]
+        if not open_ or node.op_type not in due or text_of(node, KIND) != open_[-1][0]:
+            yield Violation(file, "no body of its kind is open here", node_title(node), path_of(node))
+            return
+        open_[-1].append(node.op_type)
+        if node.op_type == END:
+            open_.pop()
+    if open_:
+        yield Violation(file, f"{len(open_)} bodies of {', '.join(one[0] for one in open_)} do not end")
 
 
 def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:

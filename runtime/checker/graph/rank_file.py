@@ -9,7 +9,8 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.format import OF_RANKS, Manifest
-from partc.runtime.artifact.graph.onnx_graph import metadata_of, not_text, read_model
+from partc.runtime.artifact.graph.bodies import read_model
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, not_text
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.tasks.rows import row_of

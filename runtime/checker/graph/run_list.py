@@ -25,7 +25,9 @@ from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_cal
 from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import (
+    BEGIN,
     DOMAIN,
+    END,
     OPTIMIZER,
     RECV,
     SEND,
@@ -35,8 +37,9 @@ from partc.runtime.artifact.format import (
     StateRecord,
     run_list_file,
 )
+from partc.runtime.artifact.graph.bodies import is_border, read_model
 from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
-from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, read_model, reads
+from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.targets import is_copy, target_of
@@ -163,6 +166,8 @@ class _Row:
         """The indices of messages, collectives, lookups and tasks among the nodes, in the order in which they begin."""
         self.pending: dict[int, tuple[list[str], list[str]]] = {}
         """Maps the tag of each communication that has begun and was not waited for to its operands and its results."""
+        self.outside: list[set[str]] = []
+        """For each body that has begun, the values that were there before."""
         self.leaving: set[str] = set()
         """Values that messages may read to the end of the step."""
         self.done: set[int] = set()
@@ -179,7 +184,9 @@ class _Row:
                 self.update(cell, number)
             elif letter == "C" and number < len(self.nodes) and is_copy(self.nodes[number]):
                 self.run_nodes(cell, [number])
-            elif letter and letter in "RXAWL" and number in self.ends:
+            elif letter == "B" and number < len(self.nodes) and is_border(self.nodes[number]):
+                self.border(cell, number)
+            elif letter and letter in "RXAWL" and number in self.ends and not is_border(self.nodes[self.ends[number]]):
                 self.communicate(cell, letter, number)
             elif not letter and cell in self.calls:
                 at, call = self.calls[cell]
@@ -196,6 +203,23 @@ class _Row:
             raise _WrongListError("no step begins it", missing)
         if lost := [value for value in self.outputs if value not in self.there]:
             raise _WrongListError(f"no step makes the output '{lost[0]}'")
+
+    def border(self, cell: str, at: int) -> None:
+        """Passes a border of a body: what is made in it is read in it alone, and all that has begun there is waited for there."""
+        node = self.nodes[at]
+        self.begin(cell, at)
+        self.read(cell, node, node.input)
+        if self.pending:
+            raise _WrongListError(f"{cell} is passed before {min(self.pending)} is waited for", node)
+        if node.op_type == BEGIN:
+            self.outside.append({*self.there})
+        elif not self.outside:
+            raise _WrongListError(f"{cell} ends a body that has not begun", node)
+        else:
+            self.there = {*self.outside[-1]}
+        if node.op_type == END:
+            self.outside.pop()
+        self.make(cell, [at], node.output)
 
     def segment(self, cell: str, number: int) -> None:
         row = self.player.run.segments[number]

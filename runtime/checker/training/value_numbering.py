@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from partc.runtime.artifact.comm.border_node import BorderCall
 from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.message_node import peer_of
@@ -236,6 +237,10 @@ class ValueNumbering:
         call, numbers = read_call(node, ""), self.numbers[rank]
         ranks = self.groups[rank][call.group]
         self.sources[call.tag, rank] = call, [numbers[name] for name in call.inputs]
+        if isinstance(call, BorderCall):
+            for at, name in enumerate(call.outputs):
+                numbers[name] = self._number("border", call.tag, at, rank)
+            return True
         if isinstance(call, CollectiveCall) and call.kind.boxes:
             return self._visit_exchange(rank, call)
         if any((call.tag, other) not in self.sources for other in ranks):

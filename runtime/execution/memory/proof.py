@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ...artifact.format import CACHE
+from ...artifact.format import CACHE, OTHERWISE
 from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
 from ...program.steps import (
+    Border,
     Collective,
     Copy,
     LookUp,
@@ -143,6 +144,9 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
             return _finished(text, step, works)
         case LookUp():
             return Effects(text, _uses(step.call.inputs), _uses(step.call.outputs))
+        case Border():
+            made = step.last.outputs if step.call.op == OTHERWISE else step.call.outputs
+            return Effects(text, _uses([name for name in step.touched if name not in made]), _uses(made))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:

@@ -20,6 +20,7 @@ from ...program.steps import Copy
 from ...program.value_table import Storage
 from ...updates.row_updater import RowUpdater
 from ...updates.updater import Updater
+from ..bodies import Bodies
 from ..rank_program import RankProgram
 from .counts import Copies
 
@@ -31,11 +32,12 @@ class SessionCalls:
     """The sessions of a program over the cells of one step plan.
 
     `readers`: maps each input of the step to the bindings that read it, with its type and its name in each. `bindings`: maps steps that are
-    segments to their bindings.
+    segments to their bindings. `bodies`: the borders of bodies.
     """
 
     def __init__(self, program: RankProgram, cells: dict[str, Cell]) -> None:
         self.program, self.values, self.cells = program, program.values, cells
+        self.bodies = Bodies(program.values, cells)
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
         self.rows: list[tuple[Bind, str, str]] = []

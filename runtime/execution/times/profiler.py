@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...artifact.tensors.dtypes import dense
-from ...program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitCollective, WaitRecv
+from ...program.steps import Border, Collective, Copy, LookUp, Segment, Send, Step, Update, WaitCollective, WaitRecv
 from ..memory.roles import ActionKind
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
@@ -294,7 +294,7 @@ def _module(step: Step) -> str:
         return step.nodes[0].name
     if isinstance(step, Update):
         return ""
-    return step.call.path if isinstance(step, Collective | LookUp) else step.path
+    return step.call.path if isinstance(step, Collective | LookUp | Border) else step.path
 
 
 def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,225 @@
+"""Bodies whose turns or branch only the run knows, with ops that are sharded: collectives inside, equal to one device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from body_models import BRANCHES, NESTED, SCAN, WEIGHTS, WHILE, WIDTH, plan, weighed
+from collectives_mpi_case import MPIEXEC
+from equivalence import compiled, counted, same_as_whole, whole_outputs
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.torch.torch_model import torch_model_of
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
+from partc.runtime.artifact.comm.schemas import register
+from partc.runtime.artifact.graph.onnx_graph import all_nodes
+
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def drawn(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_while_whose_turns_only_the_run_knows_reduces_in_each_turn(ranks: int) -> None:
+    steps = [{"x": drawn(4, WIDTH), "tolerance": np.array(limit, np.float32)} for limit in (9.0, 0.3, 0.01, 0.0)]
+    proto = weighed(WHILE, WEIGHTS)
+    taken = [int(whole_outputs(proto, one)["n"]) for one in steps]
+    assert taken[0] == 1 < taken[1] < taken[2] < taken[3] == 40
+    program = same_as_whole(proto, plan("refine", ranks), *steps, rtol=1e-4, atol=1e-5, checked=True)
+    found = counted(program)
+    assert found["Begin"] == found["End"] == 1
+    assert found["AllReduce"] >= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_both_branches_of_a_condition_are_sharded(ranks: int) -> None:
+    steps = [{"h": drawn(4, WIDTH), "limit": np.array(limit, np.float32)} for limit in (-9, 9, -9, 9)]
+    same_as_whole(weighed(BRANCHES, WEIGHTS), plan("choose", ranks, "h"), *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_branch_in_a_loop_and_states_that_change_places(ranks: int) -> None:
+    steps = [
+        {"x": drawn(4, WIDTH), "turns": np.array(turns), "limit": np.array(limit, np.float32)}
+        for turns, limit in ((3, -9), (1, 0), (5, 0.5), (4, 9))
+    ]
+    same_as_whole(weighed(NESTED, WEIGHTS), plan("outer.body.inner", ranks), *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("direction", [0, 1])
+def test_a_scan_over_a_sequence_of_any_length(ranks: int, direction: int) -> None:
+    proto = weighed(SCAN.replace("DIRECTION", str(direction)), WEIGHTS)
+    steps = [{"x": drawn(4, WIDTH), "xs": drawn(4, time, WIDTH)} for time in (3, 1, 6)]
+    plan_ = plan("rnn", ranks).replace("x: [dp, null]", "x: [dp, null], xs: [dp, null, null]")
+    same_as_whole(proto, plan_, *steps, rtol=1e-4, atol=1e-5, checked=True)
+
+
+def test_without_a_turn_states_are_as_they_begin_and_stacks_are_empty(tmp_path: Path) -> None:
+    compiled(weighed(NESTED, WEIGHTS), plan("outer.body.inner", 2), tmp_path)
+    x = drawn(4, WIDTH)
+    with load_local(tmp_path) as ranks:
+        found = ranks({"x": x, "turns": np.array(0), "limit": np.array(0, np.float32)})
+    np.testing.assert_array_equal(found["a"], x)
+    np.testing.assert_array_equal(found["b"], x)
+    assert found["all"].shape == (0, 4, WIDTH)
+
+
+def test_the_file_has_the_standards_form(tmp_path: Path) -> None:
+    """A Loop whose body has the AllReduce, and reads the weights of the graph around; onnx knows its types."""
+    compiled(weighed(WHILE, WEIGHTS), plan("refine", 2), tmp_path)
+    register()
+    file = onnx.load(tmp_path / "rank_0000.onnx")
+    onnx.checker.check_model(file)
+    (loop,) = (node for node in file.graph.node if node.op_type == "Loop")
+    body = loop.attribute[0].g
+    assert [node.op_type for node in body.node if node.domain] == ["AllReduce"]
+    assert [len(loop.input), len(loop.output), len(body.input), len(body.output)] == [4, 2, 4, 3]
+    assert {node.op_type for node in all_nodes(file.graph.node) if node.domain == "partc.comm"} == {"AllReduce"}
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
+def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
+    """The refinement on two processes, by messages of MPI alone, in steps of different turns."""
+    proto = weighed(WHILE, WEIGHTS)
+    compiled(proto, plan("refine", 2), tmp_path / "build")
+    x = drawn(4, WIDTH)
+    limits = (9.0, 0.01)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, numpy as np, partc.runtime as runtime\n"
+        "with runtime.load(sys.argv[1], stall=5) as program:\n"
+        "    found = [program(x=np.load(sys.argv[2]), tolerance=np.array(t, np.float32)) for t in LIMITS]\n"
+        "    if program.rank == 0:\n"
+        "        np.savez(sys.argv[3], **{f'{k}{i}': v for i, one in enumerate(found) for k, v in one.items()})\n".replace(
+            "LIMITS", repr(limits)
+        )
+    )
+    np.save(tmp_path / "x.npy", x)
+    command = [MPIEXEC, "-n", "2", sys.executable, script, tmp_path / "build", tmp_path / "x.npy", tmp_path / "o.npz"]
+    subprocess.run(
+        list(map(str, command)), env={**os.environ, **ROOT, "PARTC_SHARED_MEMORY": "0"}, check=True, timeout=120
+    )
+    have = np.load(tmp_path / "o.npz")
+    for k, limit in enumerate(limits):
+        want = whole_outputs(proto, {"x": x, "tolerance": np.array(limit, np.float32)})
+        assert have[f"n{k}"] == want["n"]
+        np.testing.assert_allclose(have[f"y{k}"], want["y"], rtol=1e-4, atol=1e-5)
+    assert want["n"] > 2
+
+
+TORCH = """
+import torch
+from torch._higher_order_ops.while_loop import while_loop
+
+
+class Refined(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x):
+        def on(k, h):
+            return (h.abs().max() > 0.3) & (k < 20)
+
+        def turn(k, h):
+            return k + 1, 0.5 * torch.tanh(self.down(torch.relu(self.up(h))))
+
+        return while_loop(on, turn, (torch.tensor(0), x))[1]
+
+
+class Choice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 6), torch.nn.Linear(8, 6)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x).relu(), (x,))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.refined, self.choice = Refined(), Choice()
+
+    def forward(self, x):
+        return self.choice(self.refined(x))
+
+
+model = Net().eval()
+inputs = {"x": torch.zeros(3, 8)}
+"""
+
+
+def test_torchs_while_loop_and_cond_are_cut(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from partc.compiler.frontend.python import load_python
+
+    (tmp_path / "model.py").write_text(TORCH)
+    torch.manual_seed(0)
+    source = load_python(tmp_path / "model.py")
+    rules = ", ".join(f'"{path}": {style}' for path, style in STYLES.items())
+    out = tmp_path / "build"
+    program = compile_source(source, parse_plan(f"ranks: 2\nsharding: {{{rules}}}\n", "plan.yaml"), out).program
+    assert counted(program)["Begin"] == 2
+    assert counted(program)["AllReduce"] >= 1
+    with load_local(out) as ranks, torch.no_grad():
+        module = torch_model_of(source.model).module
+        for seed in range(4):
+            x = 3 * drawn(3, 8, seed=seed)
+            np.testing.assert_allclose(ranks({"x": x})["output"], module(torch.tensor(x)), rtol=1e-4, atol=1e-5)
+
+
+STYLES = {
+    "refined.body.up": "colwise",
+    "refined.body.down": "rowwise",
+    "choice.then_branch.a": "colwise",
+    "choice.else_branch.b": "colwise",
+}
+
+
+REFUSED = {
+    "an op of a body on another rank": (
+        'placement: {"refine": 0, "refine.body.up": 1}\n',
+        "plan.yaml:2: 'refine.body.up' runs on rank 1, and the Loop around it ('refine') on rank 0",
+        "all ops of a body run on the ranks of its node",
+        "place 'refine' as a whole",
+    ),
+    "a body of a training": (
+        'sharding: {"refine.*.up": colwise}\n'
+        "train: {loss: {type: mse, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n",
+        "plan.yaml:2: 'refine.*.up' matches MatMul 'up' alone, inside of the body of Loop ('refine')",
+        "it is not cut as a body in a training, a generation or a pipeline",
+        "write 'refine'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_line_law_and_remedy(case: str, tmp_path: Path) -> None:
+    rules, *said = REFUSED[case]
+    with pytest.raises(CompileError) as caught:
+        compiled(weighed(WHILE, WEIGHTS), f"ranks: 2\n{rules}", tmp_path)
+    for text in said:
+        assert text in str(caught.value)
+
+
+def test_a_state_that_grows_is_refused(tmp_path: Path) -> None:
+    text = """net (float[batch, 8] x, int64 turns) => (float[n, 8] y) {
+    [grow] y = Loop <body = turn (int64 i, bool on, float[m, 8] h) => (bool on2, float[k, 8] next) {
+        on2 = Identity(on)
+        [up] u = MatMul(h, W)
+        [down] d = MatMul(u, V)
+        next = Concat <axis = 0> (d, h) }> (turns, , x) }"""
+    with pytest.raises(CompileError) as caught:
+        compiled(weighed(text, WEIGHTS), plan("grow", 2), tmp_path)
+    assert "what is carried from turn to turn of a body that is cut keeps its shape" in str(caught.value)
