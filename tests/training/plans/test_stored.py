@@ -130,6 +130,21 @@ def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
         ]
 
 
+def test_one_gradient_is_in_flight_while_the_next_is_computed(tmp_path: Path) -> None:
+    """So whole gradients of two units are in memory at once."""
+    program = compiled(plan(3, "{dp: 3}", RECORDS, STORED), tmp_path)
+    sums = {str(event.tag) for event in program.events if event.op_type == "ReduceScatter"}
+    (row,) = json.loads((tmp_path / "rank_0000.run.json").read_text())["rows"].values()
+    begun, most = set[str](), 0
+    for step in row.split():
+        if step[1:] in sums and step[0] in "AW":
+            (begun.add if step[0] == "A" else begun.remove)(step[1:])
+        elif step[0] == "S":
+            most = max(most, len(begun))
+    assert len(sums) > 4
+    assert most == 1
+
+
 class Tied(nn.Module):
     """A table that is the head, too, and a parameter of 7 elements."""
 
