@@ -371,17 +371,17 @@ class Estimates:
         copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in calls.items() if copied[op])
         return copies + seconds_of(calls, self.link(degrees.tp, degrees.dp), degrees.dp)
 
-    def _stored(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
+    def _stored(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Returns the seconds of a step's gathers of a stage's units and of the reductions of their gradients, and of these the seconds of
         the first gather of each task, before which no op of the task can run.
         """
-        degrees, several = one.degrees, one.microbatches > 1
+        degrees, several = candidate.degrees, candidate.microbatches > 1
         if (key := ("stored", sharding.nodes, degrees.tp, degrees.dp, several)) not in self._all_reduced:
             calls = self.reductions.units.calls(sharding.places, degrees.tp, degrees.dp, several)
             taken = self._taken(calls, degrees) + self.processor(degrees.ranks).session * sum(calls.values())
             self._all_reduced[key] = taken, taken / max(1, sum(calls.values()))
         taken, mean = self._all_reduced[key]
-        sent, tasks = one.microbatches * taken / degrees.stages, 2 * one.microbatches if several else 1
+        sent, tasks = candidate.microbatches * taken / degrees.stages, 2 * candidate.microbatches if several else 1
         return sent, min(sent, tasks * mean)
 
     def calibrate(self, seconds: float) -> None:
