@@ -44,6 +44,7 @@ KNOWN = {
     "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
     "mutations 1": "7 of 7 mutations refused",
     "semantic_mutants 6 --only generation": "2 of 3 mutants that give other numbers refused",
+    "stored_faults --cases 15 --seed 1 --only freed": "15 faults: 15 named, 0 not named, 0 missed",
     "microbatch_numbers 5 45": r"\d+ changes: (\d+ harmless, )?\d+ refused$",
     "every_strategy --only Neg": r"\d+ accepted$",
     "recomputed_models --only mlp": "mlp, ranks: 2, 4 microbatches: by .* without, .* with",
