@@ -285,8 +285,6 @@ def missing(draft: Draft, one: bool) -> bool:
                 other.input[k] = instead.get(read, read)
         if not one:
             draft.change(lambda record: None if record["value"] in made else record)
-            for unit in draft.stored["units"]:
-                unit["gathers"] -= unit["unit"] in draft.names
 
     return draft.everywhere(choose, act, one)
 
