@@ -164,11 +164,12 @@ def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
     degrees = one.degrees
     without = {
         f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1), by_module=False),
-        f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False),
+        f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False, stored=False),
         f"{one.stages} stages": replace(one.in_line(), degrees=replace(degrees, stages=1)),
         f"{one.microbatches} microbatches": replace(one.in_line(), microbatches=1),
         one.schedule: one.in_line("1f1b"),
         "ZeRO": replace(one, zero=False),
+        "storing shards": replace(one, stored=False),
         "recomputing": replace(one, recompute=False),
         "the choice by module": replace(one, by_module=False),
     }

@@ -12,8 +12,8 @@ they add.
 A new segment begins before nodes that are recomputed: in one session with the nodes that made the values first, onnxruntime would merge
 both, and keep the values. A segment has the nodes of one target, and a Copy is a step.
 
-A collective that gathers a stored parameter, which the rank has from the beginning, waits for the scattered sums that were in progress when
-the gather before it began: so unsharded gradients of at most one unit are in memory while those of the next are computed.
+If a rank gathers stored parameters, which it has from the beginning, a scattered sum that begins waits for the one before it: so unsharded
+gradients of at most one unit are in memory while those of the next are computed.
 
 With ZeRO, ops that cut shards only for updates wait for the next update: the shards are not needed earlier.
 
@@ -163,8 +163,10 @@ class _Cutter:
     """Whether the open segment is a segment of one thread."""
     guard: str = ""
     """The condition under which an update runs."""
-    scattering: list[list[str]] = field(default_factory=list)
-    """The results of scattered sums that began before the last gather of a stored parameter, and of those since then."""
+    stores: bool = False
+    """Whether a stored parameter was gathered."""
+    scattered: Sequence[str] = ()
+    """The results of the last scattered sum after a gather of a stored parameter."""
     unread: list[str] = field(default_factory=list)
     """The results of the last gather of a stored parameter that nothing reads: they are waited for when the next gather begins."""
     deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
@@ -236,9 +238,8 @@ class _Cutter:
         `gathers`: whether it gathers values that the rank has from the beginning. `unread`: whether nothing reads its result here.
         """
         if gathers:
-            *earlier, last = self.scattering or [[]]
-            self.wait([*self.unread, *(name for some in earlier for name in some)], closes=False)
-            self.scattering, self.unread = [last, []], []
+            self.wait(self.unread, closes=False)
+            self.stores, self.unread = True, []
         tag = integer_of(node, TAG, 0)
         if node.op_type == SEND:
             self.give([node.input[0]], _Event(f"X{tag}", node.input))
@@ -259,9 +260,10 @@ class _Cutter:
                 self.give(call.inputs, _Event(f"L{tag}", touches))
             else:
                 self.give(call.inputs, _Event(f"A{tag}", touches))
+                if node.op_type == REDUCE_SCATTER and self.stores:
+                    self.wait(self.scattered, closes=False)
+                    self.scattered = call.outputs
                 wait = _Event(f"W{tag}", touches)
-                if node.op_type == REDUCE_SCATTER and self.scattering:
-                    self.scattering[-1] += call.outputs
                 self.unread += call.outputs if unread else []
                 if call.outputs:
                     self.pending |= dict.fromkeys(call.outputs, wait)

@@ -37,6 +37,7 @@ from partc.compiler.pipelines.phases import ONCE, Label, Labels, Unit, in_order
 from partc.compiler.plan.groups import ranks_text
 from partc.compiler.plan.stored import FREE, KEEP
 from partc.runtime.artifact.format import ALL_GATHER, AXIS, StoredPeak, StoredRecord, StoredUnitRecord
+from partc.runtime.artifact.stored_readers import FORMS, is_of_module
 from partc.runtime.units import size_text
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -513,8 +514,33 @@ class _Gathers:
             begun.update(steps[at].makes)
         return most
 
+    def _readers(self, programs: Sequence[Sequence[Op]]) -> dict[Value, set[str]]:
+        """Maps each gathered parameter to the paths of the nodes that read it, or its transpose or cast."""
+        whole = {made: value for (value, _, _), made in self.values.items() if value in self.regions.parameters}
+        found: dict[Value, set[str]] = {value: set() for value in self.regions.parameters}
+        program = self.regions.program
+        for steps in programs:
+            bases = dict(whole)
+            for step in steps:
+                if not isinstance(step, Compute):
+                    continue
+                if (placed := program.placement.get(step.source)) is not None and placed.rule:
+                    path = program.paths[step.source]
+                    for value in step.reads:
+                        if value in bases:
+                            found[bases[value]].add(path)
+                if step.node.op_type in FORMS and step.reads[0] in bases:
+                    bases |= dict.fromkeys(step.makes, bases[step.reads[0]])
+        return found
+
     def _record(self, written: Sequence[tuple[Sequence[Op], Sequence[Label]]]) -> StoredRecord:
-        """The manifest's record of stored parameters: the gathered bytes of each unit, and the peak of each rank."""
+        """The manifest's record of stored parameters: the gathered bytes and the readers of each unit, and the peak of each rank."""
+        readers = self._readers([steps for steps, _ in written])
+
+        def others(parameter: Parameter) -> list[str]:
+            name = name_of(parameter.step.value)
+            return sorted(path for path in readers[parameter.whole] if not is_of_module(path, name))
+
         ranks_by_peak: dict[int, list[int]] = {}
         for unit, (steps, labels) in zip(self.units, written, strict=True):
             ranks_by_peak.setdefault(self._counted(steps, labels), []).extend(unit.ranks)
@@ -534,6 +560,7 @@ class _Gathers:
                     bytes=sum(one.bytes for one in some),
                     freed=key in self.regions.freed,
                     gathers=gathered[key],
+                    readers={name_of(one.step.value): paths for one in some if (paths := others(one))},
                 )
                 for key, some in self.regions.members.items()
             ],

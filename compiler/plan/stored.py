@@ -23,6 +23,8 @@ from pydantic import Field, PlainValidator, ValidationInfo
 
 FREE: Literal["free"] = "free"
 KEEP: Literal["keep"] = "keep"
+EVERY = "**"
+"""The pattern of all parameters."""
 Often: TypeAlias = Literal["step", "microbatch"]
 _LAW = "the ranks along an axis of the mesh share what they store; true means all ranks that hold the same"
 
@@ -46,7 +48,7 @@ class StoredRule:
         """Returns the module that is the unit of the parameter of this name; "" if the rule does not match."""
         parts = parameter.split(".")
         modules = [".".join(parts[: end + 1]) for end in range(len(parts))]
-        if self.pattern == "**":
+        if self.pattern == EVERY:
             owner = modules[-2] if len(modules) > 1 else parameter
             return next((one for one in modules[:-1] if one.rpartition(".")[2].isdigit()), owner)
         return next(filter(compile_pattern(self.pattern).matches, modules), "")

@@ -24,7 +24,7 @@ from ruamel.yaml.nodes import MappingNode
 
 _TAKEN = ("batch_dims", "precision", "train")
 _MERGED = ("inputs", "symbols")
-_SEARCHED = ("dataset", "mesh", "outputs", "pipeline", "placement", "ranks", "sharding")
+_SEARCHED = ("dataset", "mesh", "outputs", "parameters", "pipeline", "placement", "ranks", "sharding", "stored")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The candidates of a search: the numbers of ranks that share the batch, a layer and the stages, with microbatches, schedule, ZeRO and
-recomputation.
+"""The candidates of a search: the numbers of ranks that share the batch, a layer and the stages, with microbatches, schedule, ZeRO, stored
+parameters and recomputation.
 
     ranks 4     (stages, dp, tp) = (1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (4, 1, 1), ... and those of fewer ranks
 
@@ -48,6 +48,7 @@ class Fixed:
 class Candidate:
     """`schedule`: of a training in stages; `zero`: the optimizer is sharded over `dp`; `recompute`: modules in lists are computed again.
 
+    `stored`: all parameters are stored in shards over `dp`, and gathered unit by unit; each microbatch reduces its gradients.
     `by_module`: over `tp` each module is sharded, whole, or has its part of the records, as is fastest; else all are that can be.
     `stages_each`: how many stages each of the groups of a pipeline has, of which `degrees` has `stages`.
     """
@@ -59,6 +60,12 @@ class Candidate:
     recompute: bool = False
     by_module: bool = False
     stages_each: int = 1
+    stored: bool = False
+
+    @property
+    def shards_update(self) -> bool:
+        """Whether each rank of `dp` updates a shard of a parameter."""
+        return self.zero or self.stored
 
     @property
     def stages(self) -> int:
@@ -80,7 +87,8 @@ class Candidate:
         parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"ep {one.ep}"] * (one.ep > 1) + [f"tp {one.tp}"] * (one.tp > 1)
         parts += ["by module"] * self.by_module + [f"{self.stages} stages{on}"] * (one.stages > 1)
         parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
-        parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero + ["recompute"] * self.recompute
+        parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero
+        parts += ["stored"] * self.stored + ["recompute"] * self.recompute
         return ", ".join(parts) or "one rank"
 
 
@@ -109,10 +117,11 @@ def candidates(
     sharded: bool,
     by_module: bool = False,
     each: Collection[int] = (1,),
+    stores: bool = False,
 ) -> Iterator[Candidate]:
     """The candidates of degrees. `records`: of a batch, None where a model has none; `again`: whether modules can be recomputed;
     `sharded`: whether the plan shards its optimizer already; `by_module`: whether modules are sharded in several ways;
-    `each`: how many stages a group can have."""
+    `each`: how many stages a group can have; `stores`: whether parameters may be stored in shards."""
     if records is None:
         if degrees.dp == degrees.stages == 1:
             yield Candidate(degrees)
@@ -122,12 +131,14 @@ def candidates(
     own = records // degrees.dp
     counts = [one for one in divisors(own) if one <= MOST_MICROBATCHES and (one == 1 or trains or degrees.stages > 1)]
     scheduled = [pair for pair in SCHEDULES if pair[1] in each]
+    shares = trains and degrees.dp > 1
+    kept = [(False, False)] + [(True, False)] * (shares and not sharded) + [(False, True)] * (shares and stores)
     for count in counts:
         for schedule, many in scheduled if trains and degrees.stages > 1 and count > 1 else [("", 1)]:
-            for zero in (False, True) if trains and degrees.dp > 1 and not sharded else (False,):
+            for zero, stored in kept:
                 for recompute in (False, True) if again else (False,):
                     for each_way in (False, True) if by_module else (False,):
-                        yield Candidate(degrees, count, schedule, zero, recompute, each_way, many)
+                        yield Candidate(degrees, count, schedule, zero, recompute, each_way, many, stored)
 
 
 def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:

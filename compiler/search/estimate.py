@@ -7,7 +7,9 @@
     schedule    as `schedule.simulate` plays it; beyond twice as many microbatches as groups each further one adds as much as the last
     gradients   AllReduces over dp of a rank's gradients; with ZeRO ReduceScatters, and AllGathers of parameters: with several microbatches
                 after all tasks, else the part of the former that does not overlap the backward pass
-    update      of all parameters of a rank; with ZeRO of its shards, and of parameters that are not divided
+    stored      parameters in shards: AllGathers of units in the tasks, twice but for tables and the unit that the backward pass reads
+                first, and ReduceScatters of units, while the tasks compute
+    update      of all parameters of a rank; with ZeRO or stored ones of its shards, and of parameters that are not divided
 
 The estimates rank candidates: the best ones are compiled, and their schedules are simulated.
 
@@ -22,6 +24,7 @@ Parameters are reduced in the order in which a backward pass reaches them, the l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -34,6 +37,8 @@ from partc.compiler.cost.machine import FALLBACK, Link, Machine, Processor
 from partc.compiler.cost.memory import session_bytes
 from partc.compiler.cost.price import function_seconds
 from partc.compiler.cost.sizes import Operand
+from partc.compiler.ir.graph import name_of
+from partc.compiler.plan.stored import EVERY, StoredRule
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
@@ -51,10 +56,13 @@ from partc.compiler.tasks.buckets import Filling
 from partc.compiler.training.optimizer_functions import FAMILIES, function, variant
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, CPU, REDUCE_SCATTER
+from partc.runtime.artifact.stored_readers import FORMS
 from partc.runtime.updates.updater import SHARD
 
 _Kind: TypeAlias = tuple[int | None, tuple[int, ...], float]
 """The sharded dim of a parameter, its shape and the bytes of an element."""
+Parameter: TypeAlias = tuple[ir.Value, tuple[int, ...], float]
+"""A parameter, its shape and the bytes of an element."""
 Calls = Counter[tuple[str, float]]
 """Counts collectives by op and by the bytes that a rank contributes."""
 
@@ -80,6 +88,11 @@ class Reductions:
         calls = self.calls((), 1, 1, False)
         return max(1.0, sum(bytes * many for (_, bytes), many in calls.items()) / max(1, calls.total()))
 
+    @cached_property
+    def units(self) -> StoredUnits:
+        """The units of these parameters if ranks store them in shards."""
+        return StoredUnits(self.parameters)
+
     def calls(self, places: Sequence[tuple[ir.Value, int]], tp: int, dp: int, zero: bool) -> Calls:
         """Returns the collectives of a step, with the dims at these places sharded over `tp`, and the optimizer over `dp` if `zero`."""
         cut, over = tuple(places) if tp > 1 else (), dp if zero else 1
@@ -98,8 +111,7 @@ class Reductions:
                 found[op, full] += 1
 
         for at, shape, item in kinds:
-            bytes = item * math.prod(shape) / (1 if at is None else tp)
-            dim = divided_dim(shape, [tp if dim == at else 1 for dim in range(len(shape))], over)
+            dim, bytes = _divided(at, shape, item, tp, over)
             if dim is None:
                 fill(ALL_REDUCE, bytes)
             elif dim == 0:
@@ -110,6 +122,73 @@ class Reductions:
                 found[ALL_GATHER, bytes / over] += 1
         found.update(filling.open.items())
         return found
+
+
+_SCRATCH = 1.25
+"""The memory that a gather of several parameters has while it is under way, in units."""
+
+
+class StoredUnits:
+    """The messages and the bytes of parameters that ranks store in shards, all of a model's, in the units of the pattern for all.
+
+    `parameters`: those of `Reductions`, in the order of a backward pass.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        rule = StoredRule(EVERY, True, None, "")
+        self.units: dict[str, list[Parameter]] = {}
+        for one in parameters:
+            self.units.setdefault(rule.unit_of(name_of(one[0])), []).append(one)
+
+    def calls(self, places: Sequence[Place], tp: int, dp: int, by_microbatch: bool) -> Calls:
+        """Returns the collectives of a step, or of a microbatch.
+
+        The parameters of a unit that the backward pass reads are gathered again, but not if all is one microbatch and the backward pass
+        begins with the unit.
+        """
+        found, at = Calls(), dict(places) if tp > 1 else {}
+        for k, members in enumerate(self.units.values()):
+            whole, again = dict[object, float](), dict[object, float]()
+            for value, shape, item in members:
+                dim, bytes = _divided(at.get(value), shape, item, tp, dp)
+                kind = dim if dim in (0, None) else value
+                whole[kind] = whole.get(kind, 0.0) + bytes
+                if dim is not None and (k > 0 or by_microbatch) and _is_read_again(value):
+                    again[kind] = again.get(kind, 0.0) + bytes
+            for kind, bytes in whole.items():
+                found[ALL_REDUCE if kind is None else REDUCE_SCATTER, bytes] += 1
+            gathered = [bytes for kind, bytes in whole.items() if kind is not None]
+            found.update((ALL_GATHER, bytes / dp) for bytes in (*gathered, *again.values()))
+        return found
+
+    def bytes(self, places: Sequence[Place], tp: int, dp: int) -> tuple[float, float]:
+        """Returns the bytes of parameters that no rank can have a shard of, and the most bytes of units at once: two units as gathered, the
+        gradients of two, and the scratch of one.
+        """
+        whole, sizes, at = 0.0, [0.0], dict(places) if tp > 1 else {}
+        for members in self.units.values():
+            parts = [_divided(at.get(value), shape, item, tp, dp) for value, shape, item in members]
+            sizes.append(sum(bytes for dim, bytes in parts if dim is not None))
+            whole += sum(bytes for dim, bytes in parts if dim is None)
+        return whole, 2 * max(map(sum, itertools.pairwise(sizes)), default=0.0) + _SCRATCH * max(sizes)
+
+
+def _is_read_again(value: ir.Value) -> bool:
+    """Whether a backward pass reads a parameter: a product with what depends on other parameters does, a table and a term do not."""
+
+    def needs(node: ir.Node) -> bool:
+        if node.op_type in FORMS:
+            return any(needs(use.node) for use in node.outputs[0].uses())
+        others = (one for one in node.inputs if one is not None and one is not value)
+        return node.op_type not in ("Add", "Gather") and any(one.producer() is not None for one in others)
+
+    return any(needs(use.node) for use in value.uses())
+
+
+def _divided(at: int | None, shape: tuple[int, ...], item: float, tp: int, over: int) -> tuple[int | None, float]:
+    """Returns the dim of a parameter that `over` ranks divide, or None, and its bytes on a rank of `tp`, which divide dim `at`."""
+    dim = divided_dim(shape, [tp if dim == at else 1 for dim in range(len(shape))], over)
+    return dim, item * math.prod(shape) / (1 if at is None else tp)
 
 
 def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
@@ -227,8 +306,12 @@ class Estimates:
         agreed = self.machine.links[0].collective(ALL_REDUCE, degrees.ranks, 0)
         step = processor.step + agreed + max(self._scheduled(candidate, costs, parts), least)
         update = self._updated(candidate, sharding)
-        reduced, gathered = self._reduced(candidate, sharding)
         overlap = self.link(degrees.tp, degrees.dp).overlap
+        if candidate.stored:
+            sent, first = self._stored(candidate, sharding)
+            computing = count * shared * (forward + again + backward) / groups
+            return step + update + sent - min(overlap * (sent - first), computing)
+        reduced, gathered = self._reduced(candidate, sharding)
         if count > 1:  # behind the last task: shards are updated while others are reduced or gathered
             return step + reduced + gathered + update - min(overlap * (reduced + gathered), update)
         # what is reduced first is updated, and gathered, meanwhile
@@ -259,9 +342,9 @@ class Estimates:
         return simulate(schedule, Costs(tuple(costs), messages=messages), known).total
 
     def _updated(self, one: Candidate, sharding: Sharding) -> float:
-        """Returns the seconds of a stage's update; with ZeRO each rank updates its shards, and all parameters not divided by dp."""
+        """Returns the seconds of a stage's update; if shards are updated, also of all parameters not divided by dp."""
         degrees, own = one.degrees, self._own(sharding, one)
-        if one.zero and degrees.dp > 1:
+        if one.shards_update and degrees.dp > 1:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
             own += rest * (degrees.dp - 1) / degrees.stages
@@ -272,22 +355,14 @@ class Estimates:
         degrees = one.degrees
         if self.slots is None or degrees.dp == 1:
             return 0.0, 0.0
-        key = sharding.nodes, degrees.tp, degrees.dp, one.zero
+        key = one.zero, sharding.nodes, degrees.tp, degrees.dp
         if key not in self._all_reduced:
             calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, one.zero)
             gathers = Calls({call: many for call, many in calls.items() if call[0] == ALL_GATHER})
-            link = self.link(degrees.tp, degrees.dp)
-            copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
-            copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
-
-            def taken(some: Calls) -> float:
-                """Returns the seconds of collectives, with the packing before and the unpacking after them."""
-                copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in some.items() if copied[op])
-                return copies + seconds_of(some, link, degrees.dp)
-
             each = self.processor(degrees.ranks).session  # a collective that begins ends the session of what it is of
             before = calls - gathers
-            self._all_reduced[key] = taken(before) + each * sum(before.values()), taken(gathers)
+            taken = self._taken(before, degrees) + each * sum(before.values()), self._taken(gathers, degrees)
+            self._all_reduced[key] = taken
         own = 1 - self._not_reduced(sharding, degrees)
         reduced, gathered = (own * seconds for seconds in self._all_reduced[key])
         return reduced / degrees.stages, gathered / degrees.stages
@@ -303,6 +378,26 @@ class Estimates:
         whole = self.weights - sharding.weights + sharding.weights / degrees.tp
         sent = (copies - 1) / copies / degrees.ep / ((degrees.dp - 1) / degrees.dp)
         return experts / max(1.0, whole) * (1 - sent)
+
+    def _taken(self, calls: Calls, degrees: Degrees) -> float:
+        """Returns the seconds of collectives over dp, with the packing before and the unpacking after them."""
+        copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
+        copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
+        copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in calls.items() if copied[op])
+        return copies + seconds_of(calls, self.link(degrees.tp, degrees.dp), degrees.dp)
+
+    def _stored(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
+        """Returns the seconds of a step's gathers of a stage's units and of the reductions of their gradients, and of these the seconds of
+        the first gather of each task, before which no op of the task can run.
+        """
+        degrees, several = candidate.degrees, candidate.microbatches > 1
+        if (key := ("stored", sharding.nodes, degrees.tp, degrees.dp, several)) not in self._all_reduced:
+            calls = self.reductions.units.calls(sharding.places, degrees.tp, degrees.dp, several)
+            taken = self._taken(calls, degrees) + self.processor(degrees.ranks).session * sum(calls.values())
+            self._all_reduced[key] = taken, taken / max(1, sum(calls.values()))
+        taken, mean = self._all_reduced[key]
+        sent, tasks = candidate.microbatches * taken / degrees.stages, 2 * candidate.microbatches if several else 1
+        return sent, min(sent, tasks * mean)
 
     def calibrate(self, seconds: float) -> None:
         """Sets `backward` from the measured seconds of an unsharded model's step on one rank: the backward pass gets the error."""
@@ -352,9 +447,13 @@ class Estimates:
             return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * candidate.microbatches)
         nodes *= 4 if candidate.recompute else 3
         slots = self.slots / (degrees.dp if candidate.zero else 1)
+        held = own * (2 + slots)
+        if candidate.stored:
+            whole, most = self.reductions.units.bytes(sharding.places, degrees.tp, degrees.dp)
+            held = (whole + (own * degrees.stages - whole) / degrees.dp) / degrees.stages * (2 + self.slots) + most
         kept = made * (_FORWARD_ACTIVATIONS * 2 if candidate.recompute else 1.0)
         sessions = session_bytes(nodes, nodes * candidate.microbatches)
-        return own * (2 + slots) + kept * under_way / part + sessions
+        return held + kept * under_way / part + sessions
 
     def _own(self, sharding: Sharding, one: Candidate) -> float:
         """Returns the bytes of a rank's parameters."""
@@ -440,7 +539,7 @@ class Estimates:
             return 0.0
         update, count = self._update(one, own), one.degrees.dp * beside
         link, many = self.link(1 if beside > 1 else one.degrees.tp, count), max(1.0, own / self.reductions.mean)
-        if one.zero:
+        if one.shards_update:
             ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)
             return update + many * sum(link.collective(op, count, given) for op, given in ops)
         return update + many * link.collective(ALL_REDUCE, count, own / many)
@@ -450,7 +549,7 @@ class Estimates:
         if self.optimizer is None:
             return 0.0
         trained = sum(item * math.prod(shape) for _, shape, item in self.reductions.parameters)
-        updated = own / max(1.0, self.weights) * trained / (one.degrees.dp if one.zero else 1)
+        updated = own / max(1.0, self.weights) * trained / (one.degrees.dp if one.shards_update else 1)
         processor = self.processor(one.degrees.ranks)
         if (key := (updated, id(processor))) not in self._updates:
             form = self.optimizer.form

@@ -19,6 +19,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Typed
 from partc.compiler.pipeline import run_passes
 from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.plan.stored import EVERY
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.linked import Linked, linked_dims
@@ -201,7 +202,7 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """All candidates."""
         base = self.request.base
-        again = base.trains and self.request.memory is not None and bool(self.repeated)
+        is_tight = base.trains and self.request.memory is not None
         return [
             one
             for degrees in degrees_of(self.request.ranks, self.request.fixed, self.estimates.work.experts_divisor)
@@ -210,10 +211,11 @@ class Search:
                 degrees,
                 self.records,
                 base.trains,
-                again,
+                is_tight and bool(self.repeated),
                 base.is_sharded,
                 degrees.tp > 1 and self.modules(degrees).are_worth_it,
                 self._stages_each(degrees.stages),
+                is_tight,
             )
             if not self.has_records(one) or (self.records or 0) % (degrees.dp * degrees.tp * one.microbatches) == 0
         ]
@@ -254,7 +256,8 @@ class Search:
         sharding = self._written(candidate) if degrees.tp > 1 else None
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * candidate.microbatches)
-        sections = (*self._pipeline(candidate), *self.request.base.written(candidate.zero))
+        sections = (*self._stored(candidate), *self._pipeline(candidate))
+        sections += self.request.base.written(candidate.zero)
         more = BasePlan((), sections, self.request.base.trains, listed=False)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, base=more)
         return work.proposed(sharding)
@@ -273,6 +276,17 @@ class Search:
         paths = self.program.paths.values()
         found = tensor_parallel(self.unsharded, paths, candidate.degrees.tp, None, whole, self.linked, told)
         return replace(found, has_records=candidate.by_module and modules.has_records)
+
+    def _stored(self, candidate: Candidate) -> tuple[str, ...]:
+        """Returns the lines of stored parameters."""
+        if not candidate.stored:
+            return ()
+        often = ("stored: {reduce: microbatch}",) if candidate.microbatches > 1 else ()
+        return (
+            f"parameters: {{'{EVERY}': {{stored: dp}}}}   # a shard on each rank of dp, gathered unit by unit",
+            *often,
+            "",
+        )
 
     def _pipeline(self, candidate: Candidate) -> tuple[str, ...]:
         """Returns the lines of `pipeline`, with the stages if a group has several; otherwise `placement` places the stages."""

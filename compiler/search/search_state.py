@@ -108,8 +108,8 @@ class SearchState:
         Estimates of candidates of the same degrees err alike that are all of one microbatch, or all of several.
         """
 
-        def kind(one: Candidate) -> tuple[bool, bool, bool]:
-            return one.microbatches > 1, one.zero, one.degrees.tp * one.degrees.stages > 1
+        def kind(one: Candidate) -> tuple[bool, bool, bool, bool]:
+            return one.microbatches > 1, one.zero, one.stored, one.degrees.tp * one.degrees.stages > 1
 
         alike = [(other, ratio) for other, ratio in rows if kind(other) == kind(one)]
         if same := [ratio for other, ratio in alike if other.degrees == one.degrees]:

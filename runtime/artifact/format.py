@@ -322,6 +322,7 @@ class StoredUnitRecord(Record):
 
     `tensors`: the names of the parameters. `bytes`: what a rank has of them while they are gathered. `freed`: whether that is given up
     between the passes of a step. `gathers`: how many events gather them, each once a step, or in a task once a call of it.
+    `readers`: maps a parameter to the paths of the nodes outside of its own module that read it.
     """
 
     unit: str
@@ -331,6 +332,7 @@ class StoredUnitRecord(Record):
     bytes: int = Field(ge=0)
     freed: bool
     gathers: int = Field(ge=0)
+    readers: dict[str, list[str]]
 
 
 class StoredPeak(Record):

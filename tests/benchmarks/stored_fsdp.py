@@ -1,21 +1,33 @@
-"""Stored parameters against torch's FSDP2 over gloo: losses, gathered bytes at once by counting, messages, and CPU seconds of a step.
+"""Stored parameters against torch's FSDP2 over gloo: losses, bytes of parameters and gradients, messages, and CPU seconds of a step.
 
-    python tests/benchmarks/stored_fsdp.py [--ranks 2 3 4] [--layers 4] [--width 192] [--steps 5] [--keep]
+    python tests/benchmarks/stored_fsdp.py [--models gpt llama mixtral] [--ranks 2 3 4] [--steps 5] [--turns 3] [--keep]
 
-Both sides train the GPT of the samples from the same weights on the same batches by AdamW, one thread a rank; with each layer and what is
-left as units of FSDP, and each layer, the embeddings, the norm and the head as units here. The ranks of partc are threads of one process,
-those of torch processes. FSDP's bytes are counted where its parameter groups are gathered and freed. The interpreter has torch.
+Both sides are processes of one thread a rank: those of partc over MPI, those of torch over gloo. They train from the same weights on
+the same batches by AdamW, in float32; each layer and the rest are units of FSDP, and each layer, the embeddings, the norm and the head
+are units here.
+
+    losses apart      the largest difference of the losses of the first steps
+    gathered          the most bytes of gathered parameters that rank 0 has at once: as the manifest states it, in the memory plan of the
+                      runtime, and where groups of FSDP are gathered and freed
+    gradients         the same of gradients that are not reduced yet
+    RSS               the most memory of rank 0 from before the weights are read to the end, with optimizer, activations and messages
+    gathers           AllGathers of a step, and the formula: two for each unit that both passes read, but one for the first that the
+                      backward pass reads, and one for each table
+    CPU               user seconds of all ranks for a step, the median of the turns, in which the sides alternate
+
+The interpreter has torch, and transformers for Llama and Mixtral.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import resource
-import socket
-import subprocess
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,165 +36,328 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
-from training_equivalence import fed, put, source_of, tensors
-from training_models import Feeds, gpt
+from partc.runtime.communication.mpi_calls import settings
+from train_data_parallel import free_port
+from train_memory_report import Memory
+from training_equivalence import source_of
+from training_models import gpt
+from transformer import ROOT, mpi_command
+from turns import Side, answer, told
 
-LR, EPS, DECAY, BATCH, SEQ = 1e-3, 1e-6, 0.1, 12, 64
+LR, EPS, DECAY, WORDS = 1e-3, 1e-6, 0.1, 384
 PLAN = """
 ranks: {ranks}
 mesh: {{dp: {ranks}}}
-symbols: {{batch: {{divisor: {ranks}, max: {batch}}}, seq: {{max: {seq}}}}}
-dataset: {{x: [dp, null], labels: [dp, null]}}
+symbols: {{{batch}: {{divisor: {ranks}, max: {size}}}, {seq}: {{max: {length}}}}}
+dataset: {{{ids}: [dp, null], labels: [dp, null]}}
 parameters: {{"**": {{stored: dp{how}}}}}
 train:
-  loss: {{type: softmax_cross_entropy, logits: y, labels: labels, axis: 2}}
+  loss: {{type: softmax_cross_entropy, logits: {logits}, labels: labels, axis: 2}}
   optimizer: {{type: adamw, lr: {lr}, eps: {eps}, weight_decay: {decay}}}
 """
 
 
-def cpu_seconds() -> float:
-    """The user and system time of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+@dataclass(frozen=True)
+class Sizes:
+    """The model, the batch and the steps of a comparison, as both sides read them from a file."""
+
+    model: str
+    ranks: int
+    width: int
+    layers: int
+    batch: int
+    length: int
+    steps: int
+    keep: bool
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the inputs and of the logits."""
+        return ("x", "y") if self.model == "gpt" else ("input_ids", "logits")
+
+    def gpt(self) -> Any:
+        """The GPT of the samples."""
+        context = max(self.length, 16)
+        return gpt(width=self.width, layers=self.layers, heads=8, vocabulary=WORDS, context=context)
+
+    def config(self) -> Any:
+        """The configuration of a decoder of transformers."""
+        import transformers
+
+        sizes = {"vocab_size": WORDS, "hidden_size": self.width, "num_hidden_layers": self.layers}
+        sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": max(self.length, 16)}
+        sizes |= {"use_cache": False, "tie_word_embeddings": False}
+        if self.model == "llama":
+            return transformers.LlamaConfig(**sizes, intermediate_size=3 * self.width)
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": self.width}
+        return transformers.MixtralConfig(**sizes, **experts)
+
+    def batches(self, count: int) -> list[dict[str, np.ndarray]]:
+        """The same batches on both sides."""
+        chance = np.random.default_rng(3)
+        shape = (self.batch, self.length)
+        return [{name: chance.integers(0, WORDS, shape) for name in (self.names[0], "labels")} for _ in range(count)]
 
 
-def batches(sizes: dict[str, int], steps: int) -> list[Feeds]:
-    """The batches of all steps."""
-    rng = np.random.default_rng(3)
-    return [gpt(**sizes).feeds(rng, batch=BATCH, seq=SEQ) for _ in range(steps)]
+def user_seconds() -> float:
+    """The user time of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
-def partc_side(folder: Path, sizes: dict[str, int], ranks: int, steps: int, keep: bool) -> dict[str, Any]:
-    """Trains on in-process ranks; the first weights are written for the other side."""
-    from partc.compiler.pipeline import compile_source
+def compile_model(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """Writes the artifact, and the first weights for the other side; returns what the artifact states and what its memory plan has."""
+    from partc.compiler.pipeline import compile_model, compile_source
     from partc.compiler.plan.read import parse_plan
-    from partc.runtime import load_local
 
-    how = ", after_forward: keep" if keep else ""
-    text = PLAN.format(ranks=ranks, batch=BATCH, seq=SEQ, how=how, lr=LR, eps=EPS, decay=DECAY)
-    program = compile_source(source_of(gpt(**sizes)), parse_plan(text, "plan.yaml"), folder / "build").program
-    stored, feeds = program.stored, batches(sizes, steps)
+    ids, logits = sizes.names
+    symbols = ("batch", "seq") if sizes.model == "gpt" else ("batch", "sequence")
+    numbers = {"ranks": sizes.ranks, "size": sizes.batch, "length": sizes.length, "lr": LR, "eps": EPS, "decay": DECAY}
+    how = ", after_forward: keep" if sizes.keep else ""
+    text = PLAN.format(**numbers, batch=symbols[0], seq=symbols[1], ids=ids, logits=logits, how=how)
+    (folder / "plan.yaml").write_text(text)
+    if sizes.model == "gpt":
+        source = source_of(sizes.gpt())
+        initial = source.model.graph.initializers.items()
+        np.savez(folder / "weights.npz", **{name: one.const_value.numpy() for name, one in initial if one.const_value})
+        compile_source(source, parse_plan(text, "plan.yaml"), folder / "build")
+    else:
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder / "model")
+        compile_model(folder / "model", folder / "plan.yaml", folder / "build")
+    return counted(folder / "build", dict(zip(symbols, (sizes.batch, sizes.length), strict=True)))
+
+
+def counted(build: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """The stated peak of gathered bytes, and those of gathered parameters and whole gradients in the memory plan of rank 0's runtime."""
+    import onnx
+    from partc.compiler.cost.memory import memory_over_step
+    from partc.runtime.artifact.manifest import open_artifact
+
+    artifact = open_artifact(build)
+    manifest = artifact.manifest
+    stored = manifest.stored
     assert stored is not None
-    with load_local(folder / "build") as local:
-        before = tensors(local)
-        np.savez(folder / "weights.npz", **{name: one for name, one in before.items() if name.count(".adam") == 0})
-        local({**fed(local, 0), **feeds[0]})
-        put(local, before)
-        begin = cpu_seconds()
-        losses = [float(local({**fed(local, k), **step})["loss"]) for k, step in enumerate(feeds)]
-        spent = (cpu_seconds() - begin) / steps / ranks
-    gathers = sum(event.op_type == "AllGather" for event in program.events)
-    scatters = sum(event.op_type == "ReduceScatter" for event in program.events)
-    peak = max(one.bytes for one in stored.peaks)
-    return {"losses": losses, "peak": peak, "messages": (gathers, scatters), "seconds": spent}
+    actions, lives = memory_over_step(artifact, 0, sizes)
+    units = {tensor for unit in stored.units for tensor in unit.tensors}
+    gathers = [one for one in manifest.collectives if one.op == "AllGather" and {*one.sources} <= units]
+    nodes = onnx.load(build / "rank_0000.onnx", load_external_data=False).graph.node
+    by_op = {op: [node for node in nodes if node.op_type == op] for op in ("AllGather", "ReduceScatter")}
+    gathered = {name for node in by_op["AllGather"] if {*node.input} <= units for name in node.output}
+    gradients = {name for node in by_op["ReduceScatter"] for name in node.input}
+
+    def most(names: set[str]) -> int:
+        own = [one for one in lives if one.name in names]
+        spans = [(one.born, max([one.died, *one.sends]), one.bytes) for one in own]
+        return max((sum(b for begin, end, b in spans if begin <= at <= end) for at in range(len(actions))), default=0)
+
+    tables = sum(one.gathers == 1 for one in stored.units[:-1])
+    both = len(stored.units) - tables
+    freed = stored.units[-2].freed
+    return {
+        "stated": max(one.bytes for one in stored.peaks),
+        "gathered": most(gathered),
+        "gradients": most(gradients),
+        "gathers": len(gathers),
+        "scatters": sum(one.op == "ReduceScatter" for one in manifest.collectives),
+        "formula": (2 * both - 1 if freed else both) + tables,
+        "units": len(stored.units),
+    }
 
 
-def torch_rank(folder: Path, sizes: dict[str, int], steps: int, keep: bool) -> None:
-    """One rank of FSDP2; the first writes what it has found."""
+def measured(step: Callable[[], object], turns: Iterator[int], total: Callable[[float], float], first: bool) -> None:
+    """Takes as many steps as each turn says, and answers with the user seconds of all ranks for one."""
+    if first:
+        answer([])
+    for count in turns:
+        begin = user_seconds()
+        for _ in range(count):
+            step()
+        spent = total(user_seconds() - begin) / max(1, count)
+        if first:
+            answer([spent])
+
+
+def partc_rank(folder: Path, sizes: Sizes) -> None:
+    """One rank of partc under MPI."""
+    from mpi4py import MPI
+    from partc.runtime import load_trainer
+    from transformer_partc import told_all
+
+    comm, memory = MPI.COMM_WORLD, Memory()
+    batches = sizes.batches(sizes.steps)
+    share = sizes.batch // sizes.ranks
+    mine = [
+        {name: one[comm.rank * share : (comm.rank + 1) * share] for name, one in batch.items()} for batch in batches
+    ]
+    with load_trainer(folder / "build", comm, threads=1) as trainer:
+        losses = [trainer.train(batch).get("loss") for batch in mine]
+        found = [row for row in comm.gather(losses) or [] if row[0] is not None]
+        if comm.rank == 0:
+            np.save(folder / "partc.npy", np.array(found[0], float))
+        measured(lambda: trainer.train(mine[-1]), told_all(comm), lambda s: comm.allreduce(s), comm.rank == 0)
+        if comm.rank == 0:
+            print(memory.said(), flush=True)
+
+
+def torch_rank(folder: Path, sizes: Sizes) -> None:
+    """One rank of FSDP2; the first writes what it has counted."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.nn import functional
-    from training_torch import network
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    one = gpt(**sizes)
-    net: Any = network(one)
-    with np.load(folder / "weights.npz") as known:
-        net.load_state_dict({name: torch.from_numpy(known[name]) for name, _ in net.named_parameters()}, strict=False)
-    counted = {"now": 0, "peak": 0, "gathers": 0}
-    gather, free = FSDPParamGroup.unshard, FSDPParamGroup.reshard
-    held: set[int] = set()
+    if sizes.model == "gpt":
+        from training_torch import network
+
+        memory = Memory()
+        net: Any = network(sizes.gpt())
+        with np.load(folder / "weights.npz") as known:
+            weights = {name: torch.from_numpy(known[name]) for name, _ in net.named_parameters()}
+        net.load_state_dict(weights, strict=False)
+        del weights
+        layers, forward = net.layers, net
+    else:
+        import transformers
+
+        memory = Memory()
+        net = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        layers = net.model.layers
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = net(input_ids=ids).logits
+            return logits
+
+    counted = dict.fromkeys(("now", "gathered", "gathers", "gradients", "scatters"), 0)
+    gather, free, reduce = FSDPParamGroup.unshard, FSDPParamGroup.reshard, FSDPParamGroup.post_backward
+    held: dict[int, Any] = {}
 
     def size(group: Any) -> int:
         return sum(4 * p._orig_size.numel() for p in group.fsdp_params)
 
     def unshard(self: Any, *arguments: Any, **named: Any) -> Any:
         if id(self) not in held and not self.is_unsharded:
-            held.add(id(self))
+            held[id(self)] = self
             counted["now"] += size(self)
             counted["gathers"] += 1
-            counted["peak"] = max(counted["peak"], counted["now"])
+            counted["gathered"] = max(counted["gathered"], counted["now"])
         return gather(self, *arguments, **named)
 
     def reshard(self: Any, *arguments: Any, **named: Any) -> Any:
         made = free(self, *arguments, **named)
         if id(self) in held and self.is_sharded:
-            held.discard(id(self))
+            del held[id(self)]
             counted["now"] -= size(self)
         return made
 
-    FSDPParamGroup.unshard, FSDPParamGroup.reshard = unshard, reshard
+    def post_backward(self: Any, *arguments: Any, **named: Any) -> Any:
+        there = [p._unsharded_param.grad for group in held.values() for p in group.fsdp_params]
+        counted["gradients"] = max(counted["gradients"], sum(g.nbytes for g in there if g is not None))
+        counted["scatters"] += 1
+        return reduce(self, *arguments, **named)
+
+    FSDPParamGroup.unshard, FSDPParamGroup.reshard, FSDPParamGroup.post_backward = unshard, reshard, post_backward
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    for layer in net.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
-    fully_shard(net, mesh=mesh, reshard_after_forward=not keep)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not sizes.keep)
+    fully_shard(net, mesh=mesh, reshard_after_forward=not sizes.keep)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, eps=EPS, weight_decay=DECAY)
-    losses, begin = [], cpu_seconds()
-    share = BATCH // ranks
-    for feeds in batches(sizes, steps):
-        x, labels = (torch.from_numpy(feeds[name][rank * share : (rank + 1) * share]) for name in ("x", "labels"))
-        loss = functional.cross_entropy(net(x).flatten(0, -2), labels.flatten())
+    share = sizes.batch // ranks
+
+    def step(batch: dict[str, np.ndarray]) -> float:
+        own = (torch.from_numpy(one[rank * share : (rank + 1) * share]) for one in batch.values())
+        ids, labels = own
+        loss = functional.cross_entropy(forward(ids).flatten(0, -2), labels.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(float(total) / ranks)
-    spent = (cpu_seconds() - begin) / steps
+        return float(total) / ranks
+
+    def total(seconds: float) -> float:
+        found = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found)
+
+    batches = sizes.batches(sizes.steps)
+    losses = [step(batch) for batch in batches]
     if rank == 0:
-        gathers = counted["gathers"] / steps
-        np.savez(folder / "torch.npz", losses=losses, peak=counted["peak"], gathers=gathers, seconds=spent)
+        np.save(folder / "torch.npy", np.array(losses))
+        each = {name: counted[name] / sizes.steps for name in ("gathers", "scatters")}
+        (folder / "torch.json").write_text(json.dumps({**counted, **each}))
+    measured(lambda: step(batches[-1]), told(), total, rank == 0)
+    if rank == 0:
+        print(memory.said(), flush=True)
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def compare(sizes: Sizes, turns: int) -> str:
+    """The row of one model on so many ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sizes.json").write_text(json.dumps(sizes.__dict__))
+        own = compile_model(folder, sizes)
+        script = [__file__, "--side"]
+        one = mpi_command(sizes.ranks, *script, "partc", "--folder", name)
+        other = [sys.executable, *script, "torch", "--folder", name]
+        common = {"WORLD_SIZE": str(sizes.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        threads = {"OMP_NUM_THREADS": "1"}
+        sides = [
+            Side("partc", [one], [{**settings(5), **ROOT, **threads}]),
+            Side("torch", [other] * sizes.ranks, [{**common, **threads, "RANK": str(k)} for k in range(sizes.ranks)]),
+        ]
+        for turn in range(turns + 1):
+            for side in sides:
+                side.times += side.turn(2)[: 1 if turn else 0]
+        peaks = [json.loads(side.close().splitlines()[-1])["peak"] for side in sides]
+        off = float(np.abs(np.load(folder / "partc.npy") - np.load(folder / "torch.npy")).max())
+        there = json.loads((folder / "torch.json").read_text())
+    cpu = [statistics.median(side.times) for side in sides]
+    megabytes = [own["stated"], own["gathered"], there["gathered"], own["gradients"], there["gradients"]]
+    mb = [f"{one / 1e6:8.2f}" for one in megabytes]
+    return (
+        f"{sizes.model:8} {sizes.ranks:5d} {off:8.1e} {' '.join(mb)} {peaks[0]:7.0f} {peaks[1]:6.0f} "
+        f"{own['gathers']:5d} {own['formula']:7d} {there['gathers']:6.0f} {own['scatters']:5d} {there['scatters']:6.0f} "
+        f"{cpu[0]:7.3f} {cpu[1]:7.3f} {cpu[0] / cpu[1]:6.2f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["gpt", "llama", "mixtral"], choices=["gpt", "llama", "mixtral"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument(
-        "--keep", action="store_true", help="what is gathered is kept to the backward pass, on both sides"
-    )
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="keep what is gathered to the backward pass, on both sides")
+    parser.add_argument("--side", choices=["partc", "torch"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    sizes = {"layers": options.layers, "width": options.width, "heads": 12, "vocabulary": 384, "context": 128}
-    if options.folder is not None:
-        torch_rank(options.folder, sizes, options.steps, options.keep)
+    said = parser.parse_args()
+    if said.side is not None:
+        sizes = Sizes(**json.loads((said.folder / "sizes.json").read_text()))
+        {"partc": partc_rank, "torch": torch_rank}[said.side](said.folder, sizes)
         return
     print(
-        "ranks   losses apart   gathered at once, MB: torch, partc   gathers: torch, partc  scatters   CPU s a step: torch, partc, ratio"
+        "ranks, losses apart | gathered at once, MB | gradients, MB | peak RSS, MB | gathers | scatters | CPU s a step"
     )
-    for ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            own = partc_side(folder, sizes, ranks, options.steps, options.keep)
-            command = [sys.executable, __file__, "--folder", name, "--steps", str(options.steps)]
-            command += ["--layers", str(options.layers), "--width", str(options.width), *(["--keep"] * options.keep)]
-            port = str(free_port())
-            common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            common |= {"OMP_NUM_THREADS": "1"}
-            jobs = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(ranks)]
-            assert [job.wait() for job in jobs] == [0] * ranks
-            with np.load(folder / "torch.npz") as found:
-                off = float(np.abs(found["losses"] - own["losses"]).max())
-                gathers, scatters = own["messages"]
-                seconds = float(found["seconds"])
-                print(
-                    f"{ranks:5d}   {off:12.1e}   {found['peak'] / 1e6:27.2f}, {own['peak'] / 1e6:5.2f}   {float(found['gathers']):14.0f}, "
-                    f"{gathers:5d}   {scatters:8d}   {seconds:19.3f}, {own['seconds']:5.3f}, {own['seconds'] / seconds:5.2f}"
-                )
+    print(
+        f"{'model':8} {'ranks':>5} {'losses':>8} {'stated':>8} {'partc':>8} {'torch':>8} {'partc':>8} {'torch':>8} {'partc':>7} "
+        f"{'torch':>6} {'partc':>5} {'formula':>7} {'torch':>6} {'partc':>5} {'torch':>6} {'partc':>7} {'torch':>7} {'ratio':>6}"
+    )
+    for model in said.models:
+        for ranks in said.ranks:
+            sizes = Sizes(model, ranks, said.width, said.layers, said.batch, said.length, said.steps, said.keep)
+            print(compare(sizes, said.turns), flush=True)
 
 
 if __name__ == "__main__":

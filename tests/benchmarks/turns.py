@@ -106,7 +106,7 @@ class Side:
             process.stdin.write(f"{_END}\n")
             process.stdin.close()
         for process in self.processes:
-            process.wait(60)
+            process.wait(600)
         assert self.processes[0].stdout
         return self.processes[0].stdout.read().strip()
 

@@ -43,6 +43,15 @@ def test_sessions_of_layers_that_are_shared_and_of_stages_count(tmp_path: Path) 
     assert all(0.7 < ratio < 1.3 for ratio in ratios(LATE, tmp_path, *some))
 
 
+def test_gathers_of_stored_parameters_count(tmp_path: Path) -> None:
+    some = [
+        Candidate(Degrees(dp=4), stored=True),
+        Candidate(Degrees(dp=4), 2, stored=True),
+        Candidate(Degrees(dp=2, stages=2), 4, "1f1b", stored=True),
+    ]
+    assert all(0.6 < ratio < 1.3 for ratio in ratios(LATE, tmp_path, *some)), ratios(LATE, tmp_path, *some)
+
+
 def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path: Path) -> None:
     """Of four stages and one microbatch one rank computes at a time, on one core as on four."""
     for cores in (0, 1):

@@ -216,6 +216,37 @@ def reduced(search: Search, one: Candidate) -> Counter[tuple[str, float]]:
     )
 
 
+@pytest.mark.parametrize(
+    "one", [Candidate(Degrees(dp=4), stored=True), Candidate(Degrees(tp=2, dp=4), stored=True)], ids=str
+)
+def test_gathers_are_those_of_the_compiled_plan(one: Candidate, tmp_path: Path) -> None:
+    """Of units twice but for the last, and their gradients once; 12 is not divided by 8, so weights are stored along their other dim."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, model = base_of(tmp_path / "train.yaml", source(layers(12)))
+    search = Search.of(model, "model.onnx", Request(one.degrees.ranks, Fixed(), base, machine(), {}))
+    degrees, places = one.degrees, search._sharded(one.degrees.tp)[1].places
+    sent, known = reduced(search, one), search.estimates.reductions.units.calls(places, degrees.tp, degrees.dp, False)
+    assert not known - sent
+    assert {op for op, _ in sent - known} == ({ALL_REDUCE} if degrees.tp > 1 else set())  # sums of layers
+
+
+def test_parameters_are_stored_where_nothing_else_fits(tmp_path: Path) -> None:
+    """A search proposes it within a memory alone, and the plan that it writes says what it saves."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, one = base_of(tmp_path / "train.yaml", source(layers(16)))
+    for memory in (None, 1 << 20):
+        request = Request(2, Fixed(), base, machine(), {}, memory=memory)
+        stored = {some.stored for some in Search.of(one, "model.onnx", request).candidates}
+        assert stored == ({False} if memory is None else {False, True})
+    given = {"ranks": 4, "train": TRAIN, "depth": 4, "width": 128, "fixed": Fixed(tp=1, dp=4, stages=1)}
+    with pytest.raises(UsageError, match=r"needs as little; dp 4.*, stored") as refused:
+        found(tmp_path, links(1e-7, 1e11), memory=1000, **given)  # type: ignore[arg-type]
+    least = parse_bytes(str(refused.value).partition("\n")[0].rpartition(" needs ")[2])
+    text = found(tmp_path, links(1e-7, 1e11), memory=least, **given).text  # type: ignore[arg-type]
+    assert parse_plan(text, "plan.yaml").stored.rules
+    assert "# storing shards saves about " in text
+
+
 def test_a_number_by_itself_is_not_reduced(tmp_path: Path) -> None:
     """A model's scale is not trained, so no rank reduces a gradient of it."""
     (tmp_path / "train.yaml").write_text(TRAIN)

@@ -27,11 +27,15 @@ _WITHOUT_EFFECT = re.compile(
     r"log_interval|use_flash_attn|no_async_tensor_model_parallel_allreduce|tensorboard_dir|nproc_per_node|nnodes|node_rank|"
     r"master_addr|master_port|rdzv_id|rdzv_backend|rdzv_endpoint|nproc|world_size"
 )
+_STORED = 'write `parameters: {"**": {stored: dp}}`'
 _HINTS = {
     "context_parallel_size": "write `context: {axis: cp}`, with an axis of the mesh, or give --context",
     "expert_model_parallel_size": "add `--ep`, such as --ep 4: ranks of `--dp` share the experts",
     "num_layers_per_virtual_pipeline_stage": "write more stages than ranks, with `schedule: interleaved`",
     "virtual_pipeline_model_parallel_size": "write more stages than ranks, with `schedule: interleaved`",
+    "use_torch_fsdp2": _STORED,
+    "use_megatron_fsdp": _STORED,
+    "data_parallel_sharding_strategy": f"for optim_grads_params {_STORED}",
     "sequence_parallel": "`{style: rowwise, level: 1}` shards the sequence between layers for less memory",
     "recompute_granularity": 'write `recompute: ["layers.*"]` with the modules\' names in `pipeline`',
     "recompute_method": "`recompute` names modules",

@@ -23,6 +23,8 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from training_command_case import built, train
 from training_equivalence import run, same_training, source_of
 from training_models import CrossEntropy, Model, gpt
 
@@ -89,6 +91,26 @@ def test_trains_as_on_one_rank(case: str, tmp_path: Path) -> None:
     assert len(program.stored.units) == 7  # tokens, positions, three layers, norm and head
 
 
+KEPT = STORED.replace("stored: dp", "stored: dp, after_forward: keep")
+STAGES = 'microbatches: 3, schedule: 1f1b, stages: ["tokens, positions, layers.[0-1]", "layers.2, norm, head"]'
+AGAIN = 'recompute: ["layers.*"]'
+HALVES = {
+    "kept, recomputed, stages": (4, "{pp: 2, dp: 2}", f"{KEPT}pipeline: {{{STAGES}, {AGAIN}}}\n"),
+    "freed, stages": (4, "{pp: 2, dp: 2}", f"{STORED}pipeline: {{{STAGES}}}\n"),
+    "freed, recomputed": (2, "{dp: 2}", f"{STORED}pipeline: {{microbatches: 1, {AGAIN}}}\n"),
+}
+"""With `PLANS`, all pairs of freed or kept, recomputed or not, in stages by 1f1b or not, in float16 or float32."""
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_trains_in_float16_as_on_one_rank(case: str, tmp_path: Path) -> None:
+    ranks, mesh, more = HALVES[case]
+    text = plan(ranks, mesh, RECORDS, more) + "precision: {compute: float16, loss_scale: 64}\n"
+    program = same_training(lambda: source_of(gpt(**SIZES)), text, tmp_path, steps(), rtol=2e-4, atol=2e-2)
+    assert program.stored is not None
+    assert {one.freed for one in program.stored.units} == {"freed" in case}
+
+
 def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
     """Units that both passes read: 2 n - 1 gathers where they are freed, n where they are kept; n ReduceScatters; updates stay."""
     units = 'parameters: {"{layers.*,norm,head}": {stored: dp%s}}\n'
@@ -106,6 +128,21 @@ def test_messages_and_peak_are_the_formulas(tmp_path: Path) -> None:
         assert [(one.ranks, one.bytes <= peak, one.bytes > peak - layer) for one in program.stored.peaks] == [
             ([0, 1, 2], True, True)
         ]
+
+
+def test_one_gradient_is_in_flight_while_the_next_is_computed(tmp_path: Path) -> None:
+    """So whole gradients of two units are in memory at once."""
+    program = compiled(plan(3, "{dp: 3}", RECORDS, STORED), tmp_path)
+    sums = {str(event.tag) for event in program.events if event.op_type == "ReduceScatter"}
+    (row,) = json.loads((tmp_path / "rank_0000.run.json").read_text())["rows"].values()
+    begun, most = set[str](), 0
+    for step in row.split():
+        if step[1:] in sums and step[0] in "AW":
+            (begun.add if step[0] == "A" else begun.remove)(step[1:])
+        elif step[0] == "S":
+            most = max(most, len(begun))
+    assert len(sums) > 4
+    assert most == 1
 
 
 class Tied(nn.Module):
@@ -153,6 +190,62 @@ def test_a_model_that_is_not_trained_is_gathered_unit_by_unit(tmp_path: Path) ->
         with load_local(tmp_path / name) as ranks:
             made.append(ranks({"x": steps()[0]["x"]})["y"])
     np.testing.assert_allclose(*made, rtol=0, atol=1e-6)
+
+
+MODEL = """
+from partc.compiler import Input, Symbol, nn
+nn.seed(3)
+batch = Symbol()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.head = nn.Linear(12, 6)
+    def forward(self, op, x):
+        for layer in self.layers:
+            x = op.Tanh(layer(op, x))
+        return self.head(op, x)
+model, inputs, outputs = Net(), {"x": Input([batch, 12], "float32")}, ["y"]
+"""
+STEPS = """
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label}
+  optimizer: {type: adamw, lr: 0.01%s}
+  data: data.npz
+  batch: 12
+"""
+DATA = "symbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], label: [dp]}\n"
+OTHERS = {
+    "one": "ranks: 1\n" + STEPS % "",
+    "parallel": "ranks: 3\nmesh: {dp: 3}\n" + DATA + STEPS % "",
+    "zero": "ranks: 3\nmesh: {dp: 3}\n" + DATA + STEPS % ", shard: dp",
+    "tp": "ranks: 2\nsharding: {layers.0: colwise, layers.1: rowwise}\n" + STEPS % "",
+    "stages": 'ranks: 2\npipeline: {microbatches: 3, stages: ["layers.[0-1]", "layers.2, head"]}\n' + STEPS % "",
+    "kept": 'ranks: 2\nmesh: {dp: 2}\nparameters: {"**": {stored: dp, after_forward: keep}}\n' + DATA + STEPS % "",
+}
+"""Other plans of the same training."""
+
+
+def test_checkpoints_continue_under_every_other_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step by each other plan, and one by the stored plan after it: all tensors are those of one rank that trains through."""
+    rng = np.random.default_rng(1)
+    np.savez(tmp_path / "data.npz", x=rng.standard_normal((180, 12), np.float32), label=rng.integers(0, 6, 180))
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    stored = 'ranks: 3\nmesh: {dp: 3}\nparameters: {"**": {stored: dp}}\n' + DATA + STEPS % ""
+    for name, text in ({"stored": stored} | OTHERS).items():
+        built(tmp_path, text, name)
+    turns = ["stored", *(name for other in OTHERS for name in (other, "stored"))]
+    saved = ("--save", "1", "--keep", "99")
+    assert train("one", "--steps", str(len(turns)), "--checkpoint", "whole", *saved) == 0
+    for step, name in enumerate(turns, 1):
+        resumed = ("--resume", "turns") if step > 1 else ()
+        assert train(name, "--steps", str(step), "--checkpoint", "turns", *resumed, *saved) == 0
+        whole, found = (Checkpoint.open(tmp_path / runs / f"step_{step:08}") for runs in ("whole", "turns"))
+        assert found.index.tensors.keys() == whole.index.tensors.keys()
+        for tensor in whole.index.tensors:
+            error = f"step {step}, {name}: {tensor}"
+            np.testing.assert_allclose(found.read(tensor), whole.read(tensor), 2e-5, 2e-6, err_msg=error)
 
 
 def test_sixteen_bits_travel(tmp_path: Path) -> None:
