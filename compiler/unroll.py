@@ -14,7 +14,6 @@ A weight that turns read slice by slice, or by their number, becomes one weight 
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -188,7 +187,7 @@ class _Unrolling:
             matches = compile_pattern(pattern).matches
             nodes = (node for node in matched_nodes(program, pattern) if node in self.origins)
             for origin in dict.fromkeys(self.origins[node] for node in nodes):
-                hit.update(itertools.takewhile(lambda path, matches=matches: not matches(path), origin))
+                hit.update(origin[: next((k for k, path in enumerate(origin) if matches(path)), len(origin))])
         return frozenset(hit) & self.loops
 
     def _write_out(self, node: ir.Node, origin: _Origin) -> None:

@@ -151,7 +151,7 @@ class StoredUnits:
             whole, again = dict[object, float](), dict[object, float]()
             for value, shape, item in members:
                 dim, bytes = _divided(at.get(value), shape, item, tp, dp)
-                kind = dim if dim in (0, None) else value
+                kind: object = dim if dim in (0, None) else value
                 whole[kind] = whole.get(kind, 0.0) + bytes
                 if dim is not None and (k > 0 or by_microbatch) and _is_read_again(value):
                     again[kind] = again.get(kind, 0.0) + bytes

@@ -145,8 +145,8 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
         case LookUp():
             return Effects(text, _uses(step.call.inputs), _uses(step.call.outputs))
         case Border():
-            made = step.last.outputs if step.call.op == OTHERWISE else step.call.outputs
-            return Effects(text, _uses([name for name in step.touched if name not in made]), _uses(made))
+            results = step.last.outputs if step.call.op == OTHERWISE else step.call.outputs
+            return Effects(text, _uses([name for name in step.touched if name not in results]), _uses(results))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:

@@ -18,7 +18,7 @@ from ...devices.device_memory import Cell, Remote
 from ...errors import RankError
 from ...job.status_board import IDLE, SLOT, Board
 from ...program.memory_plan import Lifetime
-from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
+from ...program.steps import Border, Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
 from ..memory.roles import ActionKind, Role
@@ -91,6 +91,8 @@ class Accesses:
                 return Access(lane, self._ranges([step.value]))
             case PostRecv() | WaitRecv():
                 return Access(lane, (), self._ranges([step.value]))
+            case Border():
+                raise AssertionError("bodies with communication run on one target")
             case _:
                 return self._of_collective(lane, step)
 
