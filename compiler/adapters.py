@@ -141,7 +141,7 @@ def _new(
     nodes = set(matched_nodes(program, entry.on))
     if not nodes:
         raise CompileError(nothing_matched(program, entry.on, rule.where))
-    found: dict[str, tuple[list[AdaptedProduct], LowRank]] = {}
+    by_module: dict[str, tuple[list[AdaptedProduct], LowRank]] = {}
     for product in known:
         if product.node not in nodes:
             continue
@@ -153,8 +153,8 @@ def _new(
             (entry.rank, inputs), Law(draw="uniform", stream=f"{entry.seed}/{name}", offset=-bound, factor=2 * bound)
         )
         b = _drawn((outputs, entry.rank), Law(draw="constant"))
-        found.setdefault(module, ([], LowRank(a, b, entry.alpha / entry.rank)))[0].append(product)
-    if not found:
+        by_module.setdefault(module, ([], LowRank(a, b, entry.alpha / entry.rank)))[0].append(product)
+    if not by_module:
         fact = f"'{entry.on}' matches no product with a constant weight"
         paths = first_of([repr(product.path) for product in known])
         raise CompileError(
@@ -162,7 +162,7 @@ def _new(
                 rule.where, fact, "an adapter adds to such products", f"those of the model are {paths}" if paths else ""
             )
         )
-    return found
+    return by_module
 
 
 def _drawn(shape: tuple[int, int], law: Law) -> DrawnTensor:

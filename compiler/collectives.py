@@ -79,11 +79,13 @@ def local_map(
         return functools.partial(local_map, in_specs=in_specs, out_specs=out_specs, axes=axes)
     several = isinstance(out_specs, list)
     problems: list[Problem] = []
-    given = [_spec(one, f"in_specs[{k}]", where, problems) for k, one in enumerate(in_specs)]
-    made = [
+    inputs = [_spec(one, f"in_specs[{k}]", where, problems) for k, one in enumerate(in_specs)]
+    outputs = [
         _spec(one, f"out_specs[{k}]", where, problems) for k, one in enumerate(out_specs if several else [out_specs])
     ]
-    named = tuple(dict.fromkeys(axis for spec in (*given, *made) for dim in spec or () for axis in dim)) + tuple(axes)
+    named = tuple(dict.fromkeys(axis for spec in (*inputs, *outputs) for dim in spec or () for axis in dim)) + tuple(
+        axes
+    )
     if not named:
         problems.append(
             Problem(where, "local_map names no mesh axis", _LAW, 'cut a tensor by one, or write axes=["dp"]')
@@ -94,23 +96,23 @@ def local_map(
 
     @functools.wraps(fn)
     def mapped(op: OpBuilder, *arguments: Any) -> Any:
-        _check_call(op, arguments, given, where)
+        _check_call(op, arguments, inputs, where)
         graph = op.builder.graph
         scope = ".".join(part for part in op.builder._scope_names()[1:] if part)
-        one = _Map(op, used, where, f"{where}|{scope}|{graph.num_nodes()}|{','.join(used)}")
+        local = _Map(op, used, where, f"{where}|{scope}|{graph.num_nodes()}|{','.join(used)}")
         before = graph.num_nodes()
         name = str(getattr(fn, "__name__", ""))
-        with _calling(one), within_scope(op.builder, name if name.isidentifier() else "local_map"):
-            shards = [_border(one, ENTER, x, spec) for x, spec in zip(arguments, given, strict=True)]
+        with _calling(local), within_scope(op.builder, name if name.isidentifier() else "local_map"):
+            shards = [_border(local, ENTER, x, spec) for x, spec in zip(arguments, inputs, strict=True)]
             results = fn(op, *shards)
             values = list(results) if isinstance(results, list | tuple) else [results]
-            _follow(one, list(graph)[before:], problems)
-            problems.extend(_wrong_results(one, values, made))
+            _follow(local, list(graph)[before:], problems)
+            problems.extend(_wrong_results(local, values, outputs))
             if problems:
                 raise CompileError(problems)
-            left = [_border(one, LEAVE, y, spec) for y, spec in zip(values, made, strict=True)]
+            left = [_border(local, LEAVE, y, spec) for y, spec in zip(values, outputs, strict=True)]
         for node in list(graph)[before:]:
-            node.metadata_props[INSIDE] = one.key
+            node.metadata_props[INSIDE] = local.key
         return left[0] if not isinstance(results, list | tuple) else type(results)(left)
 
     return mapped
@@ -180,55 +182,57 @@ def axis_index(axis: Axis) -> ir.Value:
 
 
 def _emit(op_type: str, x: ir.Value | None, axis: str, **attributes: Any) -> ir.Value:
-    one, line = _open.get(), calling_line(sys._getframe(2))
+    local, line = _open.get(), calling_line(sys._getframe(2))
     name = sys._getframe(1).f_code.co_name
-    if one is None:
+    if local is None:
         fact, law = f"{name} is called outside of a local map", "a collective takes the shards of ranks"
         raise CompileError(Problem(line, fact, law, "call it in a function that `local_map` runs"))
-    for key, given in attributes.items():
-        if key in ("dim", "to", "root") and (isinstance(given, bool) or not isinstance(given, int)):
+    for key, operand in attributes.items():
+        if key in ("dim", "to", "root") and (isinstance(operand, bool) or not isinstance(operand, int)):
             fact, law = (
-                f"{name}: a dim or root is {given!r}",
+                f"{name}: a dim or root is {operand!r}",
                 "dims and roots are integers, an axis is given by its name",
             )
-            raise CompileError(Problem(line, fact, law, f"write {name}(x, ..., axis={axis or given!r})"))
+            raise CompileError(Problem(line, fact, law, f"write {name}(x, ..., axis={axis or operand!r})"))
     if not axis:
-        raise CompileError(Problem(line, f"{name}: no axis is given", help=f"write {name}(..., axis={one.axes[0]!r})"))
-    if axis not in one.axes:
-        law = f"the local map at {one.where} has {', '.join(repr(known) for known in one.axes)}"
+        raise CompileError(
+            Problem(line, f"{name}: no axis is given", help=f"write {name}(..., axis={local.axes[0]!r})")
+        )
+    if axis not in local.axes:
+        law = f"the local map at {local.where} has {', '.join(repr(known) for known in local.axes)}"
         raise CompileError(
             Problem(line, f"{name}: no axis '{axis}' here", law, f'write axes=["{axis}"] there, or another axis here')
         )
     if x is not None and not isinstance(x, ir.Value):
         raise CompileError(Problem(line, f"{name} takes a tensor, but got {x!r}"))
     attributes = {key: value for key, value in attributes.items() if value != []}
-    given = [] if x is None else [x]
-    made: ir.Value = getattr(one.op, op_type)(*given, _domain=OWN, _version=1, axis=axis, size=1, **attributes)
+    operand = [] if x is None else [x]
+    made: ir.Value = getattr(local.op, op_type)(*operand, _domain=OWN, _version=1, axis=axis, size=1, **attributes)
     node = made.producer()
     assert node is not None
     node.metadata_props[LINE] = line
     return made
 
 
-def _border(one: _Map, op_type: str, x: ir.Value, spec: tuple[tuple[str, ...], ...] | None) -> ir.Value:
+def _border(local: _Map, op_type: str, x: ir.Value, spec: tuple[tuple[str, ...], ...] | None) -> ir.Value:
     said = {"spec": [",".join(dim) for dim in spec]} if spec else {}
-    made: ir.Value = getattr(one.op, op_type)(x, _domain=OWN, _version=1, axes=list(one.axes), **said)
-    node = made.producer()
+    crossed: ir.Value = getattr(local.op, op_type)(x, _domain=OWN, _version=1, axes=list(local.axes), **said)
+    node = crossed.producer()
     assert node is not None
-    node.metadata_props[LINE] = one.where
+    node.metadata_props[LINE] = local.where
     rank = len(spec) if spec is not None else len(x.shape) if x.shape is not None else None
-    made.type, made.shape = x.type, None if rank is None else ir.Shape([None] * rank)
+    crossed.type, crossed.shape = x.type, None if rank is None else ir.Shape([None] * rank)
     if op_type == ENTER:
-        one.varying[made] = frozenset(axis for dim in spec or () for axis in dim)
-    return made
+        local.varying[crossed] = frozenset(axis for dim in spec or () for axis in dim)
+    return crossed
 
 
-def _follow(one: _Map, nodes: Sequence[ir.Node], problems: list[Problem]) -> None:
+def _follow(local: _Map, nodes: Sequence[ir.Node], problems: list[Problem]) -> None:
     """Along which axes ranks differ in what nodes make; what they read from outside enters as an argument."""
     inside = {out for node in nodes for out in node.outputs}
-    told: set[ir.Value] = set()
+    reported: set[ir.Value] = set()
     for node in nodes:
-        found: frozenset[str] = frozenset()
+        axes: frozenset[str] = frozenset()
         for value in node.inputs:
             if value is None:
                 continue
@@ -236,54 +240,54 @@ def _follow(one: _Map, nodes: Sequence[ir.Node], problems: list[Problem]) -> Non
             outside = value.is_graph_input() or (
                 value not in inside and maker is not None and maker.op_type != "Constant"
             )
-            if outside and node.op_type != ENTER and value not in told:
-                told.add(value)
+            if outside and node.op_type != ENTER and value not in reported:
+                reported.add(value)
                 fact = f"{node.op_type} reads '{value.name}', which is made outside of the local map"
                 law, help = "inside, a value is one rank's", "hand it in as an argument, with a spec"
-                problems.append(Problem(one.where, fact, law, help))
-            found |= one.varying.get(value, frozenset())
+                problems.append(Problem(local.where, fact, law, help))
+            axes |= local.varying.get(value, frozenset())
         if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
             problems.append(
                 Problem(
-                    one.where, f"{node.op_type} is called in a local map", "its ops have no bodies", "call it outside"
+                    local.where, f"{node.op_type} is called in a local map", "its ops have no bodies", "call it outside"
                 )
             )
         axis = node.attributes.get_string("axis", "") if node.domain == OWN else ""
         if node.domain == OWN and node.op_type in COLLECTIVES:
-            found = found - {axis} if COLLECTIVES[node.op_type].same else found | {axis}
+            axes = axes - {axis} if COLLECTIVES[node.op_type].same else axes | {axis}
         elif node.domain == OWN and node.op_type == AXIS_INDEX:
-            found |= {axis}
+            axes |= {axis}
         elif node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial"):
-            found = frozenset(one.axes)
+            axes = frozenset(local.axes)
         for out in node.outputs:
-            one.varying.setdefault(out, found)
+            local.varying.setdefault(out, axes)
 
 
 def _wrong_results(
-    one: _Map, values: Sequence[Any], made: Sequence[tuple[tuple[str, ...], ...] | None]
+    local: _Map, values: Sequence[Any], specs: Sequence[tuple[tuple[str, ...], ...] | None]
 ) -> Iterator[Problem]:
-    if len(values) != len(made):
-        yield Problem(one.where, f"out_specs has {len(made)} specs, and the function gives {len(values)} results")
+    if len(values) != len(specs):
+        yield Problem(local.where, f"out_specs has {len(specs)} specs, and the function gives {len(values)} results")
         return
-    for k, (value, spec) in enumerate(zip(values, made, strict=True)):
+    for k, (value, spec) in enumerate(zip(values, specs, strict=True)):
         if not isinstance(value, ir.Value):
-            yield Problem(one.where, f"result {k} is {value!r}, which is not a value of the graph")
+            yield Problem(local.where, f"result {k} is {value!r}, which is not a value of the graph")
             continue
         if spec is not None and value.shape is not None and len(value.shape) != len(spec):
             yield Problem(
-                one.where, f"out_specs[{k}] has {len(spec)} entries, and the result {len(value.shape)} dims", _LAW
+                local.where, f"out_specs[{k}] has {len(spec)} entries, and the result {len(value.shape)} dims", _LAW
             )
         cut = {axis for dim in spec or () for axis in dim}
-        if missing := sorted(one.varying.get(value, frozenset()) - cut):
+        if missing := sorted(local.varying.get(value, frozenset()) - cut):
             fact = f"result {k} may differ along '{missing[0]}', and its spec does not cut it by '{missing[0]}'"
             law = "a result that is not cut along an axis is the same there"
             yield Problem(
-                one.where, fact, law, f"all_reduce, all_gather or broadcast it, or name '{missing[0]}' in its spec"
+                local.where, fact, law, f"all_reduce, all_gather or broadcast it, or name '{missing[0]}' in its spec"
             )
 
 
 def _check_call(
-    op: object, arguments: Sequence[object], given: Sequence[tuple[tuple[str, ...], ...] | None], where: str
+    op: object, arguments: Sequence[object], specs: Sequence[tuple[tuple[str, ...], ...] | None], where: str
 ) -> None:
     problems = []
     if not isinstance(op, OpBuilder):
@@ -295,11 +299,11 @@ def _check_call(
         problems.append(
             Problem(where, "a local map is called within another", "local maps do not nest", "call the function itself")
         )
-    if len(arguments) != len(given):
-        fact = f"in_specs has {len(given)} specs, and the call gives {len(arguments)} tensors"
+    if len(arguments) != len(specs):
+        fact = f"in_specs has {len(specs)} specs, and the call gives {len(arguments)} tensors"
         problems.append(Problem(where, fact, help="write one for each, None for a whole one"))
     for k, x in enumerate(arguments):
-        spec = given[k] if k < len(given) else None
+        spec = specs[k] if k < len(specs) else None
         if not isinstance(x, ir.Value):
             problems.append(Problem(where, f"argument {k} is {x!r}, which is not a value of the graph"))
         elif spec is not None and x.shape is not None and len(x.shape) != len(spec):
@@ -312,7 +316,7 @@ def _check_call(
 def _spec(spec: Spec, name: str, where: str, problems: list[Problem]) -> tuple[tuple[str, ...], ...] | None:
     if spec is None:
         return None
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     wrong = isinstance(spec, str | Mapping) or not isinstance(spec, Sequence)
     for entry in () if wrong else spec:
         names = (
@@ -325,11 +329,11 @@ def _spec(spec: Spec, name: str, where: str, problems: list[Problem]) -> tuple[t
             else (0,)
         )
         wrong = wrong or not all(isinstance(one, str) and one.isidentifier() for one in names)
-        found.append(names)
-    flat = [axis for dim in found for axis in dim]
+        dims.append(names)
+    flat = [axis for dim in dims for axis in dim]
     if wrong or len(set(flat)) < len(flat):
         problems.append(Problem(where, f"{name} is {spec!r}", _LAW, "name an axis once in a spec"))
-    return tuple(found)
+    return tuple(dims)
 
 
 @contextmanager

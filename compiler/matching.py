@@ -106,13 +106,13 @@ def against_stages(
     """Yields a problem for each line of `placement` that puts a node of a stage on other ranks than the stage's."""
     assert program.plan.pipeline is not None
     lines = {rule.where for rule in program.plan.placement}
-    told = set[str]()
+    reported = set[str]()
     for node, rule in decided.items():
-        if node not in stages or rule.where not in lines or rule.where in told:
+        if node not in stages or rule.where not in lines or rule.where in reported:
             continue
         stage = program.plan.pipeline.stages[stages[node]]
         if rule.ranks != stage.ranks:
-            told.add(rule.where)
+            reported.add(rule.where)
             placed, own = ranks_text(rule.ranks), ranks_text(stage.ranks)
             fact = f"'{program.paths[node]}' is placed on {placed}, and its stage {stages[node]} runs on {own}"
             law = f"all nodes of a stage run on its ranks ({PurePath(stage.where).name})"
@@ -142,7 +142,7 @@ def is_unneeded(program: Loaded, pattern: str) -> bool:
 
 def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
     """Returns the placements of the model, and the problems of those whose groups do not fit the plan's ranks and mesh."""
-    plan, found, wrong = program.plan, list[Rule](), dict[Rule, Problem]()
+    plan, rules, wrong = program.plan, list[Rule](), dict[Rule, Problem]()
     lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
     lists += [stage.ranks for stage in plan.pipeline.stages] if plan.pipeline is not None else []
     sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
@@ -150,30 +150,30 @@ def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
         if placed.role:
             continue
         if isinstance(placed.on, int):
-            found.append(Rule(placed.pattern, (placed.on,), placed.where))
+            rules.append(Rule(placed.pattern, (placed.on,), placed.where))
             continue
         try:
             group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes, roles=plan.roles))
-            found.append(Rule(placed.pattern, group.ranks, placed.where))
+            rules.append(Rule(placed.pattern, group.ranks, placed.where))
         except Refused as violation:
-            found.append(Rule(placed.pattern, (), placed.where))
-            wrong[found[-1]] = Problem.of(violation, placed.where, f"place of '{placed.pattern}'")
-    return found, wrong
+            rules.append(Rule(placed.pattern, (), placed.where))
+            wrong[rules[-1]] = Problem.of(violation, placed.where, f"place of '{placed.pattern}'")
+    return rules, wrong
 
 
 def placed_on_roles(program: Loaded) -> list[PlacementRule]:
     """Returns the model's lines that place parameters on ranks of a role; raises CompileError for roles that the plan does not have."""
-    frame, problems, found = Frame(program.plan.ranks, roles=program.plan.roles), [], []
+    frame, problems, rules = Frame(program.plan.ranks, roles=program.plan.roles), [], []
     for placed in program.declared.placements:
         try:
             if placed.role:
                 ranks = group_of({"role": placed.role}, frame).ranks
-                found.append(PlacementRule(placed.pattern, ranks, placed.where, serves=True))
+                rules.append(PlacementRule(placed.pattern, ranks, placed.where, serves=True))
         except Refused as violation:
             problems.append(Problem.of(violation, placed.where, f"place of '{placed.pattern}'"))
     if problems:
         raise CompileError(problems)
-    return found
+    return rules
 
 
 def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
@@ -182,7 +182,7 @@ def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
     graph = program.model.graph
     named = {value for name, value in graph.initializers.items() if matches(name)}
     constant = set(graph.initializers.values())
-    found = []
+    readers = []
     for node in graph if named else ():
         reads = program.reads[node]
         of_weights = any(value in named for value in reads)
@@ -190,8 +190,8 @@ def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
             constant.update(node.outputs)
             named.update(node.outputs if of_weights else ())
         elif any(value in named for value in node.inputs):  # and not in its bodies alone
-            found.append(node)
-    return found
+            readers.append(node)
+    return readers
 
 
 def _annotated(program: Annotated) -> dict[ir.Node, Rule]:

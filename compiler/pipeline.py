@@ -213,15 +213,15 @@ def programs_of(
         told = (on_end, on_start) if is_step else ()
         behind = lower if kind in done else None
         try:
-            made = run_passes(first, through, *told, verify_passes=verify_passes, start_after=behind)
+            passed = run_passes(first, through, *told, verify_passes=verify_passes, start_after=behind)
         except CompileError as error:
             if kind is not ProgramKind.STREAMED_EVALUATION:
                 raise
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
-        done[kind] = cast(Lowered, made)
-    found: dict[Key, Complete] = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
-    decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
+        done[kind] = cast(Lowered, passed)
+    complete: dict[Key, Complete] = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    decode, prefill = complete.get(ProgramKind.STEP), complete.get(ProgramKind.PREFILL)
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
         # the prefill knows in how many runs slots lie, and all together how many there is room for
         record, rules = prefill.generation.record, decode.plan.generate
@@ -232,16 +232,16 @@ def programs_of(
         for kind, size in sizes:
             on_start(f"{kind.value} of {size}")
             first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)
-            found[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
+            complete[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
         if rules is not None and rules.memory is not None:
             from partc.compiler.cost.memory import most_slots  # it knows how the runtime runs a file
 
-            others = [program for key, program in found.items() if key is not ProgramKind.STEP]
+            others = [program for key, program in complete.items() if key is not ProgramKind.STEP]
             programs = [replace(decode, generation=prefill.generation), *others]
             room = most_slots(Unwritten(programs, name), rules, record.runs)
             record = record.model_copy(update={"room": room})
-        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
-    return found
+        complete[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
+    return complete
 
 
 def _has(step: Lowered, kind: ProgramKind) -> bool:

@@ -77,18 +77,18 @@ def round_caches(source: Source, rules: GenerateRules, name: str) -> Source:
             Problem(where, f"onnxruntime cannot run the model: {error}", law, "leave out 'cache'")
         ) from error
     build = NodeBuilder(model.graph, "cache")
-    for one, most in zip(appends, largest, strict=True):
+    for cache, most in zip(appends, largest, strict=True):
         if not np.isfinite(most).all():
-            fact = f"'{one.present.name}' has numbers that are not finite"
+            fact = f"'{cache.present.name}' has numbers that are not finite"
             raise CompileError(Problem(where, fact, law, "leave out 'cache'"))
-        new = one.append.inputs[1]
+        new = cache.append.inputs[1]
         assert new is not None
-        new.type = one.past.type
-        scale = build.constant(f"{one.past.name}.scale", _scales(most))
+        new.type = cache.past.type
+        scale = build.constant(f"{cache.past.name}.scale", _scales(most))
         rounded = round_entries(build, new, scale)
         rounded.type, rounded.shape = new.type, new.shape
-        build.put(before=one.append)
-        one.append.replace_input_with(1, rounded)
+        build.put(before=cache.append)
+        cache.append.replace_input_with(1, rounded)
     return replace(source, model=model, quantized=True)
 
 
@@ -116,14 +116,14 @@ def _largest(graph: GraphSessions, ids: ir.Value, appends: Sequence[Append], rul
 
     Each part of the sequence has an empty past where positions are an input, else entries of the first part as its past.
     """
-    given = {str(one.name): one for one in graph.model.graph.inputs}
+    inputs = {str(one.name): one for one in graph.model.graph.inputs}
     sizes = [[int(str((one.past.shape or ())[k])) for k in (1, 3)] for one in appends]
-    found: list[Numbers] = [np.zeros(size, np.float32) for size in sizes]
+    magnitudes: list[Numbers] = [np.zeros(size, np.float32) for size in sizes]
     entries: list[Numbers] = [np.zeros([1, heads, 0, size], np.float32) for heads, size in sizes]
     tokens, rng = min(_TOKENS, rules.length), np.random.default_rng(0)
-    last = rules.length - tokens if ROWS in given else min(rules.length - tokens, _LONGEST_PAST)
+    last = rules.length - tokens if ROWS in inputs else min(rules.length - tokens, _LONGEST_PAST)
     for begin in sorted({*np.linspace(0, last, _PLACES).astype(int).tolist()}):
-        past = 0 if ROWS in given else begin
+        past = 0 if ROWS in inputs else begin
         feeds: dict[str, Array] = {
             name_of(ids): rng.integers(0, graph.rows(name_of(ids)) or 2, (1, tokens)),
             ROWS: np.arange(begin, begin + tokens)[None],
@@ -133,9 +133,9 @@ def _largest(graph: GraphSessions, ids: ir.Value, appends: Sequence[Append], rul
                 for one, held in zip(appends, entries, strict=True)
             },
         }
-        kinds = {name: value.dtype.numpy() for name, value in given.items() if value.dtype is not None}
+        kinds = {name: value.dtype.numpy() for name, value in inputs.items() if value.dtype is not None}
         try:
-            made = graph.run(
+            outputs = graph.run(
                 {name: array.astype(kinds[name]) for name, array in feeds.items() if name in kinds},
                 [name_of(one.present) for one in appends],
             )
@@ -143,8 +143,9 @@ def _largest(graph: GraphSessions, ids: ir.Value, appends: Sequence[Append], rul
             if not begin:
                 raise
             break  # longer than the model's sequences: the passes say so
-        entries = [array.astype(np.float32) for array in made.values()]
-        found = [
-            np.maximum(most, np.abs(new[0, :, past:]).max(axis=1)) for most, new in zip(found, entries, strict=True)
+        entries = [array.astype(np.float32) for array in outputs.values()]
+        magnitudes = [
+            np.maximum(most, np.abs(new[0, :, past:]).max(axis=1))
+            for most, new in zip(magnitudes, entries, strict=True)
         ]
-    return found
+    return magnitudes

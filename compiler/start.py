@@ -32,14 +32,14 @@ def start(
     plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
     programs `beside` it; `size` is that of a narrow program. `strict` is as `compile_model` says.
     """
-    found = read(source.model, name, configuration)
+    annotated = read(source.model, name, configuration)
     declared = source.declared
-    if found:
-        declared = replace(declared, symbols={**found.symbols, **declared.symbols}, annotations=found)
+    if annotated:
+        declared = replace(declared, symbols={**annotated.symbols, **declared.symbols}, annotations=annotated)
     if plan is None:
-        plan = found.plan() if found else Plan.whole()
-    if found:
-        plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
+        plan = annotated.plan() if annotated else Plan.whole()
+    if annotated:
+        plan = replace(plan, outputs=(*annotated.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
     if kind is ProgramKind.STREAMED_EVALUATION and beside:
         plan = _of_forward_passes(plan, beside[ProgramKind.STEP])

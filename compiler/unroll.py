@@ -364,14 +364,14 @@ class _Unrolling:
             self._border(node, origin, CARRY, [value, turn], LOOP, f"state{at}").outputs[0]
             for at, value in enumerate(states)
         ]
-        more, *made = self._inlined(node, "body", [turn, going, *begun], f"{self._base(node)}.body", origin)
+        more, *turn_results = self._inlined(node, "body", [turn, going, *begun], f"{self._base(node)}.body", origin)
         (ended,) = self._border(node, origin, END, [more, turn], LOOP, "end").outputs
-        pairs = zip(made, begun, strict=False)
+        pairs = zip(turn_results, begun, strict=False)
         results = [
             self._border(node, origin, CARRIED, [*pair, ended], LOOP, f"last{at}").outputs[0]
             for at, pair in enumerate(pairs)
         ]
-        stacks = enumerate(made[len(states) :])
+        stacks = enumerate(turn_results[len(states) :])
         return results + [
             self._border(node, origin, STACK, [one, ended], LOOP, f"out{at}").outputs[0] for at, one in stacks
         ]
@@ -381,16 +381,16 @@ class _Unrolling:
         base, count = self._base(node), node.attributes["num_scan_inputs"].as_int()
         first, outs = len(node.inputs) - count, len(node.outputs) - len(node.inputs) + count
         in_axes, in_turned, out_axes, out_turned = _directions(node, count, outs)
-        given = [value for value in node.inputs if value is not None]
-        at = in_axes[0] % len(given[first].shape or ())
-        sizes = self._put(node, "Shape", [given[first]], f"{base}.sizes", origin).outputs[0]
+        operands = [value for value in node.inputs if value is not None]
+        at = in_axes[0] % len(operands[first].shape or ())
+        sizes = self._put(node, "Shape", [operands[first]], f"{base}.sizes", origin).outputs[0]
         total = self._put(
             node, "Gather", [sizes, self._constant(np.array(at), f"{base}.axis")], f"{base}.turns", origin
         ).outputs[0]
         turn, _ = self._border(node, origin, BEGIN, [total, None], LOOP, "begin", int64_rank=0, bool_rank=0).outputs
         begun = [
             self._border(node, origin, CARRY, [value, turn], LOOP, f"state{k}").outputs[0]
-            for k, value in enumerate(given[:first])
+            for k, value in enumerate(operands[:first])
         ]
         numbers = [turn]
         if any(in_turned):
@@ -399,18 +399,18 @@ class _Unrolling:
             numbers.append(self._put(node, "Sub", [left, turn], f"{base}.body.at", origin).outputs[0])
         elements = [
             self._put(node, "Gather", [value, numbers[turned]], f"{base}.body.in{k}", origin, axis=axis).outputs[0]
-            for k, (value, axis, turned) in enumerate(zip(given[first:], in_axes, in_turned, strict=True))
+            for k, (value, axis, turned) in enumerate(zip(operands[first:], in_axes, in_turned, strict=True))
         ]
-        made = self._inlined(node, "body", [*begun, *elements], f"{base}.body", origin)
+        turn_results = self._inlined(node, "body", [*begun, *elements], f"{base}.body", origin)
         on = self._constant(np.array(True), f"{base}.on")
         (ended,) = self._border(node, origin, END, [on, turn], LOOP, "end").outputs
         results = [
             self._border(node, origin, CARRIED, [*pair, ended], LOOP, f"last{k}").outputs[0]
-            for k, pair in enumerate(zip(made, begun, strict=False))
+            for k, pair in enumerate(zip(turn_results, begun, strict=False))
         ]
-        dim = (given[first].shape or ())[at]
+        dim = (operands[first].shape or ())[at]
         length = "" if dim is None else str(getattr(dim, "value", dim) or "")
-        for k, (value, axis, turned) in enumerate(zip(made[first:], out_axes, out_turned, strict=True)):
+        for k, (value, axis, turned) in enumerate(zip(turn_results[first:], out_axes, out_turned, strict=True)):
             stack = self._border(node, origin, STACK, [value, ended], LOOP, f"out{k}", length=length).outputs[0]
             if turned:
                 ends = ((-1,), (np.iinfo(np.int64).min,), (0,), (-1,))
@@ -465,13 +465,13 @@ class _Unrolling:
         body, path = node.attributes[attribute].as_graph(), self.paths[node]
         names = body_paths(body, path.rpartition(".")[0], f"{path}.{attribute}.")
         copy = body.clone(allow_outer_scope_values=True)
-        given = dict(zip(copy.inputs, values, strict=True))
+        by_input = dict(zip(copy.inputs, values, strict=True))
         for own, value in zip(body.initializers.values(), copy.initializers.values(), strict=True):
-            given[value] = self._hoisted(own)
+            by_input[value] = self._hoisted(own)
         results, nodes = list(copy.outputs), list(copy)
         copy.outputs.clear()
         copy.initializers.clear()
-        for old, new in given.items():
+        for old, new in by_input.items():
             if new is not None:
                 self._forward(old, new)
         copy.remove(nodes)

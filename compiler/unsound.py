@@ -42,13 +42,13 @@ def unsound(path: Path) -> str:
     try:
         # weights of a folder may be in files of any place
         model = read_model(path) if built is None else without_weights(built)
-        found = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
+        violations = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     except Exception as error:  # of a model that cannot even be looked at
         if out_of_memory(error):
             raise
         return " ".join(f"{type(error).__name__}: {error}".split())
-    if found:
-        return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact
+    if violations:
+        return f"{violations[0].node}: {violations[0].fact}" if violations[0].node else violations[0].fact
     compute_in_float32(model, bfloat16=True)
     refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
     return f"onnxruntime {version()} does not load it: {refused}" if refused else ""

@@ -173,20 +173,20 @@ def _is_local(program: Loaded) -> bool:
 
 def _graph(program: Loaded) -> Iterator[str]:
     graph = program.model.graph
-    made: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
-    names = Counter(value.name for value in made)
+    defined: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    names = Counter(value.name for value in defined)
     for node in graph:
         if node not in program.paths:
             yield f"{node.name or node.op_type}: it has no path"
         for value in read_by(node):
-            if value not in made:
+            if value not in defined:
                 yield f"{program.paths.get(node, node.op_type)}: it reads '{value.name}', which is not made before it"
-        made.update(node.outputs)
+        defined.update(node.outputs)
         for value in node.outputs:
             if value.name:
                 names[value.name] += 1
     yield from (f"'{name}': {count} values have this name" for name, count in names.items() if count > 1)
-    yield from (f"output '{value.name}': nothing makes it" for value in graph.outputs if value not in made)
+    yield from (f"output '{value.name}': nothing makes it" for value in graph.outputs if value not in defined)
     paths = Counter(program.paths.get(node) for node in graph)
     yield from (f"'{path}': {count} nodes have this path" for path, count in paths.items() if count > 1)
 
@@ -321,13 +321,13 @@ def _uneven(program: Typed, value: ir.Value, layout: Layout, known: dict[str, Fa
 def _local(program: Localized) -> Iterator[str]:
     local = program.local
     job = local.comm.job
-    made: dict[Value, Ranks] = {}
+    defined: dict[Value, Ranks] = {}
     for some in (job.inputs, job.weights, job.state, job.constants, job.scalars):
         for value, _, ranks in some:
-            made[value] = made.get(value, 0) | ranks
+            defined[value] = defined.get(value, 0) | ranks
     for one in local.accumulated:
-        made[one.value] = made.get(one.value, 0) | ranks_of(one.version.group)
-    yield from _job(job, made)
+        defined[one.value] = defined.get(one.value, 0) | ranks_of(one.version.group)
+    yield from _job(job, defined)
     tags = [(step.tag, ranks) for step, ranks in job.program if isinstance(step, Comm | Transfer)]
     rows = {
         rank: list(dict.fromkeys(tag for tag, some in tags if some & ranks))
@@ -337,8 +337,8 @@ def _local(program: Localized) -> Iterator[str]:
     yield from _events(local.comm.events, rows)
 
 
-def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
-    """Yields the faults of a job's ops in order: an op's ranks must have its operands, and make a value once; `made`: earlier values."""
+def _job(job: Job, defined: dict[Value, Ranks]) -> Iterator[str]:
+    """Yields the faults of a job's ops in order: an op's ranks must have its operands, and make a value once; `defined`: earlier values."""
     later: list[tuple[JobOp, Ranks]] = []
     behind = 0
     for step, ranks in job.program:
@@ -352,13 +352,13 @@ def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
         if isinstance(step, Transfer):
             reading, making = ranks_of(step.sources), ranks_of(step.targets)
         for value in step.reads:
-            if without := reading & ~made.get(value, 0):
+            if without := reading & ~defined.get(value, 0):
                 yield f"rank {lowest(without)}: {_title(step)} reads '{value}', which it does not have"
         for value in step.makes:
-            there = made.get(value, 0)
+            there = defined.get(value, 0)
             if again := making & there:
                 yield f"rank {lowest(again)}: '{value}' is defined again by {_title(step)}"
-            made[value] = there | making
+            defined[value] = there | making
 
 
 def _parts(program: Lowered) -> Iterator[str]:
@@ -417,8 +417,8 @@ def _body(body: Body, part: RankProgram) -> Iterator[str]:
             yield f"a call of it has {ends} inputs and outputs"
 
 
-def _steps(steps: Sequence[Op], made: Counter[Value], in_order: bool) -> Iterator[str]:
-    """Yields the faults of a rank's ops in order; `made` counts the values that exist before, and then those that ops make."""
+def _steps(steps: Sequence[Op], defined: Counter[Value], in_order: bool) -> Iterator[str]:
+    """Yields the faults of a rank's ops in order; `defined` counts the values that exist before, and then those that ops make."""
     later: Op | None = None
     for step in steps:
         if step.task is not TaskKind.FORWARD:
@@ -426,10 +426,10 @@ def _steps(steps: Sequence[Op], made: Counter[Value], in_order: bool) -> Iterato
         elif later is not None and in_order:
             yield f"{_title(step)} is forward, and stands behind {_title(later)}, which is not"
         for value in step.reads:
-            if value not in made and value.constant is None:
+            if value not in defined and value.constant is None:
                 yield f"{_title(step)} reads '{value}', which it does not have"
-        made.update(step.makes)
-    yield from (f"'{value}' is defined {count} times" for value, count in made.items() if count > 1)
+        defined.update(step.makes)
+    yield from (f"'{value}' is defined {count} times" for value, count in defined.items() if count > 1)
 
 
 def _title(step: Op | JobOp) -> str:

@@ -49,7 +49,7 @@ def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
 def promised(program: Loaded) -> dict[str, Facts]:
     """Maps dims of the inputs to their promised facts before they are bound, by the model's names, or `x_dim_1` for unnamed dims."""
     graph, plan = program.model.graph, program.plan
-    promises, found = _promises(program), dict[str, Facts]()
+    promises, facts_of_dims = _promises(program), dict[str, Facts]()
     for value in graph.inputs:
         dims = value.shape.dims if value.shape is not None else ()
         rule = plan.dims.inputs.get(name_of(value))
@@ -60,8 +60,8 @@ def promised(program: Loaded) -> dict[str, Facts]:
             own = unnamed(value, axis) if dim.value is None else str(dim.value)
             promise = None if isinstance(said, int) else promises.get(said or identifier(own))
             facts = Facts.constant(said) if isinstance(said, int) else promise.facts if promise else _FREE
-            found.setdefault(own, facts)
-    return found
+            facts_of_dims.setdefault(own, facts)
+    return facts_of_dims
 
 
 def unknown_input(name: str, where: str, graph: ir.Graph, plan: Plan) -> Problem:

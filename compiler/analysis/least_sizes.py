@@ -67,7 +67,7 @@ def with_least_sizes(
 
     The shapes of the graph's values are known; `name` is the model's.
     """
-    found, problems = dict(symbols), [*_without_windows(graph, paths, name)]
+    raised_symbols, problems = dict(symbols), [*_without_windows(graph, paths, name)]
     laws = [law for law in dict.fromkeys(_laws(graph, symbols)) if law.dim.names]
     for symbol, info in symbols.items():
         own = [law for law in laws if symbol in law.dim.names]
@@ -76,7 +76,7 @@ def with_least_sizes(
             continue
         broken: _Law | None = None
         for size in _sizes(info.facts, least):
-            law = next((law for law in own if _breaks(law, symbol, size, found)), None)
+            law = next((law for law in own if _breaks(law, symbol, size, raised_symbols)), None)
             if law is None:
                 break
             broken = law
@@ -91,10 +91,10 @@ def with_least_sizes(
             continue
         facts = info.facts
         raised = Facts(facts.divisor, facts.remainder, size, facts.max)
-        found[symbol] = replace(info, facts=raised, because=why)
+        raised_symbols[symbol] = replace(info, facts=raised, because=why)
     if problems:
         raise CompileError(problems)
-    return found
+    return raised_symbols
 
 
 def _without_windows(graph: ir.Graph, paths: Mapping[ir.Node, str], name: str) -> Iterator[Problem]:

@@ -29,7 +29,7 @@ def part_symbols(
     training = program.training
     if training is None or training.rules.accumulate == 1 or not program.kind.divides:
         return dict(symbols)
-    found, problems = dict(symbols), []
+    changed, problems = dict(symbols), []
     for name in sorted(batch_symbols(along) & symbols.keys()):
         info = symbols[name]
         facts = quotient(info.facts, training.rules.accumulate)
@@ -39,10 +39,10 @@ def part_symbols(
                 Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
             )
             continue
-        found[name] = replace(info, facts=facts, parts=training.rules.accumulate, global_facts=info.facts)
+        changed[name] = replace(info, facts=facts, parts=training.rules.accumulate, global_facts=info.facts)
     if problems:
         raise CompileError(problems)
-    return found
+    return changed
 
 
 def part_facts(

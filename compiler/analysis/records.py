@@ -37,13 +37,13 @@ def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] |
     dims = {value: tuple(value.shape.dims) for value in graph.inputs if value.shape is not None and len(value.shape)}
     batch = _batch(dims, labels, said)
     later = {_name(dim) for some in dims.values() for dim in some[1:]}
-    found: dict[ir.Value, int] = {}
+    places: dict[ir.Value, int] = {}
     for value in graph.inputs:
         own = said.get(name_of(value))
         at = own.dim if own is not None else 0 if value.shape is None else _along(dims.get(value, ()), batch, later)
         if at is not None and (value.shape is None or at < len(value.shape)):
-            found[value] = at
-    return found
+            places[value] = at
+    return places
 
 
 def batch_symbols(dims: BatchDims) -> set[str]:
@@ -71,15 +71,18 @@ def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> 
 def wrong_batch_dims(graph: ir.Graph, plan: Plan) -> Iterator[Problem]:
     """Problems of the plan's `batch_dims`: inputs that do not exist, and dims that an input does not have."""
     inputs = {name_of(value): value for value in graph.inputs}
-    for name, one in plan.dims.batch_dims.items():
+    for name, batch_dim in plan.dims.batch_dims.items():
         if name not in inputs:
-            yield unknown_input(name, one.where, graph, plan)
+            yield unknown_input(name, batch_dim.where, graph, plan)
             continue
         shape = inputs[name].shape
-        if one.dim is not None and shape is not None and one.dim >= len(shape):
-            fact = f"input '{name}' has {len(shape)} dims, and holds records along dim {one.dim}"
+        if batch_dim.dim is not None and shape is not None and batch_dim.dim >= len(shape):
+            fact = f"input '{name}' has {len(shape)} dims, and holds records along dim {batch_dim.dim}"
             yield Problem(
-                one.where, fact, "dims are counted from 0", "name one that it has, or null where it holds no records"
+                batch_dim.where,
+                fact,
+                "dims are counted from 0",
+                "name one that it has, or null where it holds no records",
             )
 
 

@@ -57,7 +57,9 @@ def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> 
             )
 
 
-def settle(ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | None], inside: Any, given: Any) -> None:
+def settle(
+    ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | None], inside: Any, last_values: Any
+) -> None:
     """Sets shapes of a body's carried inputs that hold in every iteration: the initial ones, with dims unknown that the body changes."""
     for start, value in zip(first, inside, strict=False):
         if start is not None:
@@ -66,7 +68,7 @@ def settle(ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | No
     for _ in range(sum(1 + len(value.shape or ()) for value in inside) + 1):
         _read_again(ctx, body)
         changed = False
-        for value, last in zip(inside, given, strict=False):
+        for value, last in zip(inside, last_values, strict=False):
             common = _common(ctx, value.shape, last.shape)
             if common is not value.shape:
                 value.shape, changed = common, True

@@ -281,14 +281,14 @@ def _slice(at: _Node) -> Entries | None:
 
 
 def _split(at: _Node) -> list[Entries]:
-    entries, start, found = at.entries(), 0, []
+    entries, start, splits = at.entries(), 0, []
     for out in at.node.outputs:
         shape = _numbers(out)
         if entries is None or shape is None or entries.ndim != 1:
             return []
-        found.append(entries[start : start + shape[0]])
+        splits.append(entries[start : start + shape[0]])
         start += shape[0]
-    return found
+    return splits
 
 
 def _expand(at: _Node) -> Entries | None:

@@ -271,13 +271,13 @@ def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) 
     """Without axes every dim of size 1 is removed; the result is known only if no dynamic dim can be 1."""
     data = node.inputs[0]
     assert data is not None
-    given = len(node.inputs) > 1 and node.inputs[1] is not None
-    axes = integers_of(ctx, node.inputs[1]) if given else None
+    has_axes = len(node.inputs) > 1 and node.inputs[1] is not None
+    axes = integers_of(ctx, node.inputs[1]) if has_axes else None
     if "axes" in node.attributes or axes is not None:
         rule(ctx, node)
         return
     open_dims = [dim for dim in data.shape.dims if not isinstance(dim, int)] if data.shape is not None else []
-    if given or data.shape is None or any(_facts(dim, known).contains(1) for dim in open_dims):
+    if has_axes or data.shape is None or any(_facts(dim, known).contains(1) for dim in open_dims):
         ctx.set_shape_and_dtype(node.outputs[0], None, data.dtype)
         return
     rule(ctx, node)

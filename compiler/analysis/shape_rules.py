@@ -300,7 +300,7 @@ def _shared_key(node: ir.Node) -> Hashable | None:
 
 def _kinds(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> list[_Kind] | None:
     """The inferred types and dims of a node's outputs; None where one is missing, names this node alone, or the engine knows more of it."""
-    found: list[_Kind] = []
+    kinds: list[_Kind] = []
     for out in node.outputs:
         if not isinstance(out.type, ir.TensorType) or out.shape is None:
             return None
@@ -311,8 +311,8 @@ def _kinds(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> list[_Kin
         for dim in (*dims, *(entries or ())):
             if not isinstance(dim, int) and not (dim.value and dim.free_symbols() <= known.keys()):
                 return None
-        found.append((out.type.dtype, dims, entries))
-    return found
+        kinds.append((out.type.dtype, dims, entries))
+    return kinds
 
 
 def _give(ctx: ShapeInferenceContext, node: ir.Node, kinds: list[_Kind]) -> None:

@@ -83,15 +83,15 @@ def shapes(program: Prepared) -> Typed:
     """
     symbols, batch_dims = bind_inputs(program), _batch_dims(program)
     symbols = part_symbols(program, symbols, batch_dims)
-    found = inferred(program.into(Typed, symbols=symbols, batch_dims=batch_dims, values={}))
-    _refuse_other_sizes(found)
-    refuse_other_integers(found)
-    legal = with_least_sizes(found.model.graph, found.symbols, found.paths, program.name)
-    if legal == found.symbols:
-        return found
+    typed = inferred(program.into(Typed, symbols=symbols, batch_dims=batch_dims, values={}))
+    _refuse_other_sizes(typed)
+    refuse_other_integers(typed)
+    legal = with_least_sizes(typed.model.graph, typed.symbols, typed.paths, program.name)
+    if legal == typed.symbols:
+        return typed
     told = (_too_small(name, symbols[name], info) for name, info in legal.items() if info != symbols[name])
-    before = replace(found, symbols=legal, warnings=program.warnings)
-    return replace(found := inferred(before), warnings=(*found.warnings, *filter(None, told)))
+    before = replace(typed, symbols=legal, warnings=program.warnings)
+    return replace(typed := inferred(before), warnings=(*typed.warnings, *filter(None, told)))
 
 
 def _too_small(name: str, said: SymbolInfo, needed: SymbolInfo) -> str:

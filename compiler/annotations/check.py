@@ -223,7 +223,7 @@ class _Check:
             for spread in (*inputs.values(), *outputs.values()):
                 if stage is not None and spread.holders:
                     stages.setdefault(stage, set()).add(spread.ranks)
-        found = {}
+        known = {}
         for node, marks in self.present.items():
             try:
                 one = self._one(node, marks, *spreads[node], stages)
@@ -231,8 +231,8 @@ class _Check:
                 self.problems.append(Problem(self.where(node), str(error), help="remove the metadata of the node"))
                 continue
             if one is not None:
-                found[node] = one
-        return found
+                known[node] = one
+        return known
 
     def _spreads(self, node: ir.Node, marks: NodeMarks) -> tuple[dict[int, Spread], dict[int, Spread]]:
         inputs: dict[int, Spread] = {}

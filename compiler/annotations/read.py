@@ -112,15 +112,18 @@ def _chosen(model: ir.Model, where: str, name: str | None) -> ir.ModelConfigurat
         for each in dict.fromkeys(names)
         if names.count(each) > 1
     ]
-    for one in declared:
-        if one.num_devices < 1:
+    for configuration in declared:
+        if configuration.num_devices < 1:
             problems.append(
                 Problem(
-                    where, f"the device configuration '{one.name}' has {one.num_devices} devices", "it has at least 1"
+                    where,
+                    f"the device configuration '{configuration.name}' has {configuration.num_devices} devices",
+                    "it has at least 1",
                 )
             )
-        elif one.device_names and len(one.device_names) != one.num_devices:
-            fact = f"the device configuration '{one.name}' has {one.num_devices} devices, but names {len(one.device_names)}"
+        elif configuration.device_names and len(configuration.device_names) != configuration.num_devices:
+            named = f"devices, but names {len(configuration.device_names)}"
+            fact = f"the device configuration '{configuration.name}' has {configuration.num_devices} {named}"
             problems.append(Problem(where, fact, "names are given to all devices or to none"))
     if name is not None and name not in names:
         listed = ", ".join(f"'{each}'" for each in nearest(name, names) or names)

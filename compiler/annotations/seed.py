@@ -27,7 +27,7 @@ _LAW = "the layouts of a node's operands are on one grid of its ranks"
 
 
 def seed_annotations(
-    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, decided: Mapping[ir.Node, object]
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], pins: Pinned, decided: Mapping[ir.Node, object]
 ) -> list[Problem]:
     """Fills in the shardings that annotations pin, except those of `decided` nodes. Returns problems."""
     problems: list[Problem] = []
@@ -39,12 +39,12 @@ def seed_annotations(
             mesh, axes = followed.cuts[instance.group]
             choice.mesh, choice.axes, choice.open = mesh, dict(axes), False
             choice.why.update(dict.fromkeys(axes, followed.where))
-            settle_outputs(instance, choice, followed, given)
+            settle_outputs(instance, choice, followed, pins)
         elif instance.group == followed.group:
             problems += sharded_by_operands(instance, choice, followed)
             if not problems:
-                settle_outputs(instance, choice, followed, given)
-    problems += _arriving(program, given)
+                settle_outputs(instance, choice, followed, pins)
+    problems += _arriving(program, pins)
     return problems
 
 
@@ -135,22 +135,22 @@ def _add_factors_of_outputs(
                 axes[letter] = cut
 
 
-def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Followed, given: Pinned) -> None:
+def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Followed, pins: Pinned) -> None:
     """Pins outputs whose annotated layout differs from what the sharded node makes, or that are reduced at once."""
     for k, spread in followed.outputs.items():
-        made = choice.output(k)
-        if made is None:
+        layout = choice.output(k)
+        if layout is None:
             continue
         wanted = layout_on(choice.mesh, spread, instance.group) or any_layout(spread, instance.group)
         if wanted is None:
             continue
-        reduced = Layout(made.mesh, made.cuts)
+        reduced = Layout(layout.mesh, layout.cuts)
         both_whole = (
             wanted.is_replicated and reduced.is_replicated
         )  # also where only the spec says how many dims there are
         unlike = normal(wanted) != normal(reduced) and not both_whole
         if unlike or instance.node.outputs[k].name in followed.reduced:
-            given.outputs[instance, k] = (wanted, followed.where)
+            pins.outputs[instance, k] = (wanted, followed.where)
 
 
 def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group: Group) -> Mesh | None:
@@ -165,30 +165,30 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
     )
 
 
-def _arriving(program: Placed, given: Pinned) -> list[Problem]:
+def _arriving(program: Placed, pins: Pinned) -> list[Problem]:
     """Pins how inputs arrive, unless the plan says it, and how weights are kept, from metadata."""
     annotations = program.declared.annotations
     if annotations is None:
         return []
-    found: list[tuple[ir.Value, str, object]] = []
+    annotated: list[tuple[ir.Value, str, object]] = []
     problems: list[Problem] = []
     help = "remove the metadata"
     if not program.plan.dataset.where and program.plan.dataset.style == FULL_BATCH:
         for value in program.model.graph.inputs:
             try:
-                found.append((value, keys.ARRIVES, keys.decode(value.metadata_props, keys.ARRIVES)))
+                annotated.append((value, keys.ARRIVES, keys.decode(value.metadata_props, keys.ARRIVES)))
             except keys.BrokenKey as error:
                 problems.append(Problem(program.name, f"input '{value.name}': {error}", help=help))
     try:
         weights = keys.mapping(keys.decode(program.model.metadata_props, keys.KEPT), keys.KEPT)
         initializers = program.model.graph.initializers
-        found += [(initializers[name], keys.KEPT, said) for name, said in weights.items() if name in initializers]
+        annotated += [(initializers[name], keys.KEPT, said) for name, said in weights.items() if name in initializers]
     except keys.BrokenKey as error:
         problems.append(Problem(program.name, str(error), help=help))
-    for value, key, said in found:
+    for value, key, said in annotated:
         try:
             for group, layout in _layouts(value, key, said):
-                pinned = given.arriving if key == keys.ARRIVES else given.stored
+                pinned = pins.arriving if key == keys.ARRIVES else pins.stored
                 pinned[ValueOnGroup(value, group)] = (layout, program.name)
         except ValueError as error:
             kind = "input" if key == keys.ARRIVES else "weight"

@@ -200,9 +200,9 @@ def differentiate_nodes(
             forward.append(node)
             looked_up.setdefault(table, []).append(_by_rows(node, dys[0], scope))
             continue
-        found, extended = _reversed(node, dys, flows, inside, scope)
+        cotangents_of_inputs, extended = _reversed(node, dys, flows, inside, scope)
         forward.append(extended)
-        for primal, cotangent in found:
+        for primal, cotangent in cotangents_of_inputs:
             contributions.setdefault(primal, []).append(cotangent)
     totals = {name: _total(scope, name, contributions) for name in wanted}
     gradients = {name: dx for name, dx in totals.items() if dx is not None}
@@ -218,13 +218,13 @@ def _by_rows(node: ir.Node, dy: str | None, scope: Scope) -> RowGradient:
     return RowGradient(*entry.gradients.rows(GradientBuilder(scope, node, [True]), dy, *map(operand_name, node.inputs)))
 
 
-def _appended(found: Sequence[RowGradient], scope: Scope) -> RowGradient:
+def _appended(gradients: Sequence[RowGradient], scope: Scope) -> RowGradient:
     """The rows of several look-ups, one after the other."""
-    if len(found) == 1:
-        return found[0]
+    if len(gradients) == 1:
+        return gradients[0]
     axis = ir.convenience.convert_attributes({"axis": 0})
-    names = [scope.derived(f"{name}.all") for name in (found[0].ids, found[0].rows)]
-    for name, parts in zip(names, ([one.ids for one in found], [one.rows for one in found]), strict=True):
+    names = [scope.derived(f"{name}.all") for name in (gradients[0].ids, gradients[0].rows)]
+    for name, parts in zip(names, ([one.ids for one in gradients], [one.rows for one in gradients]), strict=True):
         scope.add(scope.node("Concat", parts, [name], axis))
     return RowGradient(*names)
 

@@ -29,11 +29,11 @@ def followed_values(reads: Reads, training: Training) -> set[ir.Value]:
 def flowing(reads: Reads, training: Training) -> set[ir.Node]:
     """The nodes through which a gradient flows from the loss; `reads` are those of the graph's nodes, in order."""
     trained, reaching = trained_values(reads, training), {training.loss}
-    found: set[ir.Node] = set()
+    passed: set[ir.Node] = set()
     for node, read in reversed(reads.items()):
         if stops_gradient(node) or reaching.isdisjoint(node.outputs):
             continue
         reaching.update(read)
         if not trained.isdisjoint(read):
-            found.add(node)
-    return found
+            passed.add(node)
+    return passed

@@ -146,14 +146,14 @@ class Scope:
 def _unsure_dims(node: ir.Node) -> list[int]:
     """Places, counted from the last dim, where inputs have dims that may or may not be equal, and none is known to be the larger."""
     shapes = [value.shape.dims for value in node.inputs if value is not None and value.shape is not None]
-    found = []
+    unsure = []
     for place in range(1, max(map(len, shapes), default=0) + 1):
         there = [dims[-place] for dims in shapes if len(dims) >= place]
         symbols = [dim for dim in there if isinstance(dim, ir.SymbolicDim)]
         settled = any(isinstance(dim, int) and dim > 1 for dim in there)
         if symbols and not settled and not all(same(dim, symbols[0]) for dim in symbols):
-            found.append(place)
-    return found
+            unsure.append(place)
+    return unsure
 
 
 def _constant(name: str, array: np.ndarray) -> ir.Value:

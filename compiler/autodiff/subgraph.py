@@ -71,13 +71,13 @@ class Body:
         nodes += _copies(graph, prefix, own, outer)
         if drawn := next((one.op_type for one in _every(nodes) if draws(one)), None):
             raise NoGradient(f"{drawn} in the body of {g.node.op_type} draws other numbers when the body is done again")
-        made = []
+        output_names = []
         for k, value in enumerate(graph.outputs):
             source = own.get(name_of(value)) or outer(value)
             out = ir.Value(name=scope.derived(f"{prefix}output{k}"), type=source.type)
             nodes.append(ir.Node("", "Identity", [source], outputs=[out], name=out.name))
-            made.append(name_of(out))
-        return Body(g, prefix, nodes, taken, made, scope)
+            output_names.append(name_of(out))
+        return Body(g, prefix, nodes, taken, output_names, scope)
 
     def fresh(self, name: str, like: ir.Value) -> str:
         """A further input of the body, with the type and shape of a value."""
@@ -103,17 +103,17 @@ class Body:
         """Adds the gradient to the nodes; by each wanted value the cotangent, which a node of the body makes."""
         around = self.owner.scope.values
         self.scope.know(around[name] for name in (*cotangents.values(), *wanted) if name in around)
-        found = differentiate_nodes(self.nodes, cotangents, wanted, scope=self.scope)
+        backward = differentiate_nodes(self.nodes, cotangents, wanted, scope=self.scope)
         zeros = GradientBuilder(self.scope, self.owner.node, [])
-        made = {}
+        names = {}
         for k, name in enumerate(wanted):
-            made[name] = self.scope.derived(f"{self.prefix}grad{k}")
-            dx = found.gradients.get(name) or zeros.zeros(name)
-            self.scope.add(self.scope.node("Identity", [dx], [made[name]]))
-            self.scope.value(made[name]).shape = self.scope.value(name).shape
-        constants = [_constant(name, array) for name, array in found.constants.items()]
-        self.nodes = [*constants, *found.forward, *found.early, *found.nodes]
-        return made
+            names[name] = self.scope.derived(f"{self.prefix}grad{k}")
+            dx = backward.gradients.get(name) or zeros.zeros(name)
+            self.scope.add(self.scope.node("Identity", [dx], [names[name]]))
+            self.scope.value(names[name]).shape = self.scope.value(name).shape
+        constants = [_constant(name, array) for name, array in backward.constants.items()]
+        self.nodes = [*constants, *backward.forward, *backward.early, *backward.nodes]
+        return names
 
     def graph(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Graph:
         """A graph of the nodes that lead to `outputs`."""

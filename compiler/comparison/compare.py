@@ -89,15 +89,15 @@ def compare(
 
 def spread(whole: Mapping[str, Array], others: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Maps each value to its elements' largest differences in the other runs; values of another shape in one of them are left out."""
-    found: dict[str, Array] = {}
+    differences: dict[str, Array] = {}
     for name, array in whole.items():
         there = [other[name] for other in others if name in other and other[name].shape == array.shape]
         if len(there) == len(others) and there and array.dtype.kind in "fciub":
             wide = [_wide(one) for one in (array, *there)]
             with np.errstate(all="ignore"):
                 deltas = [np.where(_same(wide[0], one), 0.0, np.abs(one - wide[0])) for one in wide[1:]]
-            found[name] = np.max([np.where(np.isfinite(one), one, 0.0) for one in deltas], axis=0)
-    return found
+            differences[name] = np.max([np.where(np.isfinite(one), one, 0.0) for one in deltas], axis=0)
+    return differences
 
 
 def _compare(

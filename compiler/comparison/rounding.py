@@ -102,7 +102,7 @@ def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[N
         return helper.make_node(op, inputs, [f"{own}.{word}"], name=f"{own}.{word}")
 
     wide = TensorProto.DOUBLE if kind == TensorProto.DOUBLE else TensorProto.FLOAT
-    source, made = (name, out) if kind == wide else (f"{own}.wide", f"{own}.changed")
+    source, product = (name, out) if kind == wide else (f"{own}.wide", f"{own}.changed")
     if kind != wide:
         yield helper.make_node("Cast", [name], [source], name=source, to=wide)
     begin, table = f"{_TABLE}.{start}", f"{_TABLE}.{kind}"
@@ -117,9 +117,9 @@ def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[N
     if opset >= 14:
         shaped.attribute.append(helper.make_attribute("allowzero", 1))
     yield shaped
-    yield helper.make_node("Mul", [source, f"{own}.near_one"], [made], name=made)
+    yield helper.make_node("Mul", [source, f"{own}.near_one"], [product], name=product)
     if kind != wide:
-        yield helper.make_node("Cast", [made], [out], name=f"{own}.rounded", to=kind)
+        yield helper.make_node("Cast", [product], [out], name=f"{own}.rounded", to=kind)
 
 
 def _table(seed: int) -> Iterator[TensorProto]:

@@ -103,12 +103,12 @@ class Pricing:
         return sum(self.function(functions[name], operands, processor, SHARD) for name, operands in found)
 
     def function(
-        self, function: FunctionProto, given: Sequence[Operand | None], processor: Processor, shard: int = 0
+        self, function: FunctionProto, operands: Sequence[Operand | None], processor: Processor, shard: int = 0
     ) -> float:
         """Seconds of a function, as `function_seconds`."""
-        key = function.SerializeToString(deterministic=True), tuple(given), id(processor), shard
+        key = function.SerializeToString(deterministic=True), tuple(operands), id(processor), shard
         if key not in self._functions:
-            self._functions[key] = function_seconds(function, given, processor, shard)
+            self._functions[key] = function_seconds(function, operands, processor, shard)
         return self._functions[key]
 
 
@@ -121,16 +121,16 @@ def updated(
     for node in update.nodes:
         if (function := functions.get(node.op_type)) is None:
             continue
-        given = [sizes.operand(name) for name in node.input]
+        arguments = [sizes.operand(name) for name in node.input]
         if is_rowwise(function):
             tables = {name.removesuffix(NEXT) for name in function.output}
-            rows = given[[*function.input].index(ROWS)]
-            of = zip(function.input, given, strict=True)
+            rows = arguments[[*function.input].index(ROWS)]
+            of = zip(function.input, arguments, strict=True)
             by_rows.append((node.op_type, [rows if formal in tables else one for formal, one in of]))
             continue
         alike = node.op_type, *sorted(str(one.SerializeToString(deterministic=True)) for one in node.attribute)
-        operands = flat.setdefault(alike, [Operand((0,), one.item) for one in given])
-        for k, one in enumerate(given):
+        operands = flat.setdefault(alike, [Operand((0,), one.item) for one in arguments])
+        for k, one in enumerate(arguments):
             count, before = math.prod(one.sizes or ()), math.prod(operands[k].sizes or ())
             operands[k] = Operand((count if count == 1 else before + count,), one.item)
     return [*((alike[0], operands) for alike, operands in flat.items()), *by_rows]

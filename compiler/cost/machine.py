@@ -89,16 +89,16 @@ class Processor:
 
     def among(self, busy: int) -> Processor:
         """The speeds of the processor when `busy` ranks of a host compute at the same time."""
-        one = self.alone
-        if one is None:
+        single = self.alone
+        if single is None:
             return self
         share = min(1.0, max(0.0, (busy - 1) / max(1, self.ranks - 1)))
         products, kernels = (
             {name: alone[name].towards(curve, share) for name, curve in some.items()}
-            for alone, some in ((one.products, self.products), (one.kernels, self.kernels))
+            for alone, some in ((single.products, self.products), (single.kernels, self.kernels))
         )
         session, step = (
-            own + share * (more - own) for own, more in ((one.session, self.session), (one.step, self.step))
+            own + share * (more - own) for own, more in ((single.session, self.session), (single.step, self.step))
         )
         return Processor(session, step, products, kernels)
 
@@ -121,7 +121,7 @@ class Link:
     all_reduce: Curve
     split: Mapping[str, Curve] = field(default_factory=dict)
 
-    def collective(self, op: str, ranks: int, given: float) -> float:
+    def collective(self, op: str, ranks: int, given_bytes: float) -> float:
         """Seconds of a collective among so many ranks that each give so many bytes: around a ring, or by a tree where that is faster."""
         if ranks < 2:
             return 0.0
@@ -129,7 +129,7 @@ class Link:
         measured, curve = (like, self.split[like]) if like in self.split else (ALL_REDUCE, self.all_reduce)
         own_hops, own_share = law(measured, self.ranks)
         latency = curve.least / own_hops
-        sent = max(0.0, curve(given) - curve.least) / own_share
+        sent = max(0.0, curve(given_bytes) - curve.least) / own_share
         hops, share = law(op, ranks)
         ring = hops * latency + share * sent
         if op in _SPLIT:

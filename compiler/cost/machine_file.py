@@ -98,9 +98,9 @@ class _Reading:
 
     def processor(self, data: Mapping[str, Any], name: str) -> Processor:
         steps, at_once = ("targets", name), {"alone", "ranks"}
-        found = self.figures(data, steps, (*_FIGURES, *sorted(at_once)))
+        processor = self.figures(data, steps, (*_FIGURES, *sorted(at_once)))
         if not at_once & {*data}:
-            return found
+            return processor
         if (ranks := self.number(data, steps, "ranks", int)) in (0, 1) and "ranks" in data:
             self.wrong(
                 (*steps, "ranks"),
@@ -109,8 +109,8 @@ class _Reading:
             )
         alone = self.figures(self.mapping(data, steps, "alone"), (*steps, "alone"), _FIGURES)
         if not self.problems:
-            self.no_slower(alone, found, (*steps, "alone"))
-        return replace(found, alone=alone, ranks=int(ranks))
+            self.no_slower(alone, processor, (*steps, "alone"))
+        return replace(processor, alone=alone, ranks=int(ranks))
 
     def figures(self, data: Mapping[str, Any], steps: tuple[str, ...], known: tuple[str, ...]) -> Processor:
         """The speeds of a target at some number of ranks."""
@@ -134,13 +134,13 @@ class _Reading:
             if own > other:
                 self.wrong((*steps, key), f"'{key}' is {seconds(own)}, beside other ranks {seconds(other)}", help)
         tables = {"products": (alone.products, together.products), "kernels": (alone.kernels, together.kernels)}
-        for key, (one, others) in tables.items():
-            if {*one} != {*others}:
-                fact = f"'{key}' are {', '.join(one)}, and of the target {', '.join(others)}"
+        for key, (curves, others) in tables.items():
+            if {*curves} != {*others}:
+                fact = f"'{key}' are {', '.join(curves)}, and of the target {', '.join(others)}"
                 self.wrong((*steps, key), fact, "write the same ones")
                 continue
             shown = operations_text if key == "products" else size_text
-            for name, curve in one.items():
+            for name, curve in curves.items():
                 points = sorted({amount for some in (curve, others[name]) for amount, _ in some.points})
                 slow = next((at for at in points if curve(at) > others[name](at) * (1 + _EQUAL)), None)
                 if slow is not None:
@@ -173,34 +173,34 @@ class _Reading:
         forms: str,
     ) -> Curve:
         points, place = self.mapping(data, steps, name), (*steps, name)
-        found = dict[float, float]()
+        points_by_amount = dict[float, float]()
         for text in points:
             amount = parse(str(text)) if any(letter.isalpha() for letter in str(text)) else None
             if not amount:
                 self.wrong((*place, text), f"'{text}' is not an amount", f"write {forms}, with its unit and above 0")
-            found[amount or 1.0] = self.duration(points, place, text) or 1e-12
+            points_by_amount[amount or 1.0] = self.duration(points, place, text) or 1e-12
         if not points and isinstance(data.get(name), dict):
             self.wrong(place, f"'{name}' has no point", _HELP)
-        return Curve(tuple(sorted(found.items())) or ((1.0, 1e-12),))
+        return Curve(tuple(sorted(points_by_amount.items())) or ((1.0, 1e-12),))
 
     def duration(self, data: Mapping[str, Any], steps: tuple[str | int, ...], name: str) -> float:
         text = data.get(name)
-        found = parse_duration(text) if isinstance(text, str) and text[-1:] == "s" else None
-        if found is None:
+        duration = parse_duration(text) if isinstance(text, str) and text[-1:] == "s" else None
+        if duration is None:
             is_number = isinstance(text, int | float) and not isinstance(text, bool)
             fact = f"'{name}' is missing" if text is None else f"'{name}' is {text!r}"
             fact += ", which is negative" if str(text).startswith("-") else ", without a unit" if is_number else ""
             self.wrong((*steps, name), fact, f"write {DURATIONS}")
-        return found or 0.0
+        return duration or 0.0
 
     def number(self, data: Mapping[str, Any], steps: tuple[str | int, ...], name: str, kind: type) -> float:
-        found = data.get(name)
+        number = data.get(name)
         allowed = (int, float) if kind is float else int
-        if isinstance(found, bool) or not isinstance(found, allowed) or not 0 <= found < float("inf"):
-            fact = f"'{name}' is missing" if found is None else f"'{name}' is {found!r}"
+        if isinstance(number, bool) or not isinstance(number, allowed) or not 0 <= number < float("inf"):
+            fact = f"'{name}' is missing" if number is None else f"'{name}' is {number!r}"
             self.wrong((*steps, name), fact, f"write a {'whole ' if kind is int else ''}number of at least 0")
             return 0.0
-        return found
+        return number
 
     def mapping(self, data: Mapping[str, Any], steps: tuple[str | int, ...], name: str) -> Mapping[str, Any]:
         found = data.get(name)
@@ -228,13 +228,13 @@ def _lines(machine: Machine) -> Iterator[str]:
     yield f"machine: {FORMAT}"
     yield f"cores: {machine.cores}    # shared by the ranks of a host; 0 where each rank has a device of its own"
     yield "targets:"
-    for name, one in machine.processors.items():
+    for name, processor in machine.processors.items():
         yield f"  {name}:"
-        yield from (f"    {line}" for line in _figures(one))
-        if one.alone is not None:
-            yield f"    ranks: {one.ranks}    # so many of a host work at the same time, and take that; with no other a rank takes"
+        yield from (f"    {line}" for line in _figures(processor))
+        if processor.alone is not None:
+            yield f"    ranks: {processor.ranks}    # so many of a host work at the same time, and take that; with no other a rank takes"
             yield "    alone:"
-            yield from (f"      {line}" for line in _figures(one.alone))
+            yield from (f"      {line}" for line in _figures(processor.alone))
     yield "links:"
     for link in machine.links:
         yield f"  - name: {link.name}"
@@ -252,13 +252,13 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield from (f"  {key!r}: {seconds(time)}" for key, time in machine.segments.items())
 
 
-def _figures(one: Processor) -> Iterator[str]:
-    yield f"session: {seconds(one.session)}    # a session's run"
-    yield f"step: {seconds(one.step)}    # of a step, beside its actions"
+def _figures(processor: Processor) -> Iterator[str]:
+    yield f"session: {seconds(processor.session)}    # a session's run"
+    yield f"step: {seconds(processor.step)}    # of a step, beside its actions"
     yield "products:    # seconds by operations of one matrix"
-    yield from (f"  {key}: {_curve_text(curve, operations_text)}" for key, curve in one.products.items())
+    yield from (f"  {key}: {_curve_text(curve, operations_text)}" for key, curve in processor.products.items())
     yield "kernels:    # seconds by bytes that a node moves"
-    yield from (f"  {key}: {_curve_text(curve, size_text)}" for key, curve in one.kernels.items())
+    yield from (f"  {key}: {_curve_text(curve, size_text)}" for key, curve in processor.kernels.items())
 
 
 def _curve_text(curve: Curve, amount: Callable[[float], str]) -> str:

@@ -175,22 +175,24 @@ def rank_memory(
     pools = {target: Pool() for target in memories}
     for program in steps:
         between = program.between()
-        for target, one in memories.items():
-            one.between += between.get(target, 0)
-            one.inside = max(one.inside, program.inside(target, pools[target]))
+        for target, target_memory in memories.items():
+            target_memory.between += between.get(target, 0)
+            target_memory.inside = max(target_memory.inside, program.inside(target, pools[target]))
     host.unknown = sum(program.unknown for program in steps)
     host.inputs_outputs = main.input_output_bytes()
     host.messages = max(_messages(program.file, sizes) for program in (*steps, *others.values()))
     host.sessions = main.session_bytes()
-    for target, one in memories.items():
-        one.loading = main.loading(target)
+    for target, target_memory in memories.items():
+        target_memory.loading = main.loading(target)
 
     training = artifact.manifest.training
     tests = training is not None and training.settings.test is not None
     for program in others.values() if tests else ():  # else no step of theirs is run
         between = program.between()
-        for target, one in memories.items():
-            one.evaluation = max(one.evaluation, between.get(target, 0) + program.inside(target, pools[target]))
+        for target, target_memory in memories.items():
+            target_memory.evaluation = max(
+                target_memory.evaluation, between.get(target, 0) + program.inside(target, pools[target])
+            )
     host.evaluation += sum(program.session_bytes() for program in others.values())  # of both at once
     segments = sum(isinstance(step, Segment) for step in main.file.steps)
     return RankMemory(rank, segments, len(main.distinct), tuple(memories.values()))
@@ -259,13 +261,13 @@ def _add_state(memories: Mapping[str, TargetMemory], main: _Program, manifest: M
     averaged = training is not None and training.settings.ema is not None
     trained = {record.tensor for record in main.file.state if record.next}
     for record in main.file.state:
-        bytes, one = manifest.state_bytes_of(record, rank), memories[main.targets.get(record.value, CPU)]
+        bytes, target_memory = manifest.state_bytes_of(record, rank), memories[main.targets.get(record.value, CPU)]
         if record.kind in ("parameter", "statistics", ADAPTER):
-            one.parameters += bytes
+            target_memory.parameters += bytes
         elif record.kind == CACHE:
-            one.caches += bytes
+            target_memory.caches += bytes
         else:
-            one.optimizer += bytes
+            target_memory.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:
             memories[CPU].optimizer += bytes
 
@@ -317,10 +319,10 @@ class Pool:
     def hold(self, places: Sequence[Span[str, int]]) -> int:
         """Returns the bytes by which the pool grows for these places; all are free in the end."""
         grown, held = 0, list[tuple[int, int, int]]()
-        for one in sorted((one for one in places if one.bytes), key=lambda one: one.first):
-            while held and held[0][0] < one.first:
+        for place in sorted((one for one in places if one.bytes), key=lambda one: one.first):
+            while held and held[0][0] < place.first:
                 self._give_back(*held.pop(0)[1:])
-            size = one.bytes or 0
+            size = place.bytes or 0
             fitting = [(end - begin, begin) for begin, end in self.free if end - begin >= size]
             if fitting:
                 room, begin = min(fitting)
@@ -331,7 +333,7 @@ class Pool:
             else:
                 room, begin = size, self.end + 1  # what is asked for later is no neighbour
                 self.end, grown = begin + size, grown + size
-            insort(held, (one.last, begin, begin + room))
+            insort(held, (place.last, begin, begin + room))
         for _, begin, end in held:
             self._give_back(begin, end)
         return grown
@@ -363,19 +365,19 @@ def _places(
         op, first = "" if node.domain else node.op_type, node.input[0] if node.input else ""
         if op == "Transpose" and first in initializers and readers[first] == 1:
             elsewhere.add(node.output[0])
-        made = [name for name in node.output if name]
+        outputs = [name for name in node.output if name]
         if op == "Where":
-            made = [*(f"{made[0]}{_SIDE}{side}" for side in node.input[1:]), *made]
+            outputs = [*(f"{outputs[0]}{_SIDE}{side}" for side in node.input[1:]), *outputs]
         if op == "Scan":
-            turns[f"{made[0]}{_SIDE}"] = peak(_places_of_turn(node, of))[0]
-            made = [*made, f"{made[0]}{_SIDE}"]
+            turns[f"{outputs[0]}{_SIDE}"] = peak(_places_of_turn(node, of))[0]
+            outputs = [*outputs, f"{outputs[0]}{_SIDE}"]
         if op == "Conv":
-            convolved[made[0]] = ""
+            convolved[outputs[0]] = ""
         elif op in _INTO_CONV and first in convolved and readers[first] == 1:
-            convolved[made[0]], op, inner = first, "Relu", made[0]
-            while made[0] in elsewhere and (inner := convolved[inner]):
+            convolved[outputs[0]], op, inner = first, "Relu", outputs[0]
+            while outputs[0] in elsewhere and (inner := convolved[inner]):
                 elsewhere.add(inner)
-        uses.append(Use(list(reads(node)), made, op))
+        uses.append(Use(list(reads(node)), outputs, op))
     return spans(
         uses, lambda name: turns[name] if name in turns else _known_bytes(of(name.partition(_SIDE)[0])), elsewhere
     )
@@ -538,16 +540,16 @@ class _Program:
     @cached_property
     def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
         """Maps each target to the places in each of its sessions; values outside of arenas count as one more session."""
-        found: dict[str, list[list[Span[str, int]]]] = {}
+        by_target: dict[str, list[list[Span[str, int]]]] = {}
         for segment in self.distinct:
-            found.setdefault(self.devices.target(segment.target), []).append(self.places(segment))
+            by_target.setdefault(self.devices.target(segment.target), []).append(self.places(segment))
         loose = [
             Span(name, span.born, max(span.ends), (), self._bytes(name))
             for name, span in self.values.live_ranges.items()
             if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT)
         ]
-        found.setdefault(CPU, []).append(loose)
-        return found
+        by_target.setdefault(CPU, []).append(loose)
+        return by_target
 
     @property
     def unknown(self) -> int:

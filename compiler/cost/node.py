@@ -79,10 +79,10 @@ def _factors(entry: Entry, node: ir.Node, inputs: Sequence[Known], outputs: Sequ
             ir.Value(name=f"o{k}", shape=None if dims is None else ir.Shape(dims)) for k, dims in enumerate(outputs)
         ],
     )
-    rule, found = entry.rule(shown), dict[str, int | str]()
+    rule, contracted = entry.rule(shown), dict[str, int | str]()
     made = {WHOLE, *(letter for one in rule.outputs for letter in one or "")}
     for letters, dims in zip(rule.inputs, inputs, strict=False):
-        found.update(
+        contracted.update(
             (letter, dim) for letter, dim in zip(letters or "", dims or (), strict=False) if letter not in made
         )
-    return (*(outputs[0] or ()), *found.values()) if found else None
+    return (*(outputs[0] or ()), *contracted.values()) if contracted else None

@@ -280,13 +280,13 @@ class _Player:
         at: tuple[int, int] | None = (last, len(self.intervals[last]) - 1)
         until, way = self.clock[last], list[tuple[int, Action, float]]()
         while at is not None:
-            one = self.intervals[at[0]][at[1]]
-            if until > one.end:  # a message or a collective was under way
-                way.append((at[0], one.action, until - one.end))
-            if one.end > one.begin:
-                way.append((at[0], one.action, one.end - one.begin))
-            until = one.begin
-            at = one.cause
+            interval = self.intervals[at[0]][at[1]]
+            if until > interval.end:  # a message or a collective was under way
+                way.append((at[0], interval.action, until - interval.end))
+            if interval.end > interval.begin:
+                way.append((at[0], interval.action, interval.end - interval.begin))
+            until = interval.begin
+            at = interval.cause
         return way[::-1]
 
 

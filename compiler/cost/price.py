@@ -94,8 +94,8 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     """The operations and bytes of a node, from the sizes of its operands; None for an absent operand."""
     entry = entry_of(node)
     kernel = entry.work.kernel if entry is not None else FALLBACK
-    given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
-    moved = 2 * made if kernel == LAYOUT else given + made if given or kernel != VIEW else 0.0
+    read_bytes, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
+    moved = 2 * made if kernel == LAYOUT else read_bytes + made if read_bytes or kernel != VIEW else 0.0
     sizes: list[list[Known]] = [[None if one is None else one.sizes for one in some] for some in (inputs, outputs)]
     operations = _PER_MULTIPLY_ADD * multiply_adds(node, *sizes)
     if kernel in (LOOKUP, SCATTER) and entry is not None:
@@ -105,7 +105,7 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
         )
     if kernel == SORT:
         first = outputs[0] if outputs else None
-        return NodeCost(kernel, operations, 1, 0.0 if first is None else first.bytes, copied=given)
+        return NodeCost(kernel, operations, 1, 0.0 if first is None else first.bytes, copied=read_bytes)
     by_factors = entry is not None and entry.work.multiply_adds is None
     of_input = entry is not None and entry.work.columns_of_input
     columns = sizes[0] if of_input else sizes[1]
@@ -150,15 +150,17 @@ def function_seconds(
     """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
     counts = [math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None]
     shards = max(1, -(-max(counts, default=0) // shard)) if shard else 1
-    given: list[Operand | None] = []
+    cut_operands: list[Operand | None] = []
     for one in operands:  # of flat operands one of so many shards
         elements = 1 if one is None else math.prod(one.sizes or ())
-        given.append(one if one is None or 1 in (shards, elements) else Operand((-(-elements // shards),), one.item))
+        cut_operands.append(
+            one if one is None or 1 in (shards, elements) else Operand((-(-elements // shards),), one.item)
+        )
     total = shards * processor.session if shard else 0.0
     if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
-        read = [one.bytes for one in given if one is not None]
+        read = [one.bytes for one in cut_operands if one is not None]
         total += processor.kernel(FALLBACK)(shards * (sum(read) + len(function.output) * max(read)))
-    return total + sum(shards * one.seconds(processor) for one in function_costs(function, given))
+    return total + sum(shards * one.seconds(processor) for one in function_costs(function, cut_operands))
 
 
 def function_costs(function: FunctionProto, operands: Sequence[Operand | None]) -> Iterator[NodeCost]:

@@ -89,13 +89,13 @@ class FileSizes:
             return self.operand(self.merged[name])
         if name not in self._known:
             shape, dtype = self.shapes.get(name), dense(self.types.get(name, ""))
-            found = None if shape is None else self._at_sizes(tuple(shape))
-            if found is None and not self._followed:
+            shape_at_sizes = None if shape is None else self._at_sizes(tuple(shape))
+            if shape_at_sizes is None and not self._followed:
                 self._follow()
                 return self.operand(name)
-            if found is None:
+            if shape_at_sizes is None:
                 self.unknown.add(name)
-            self._known[name] = Operand(found, _SOME if dtype is None else dtype.bits / 8)
+            self._known[name] = Operand(shape_at_sizes, _SOME if dtype is None else dtype.bits / 8)
         return self._known[name]
 
     def _follow(self) -> None:

@@ -48,33 +48,33 @@ def classes_of(
     for rank in range(manifest.ranks):
         members.setdefault(color[rank], []).append(rank)
     number = {one: k for k, one in enumerate(members)}
-    made = []
+    classes = []
     for alike in members.values():
         first = alike[0]
-        some = actions[first_of[first]]
+        class_actions = actions[first_of[first]]
         others: dict[int, tuple[int, ...]] = {}
         sets: dict[str, tuple[int, ...]] = {}
-        for one in some:
-            if not isinstance(one, Communicate):
+        for action in class_actions:
+            if not isinstance(action, Communicate):
                 continue
-            if isinstance(one, Send | Receive) and not one.group:
-                others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
-            elif not one.group:
-                others[one.tag] = tuple(range(len(members)))
+            if isinstance(action, Send | Receive) and not action.group:
+                others[action.tag] = tuple(sorted((number[color[first]], number[color[action.peer]])))
+            elif not action.group:
+                others[action.tag] = tuple(range(len(members)))
             else:
-                if one.group not in sets:
-                    sets[one.group] = tuple(sorted({number[color[rank]] for rank in groups[first][one.group]}))
-                others[one.tag] = sets[one.group]
+                if action.group not in sets:
+                    sets[action.group] = tuple(sorted({number[color[rank]] for rank in groups[first][action.group]}))
+                others[action.tag] = sets[action.group]
         if first != first_of[first]:
-            given = {one.tag: one.bytes for one in some if isinstance(one, Begin)}
-            some = [
+            given = {one.tag: one.bytes for one in class_actions if isinstance(one, Begin)}
+            class_actions = [
                 _over(one, first, groups[first][one.group], link_of, given)
                 if isinstance(one, Communicate) and one.group
                 else one
-                for one in some
+                for one in class_actions
             ]
-        made.append(Class(tuple(alike), some, others))
-    return made
+        classes.append(Class(tuple(alike), class_actions, others))
+    return classes
 
 
 def _colors(
@@ -92,7 +92,7 @@ def _colors(
     while True:
         met: dict[tuple[int, ...], Hashable] = {}
         seen: dict[Hashable, int] = {}
-        found = {}
+        colors = {}
         for rank in color:
             names, peers = used[first_of[rank]]
             around: list[Hashable] = [color[rank], tuple(color[peer] for peer in peers)]
@@ -101,10 +101,10 @@ def _colors(
                 if ranks not in met:
                     met[ranks] = links.get(ranks), tuple(sorted({color[one] for one in ranks}))
                 around.append(met[ranks])
-            found[rank] = seen.setdefault(tuple(around), rank)
+            colors[rank] = seen.setdefault(tuple(around), rank)
         if len(seen) == len({*color.values()}):
             return color
-        color = found
+        color = colors
 
 
 def _over(
@@ -112,9 +112,9 @@ def _over(
     rank: int,
     ranks: Sequence[int],
     link_of: Callable[[Sequence[int]], Link],
-    given: Mapping[int, int],
+    given_bytes: Mapping[int, int],
 ) -> Action:
-    """An end of a message or a collective of a rank over the link of these ranks; `given`: by tag of a collective what each gives."""
+    """An end of a message or a collective of a rank over the link of these ranks; `given_bytes`: by tag of a collective what each gives."""
     link = link_of(ranks)
     if isinstance(action, Send | Receive):
         (peer,) = (one for one in ranks if one != rank)
@@ -122,7 +122,7 @@ def _over(
         what = action.what.replace(f"' {side} rank {action.peer}", f"' {side} rank {peer}")
         travel = link.send(action.bytes) if isinstance(action, Send) else 0.0
         return replace(action, what=what, peer=peer, travel=travel)
-    seconds = link.collective(action.op, len(ranks), given[action.tag])
+    seconds = link.collective(action.op, len(ranks), given_bytes[action.tag])
     beside = link.overlap * seconds
     return replace(action, travel=beside) if isinstance(action, Begin) else replace(action, seconds=seconds - beside)
 
@@ -172,7 +172,7 @@ class Simulation:
         return sorted(total.items(), key=lambda one: (-one[1], one[0]))
 
 
-def chosen_sizes(artifact: Artifact, given: Mapping[str, int], partly: bool = False) -> dict[str, int]:
+def chosen_sizes(artifact: Artifact, requested: Mapping[str, int], partly: bool = False) -> dict[str, int]:
     """The sizes of all symbols: those given, a training's batch, or the only legal one; UsageError names those that are not known.
 
     `partly`: the sizes may be of several artifacts, of which each has some.
@@ -181,28 +181,28 @@ def chosen_sizes(artifact: Artifact, given: Mapping[str, int], partly: bool = Fa
     typical = typical_sizes(manifest)
     batch = manifest.training.settings.batch if manifest.training is not None else None
     firsts = {port.shape[0] for port in manifest.inputs if port.shape}
-    for name in given:
+    for name in requested:
         if partly and name not in manifest.symbols:
             continue
         if name not in manifest.symbols:
             known = ", ".join(manifest.symbols) or "none"
             problems.append(f"--set {name}: there is no such symbol\n  help: the symbols are {known}")
-        elif not is_legal(given[name], manifest.symbols[name]):
-            problems.append(refusal(f"--set {name}", given[name], name, manifest.symbols[name]))
+        elif not is_legal(requested[name], manifest.symbols[name]):
+            problems.append(refusal(f"--set {name}", requested[name], name, manifest.symbols[name]))
     for name, symbol in manifest.symbols.items():
         is_batch = batch is not None and name in firsts and typical[name] == batch
-        if name not in given and not is_batch and symbol.max != symbol.min:
+        if name not in requested and not is_batch and symbol.max != symbol.min:
             fact = f"{artifact.folder}: the size of '{name}' is not known, by which its times are computed"
             problems.append(f"{fact}\n  help: give it, such as --set {name}={typical[name]}")
     if problems:
         raise UsageError("\n".join(problems))
-    return {**typical, **{name: size for name, size in given.items() if name in manifest.symbols}}
+    return {**typical, **{name: size for name, size in requested.items() if name in manifest.symbols}}
 
 
 def simulated(
     artifact: Artifact,
     machine: Machine,
-    given: Mapping[str, int],
+    requested: Mapping[str, int],
     hosts: int = 1,
     traced: Traced | None = None,
     alike: bool = False,
@@ -211,7 +211,7 @@ def simulated(
 
     `alike`: ranks that do about as much in about as many actions have the memory of the first of them, which saves to lay it out for each.
     """
-    manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
+    manifest, sizes = artifact.manifest, chosen_sizes(artifact, requested)
     if traced is not None:
         traced.refuse_other(manifest.ranks)
     pricing, unknown = Pricing(machine.among(machine.busy(manifest.ranks, hosts))), set[str]()

@@ -107,15 +107,15 @@ def read_traced(path: Path, share: float = 0.5) -> Traced:
     spans: dict[tuple[int, str], dict[int, Span]] = defaultdict(dict)
     wholes: dict[tuple[int, int], float] = {}
     inside: dict[tuple[int, int], float] = defaultdict(float)
-    for one in trace.spans:
-        step = one.about["step"]
+    for span in trace.spans:
+        step = span.about["step"]
         if step not in kept:
             continue
-        if one.category == STEP:
-            wholes[one.rank, step] = one.seconds
-        elif one.category in CATEGORIES:
-            spans[one.rank, one.name][step] = one
-            inside[one.rank, step] += one.seconds
+        if span.category == STEP:
+            wholes[span.rank, step] = span.seconds
+        elif span.category in CATEGORIES:
+            spans[span.rank, span.name][step] = span
+            inside[span.rank, step] += span.seconds
     ranks = {rank for rank, _ in wholes}
     rest = {
         rank: median(max(0.0, wholes[rank, step] - inside[rank, step]) for step in kept if (rank, step) in wholes)

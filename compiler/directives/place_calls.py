@@ -48,24 +48,26 @@ def place(
     """
     line = calling_line(sys._getframe(1))
     problems = [*_wrong_target(target, line), *wrong_device(device, line)]
-    given = [*where, *(one for one in (rank, rank_id) if one is not None)]
-    if role is None and len(given) > 1 and isinstance(given[0], str):
-        role, given = given[0], given[1:]
-    serves = isinstance(role, str) and role not in ("", ROLE) and not given
+    ranks_given = [*where, *(one for one in (rank, rank_id) if one is not None)]
+    if role is None and len(ranks_given) > 1 and isinstance(ranks_given[0], str):
+        role, ranks_given = ranks_given[0], ranks_given[1:]
+    serves = isinstance(role, str) and role not in ("", ROLE) and not ranks_given
     if role not in (None, ROLE) and not serves:
         law = f"ranks that are given run operators, which is the role '{ROLE}'; a role of the plan has ranks of its own"
         problems.append(
             Problem(line, f"role is {role!r}", law, f"write '{ROLE}', or the role without ranks: role=\"ps\"")
         )
-    if len(given) > 1 or (not given and device is None and not serves):
-        fact = "place is given no rank" if not given else f"place is given {len(given)} ranks: {given}"
-        problems.append(Problem(line, fact, _LAW, "write the ranks of a group as one list" if given else ""))
-    problems += [problem for one in given[:1] for problem in _wrong_place(one, line)]
+    if len(ranks_given) > 1 or (not ranks_given and device is None and not serves):
+        fact = (
+            "place is given no rank" if not ranks_given else f"place is given {len(ranks_given)} ranks: {ranks_given}"
+        )
+        problems.append(Problem(line, fact, _LAW, "write the ranks of a group as one list" if ranks_given else ""))
+    problems += [problem for one in ranks_given[:1] for problem in _wrong_place(one, line)]
     if problems:
         raise CompileError(problems)
     on: On | None = () if serves else None
-    if given:
-        ranks = cast(Ranks, given[0])
+    if ranks_given:
+        ranks = cast(Ranks, ranks_given[0])
         on = ranks if isinstance(ranks, int) else dict(ranks) if isinstance(ranks, Mapping) else tuple(ranks)
     call = PlaceCall(target, line, on)
     call.role = role if serves and role is not None else ""

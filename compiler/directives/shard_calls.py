@@ -99,13 +99,13 @@ class _Reading:
         if not isinstance(value, tuple | list):
             self.problem(f"{name} is {value!r}", "a strategy is a tuple with an entry for each dim: (8, 1)", "")
             return []
-        found: list[DimSpec | None] = []
+        entries: list[DimSpec | None] = []
         for dim, entry in enumerate(value):
             try:
-                found.append(dim_spec(entry))
+                entries.append(dim_spec(entry))
             except Refused as violation:
                 self.problems.append(Problem.of(violation, self.where, f"{name}, dim {dim}"))
-        return found
+        return entries
 
     def one_spelling(self, specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
         try:

@@ -90,7 +90,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
         if record and builder.parent is not None:
             fact = f"'{call.name}' is called in a body of If, Loop or Scan, whose ops run whole"
             raise CompileError(Problem(call.where, fact, help=f"{call.verb} what is outside of it"))
-        given = _tensors([*arguments, *named.values()])
+        operands = _tensors([*arguments, *named.values()])
         with _scope(builder, None if bound else call.name, record) as path:
             before = builder.graph.num_nodes()
             result = fn(*arguments, **named)
@@ -99,7 +99,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
             if builder.graph.num_nodes() == before:
                 fact = f"'{call.name}' emits no op"
                 raise CompileError(Problem(call.where, fact, help=f"{call.verb} what computes"))
-            region = Region(path, results[0].producer() if bound else None, given, results)
+            region = Region(path, results[0].producer() if bound else None, operands, results)
             for each in calls:
                 each.check(region)
                 each.regions.append(region)
@@ -138,13 +138,13 @@ def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> 
 
 
 def _tensors(values: Sequence[object]) -> tuple[ir.Value, ...]:
-    found: list[ir.Value] = []
+    tensors: list[ir.Value] = []
     for value in values:
         match value:
             case ir.Value():
-                found.append(value)
+                tensors.append(value)
             case list() | tuple():
-                found += _tensors(value)
+                tensors += _tensors(value)
             case Mapping():
-                found += _tensors(list(value.values()))
-    return tuple(found)
+                tensors += _tensors(list(value.values()))
+    return tuple(tensors)

@@ -130,15 +130,15 @@ def _annotate(program: Complete, old: ir.Node, new: ir.Node, configuration: ir.M
 
 def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
     """Notes the outputs that a node makes as partial results, and those that are reduced although the node could pass them on."""
-    node, given = instance.node, program.pinned.outputs
-    made = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
-    if made:
-        terms = {node.outputs[k].name: _terms(layout, instance.group) for k, layout in made.items()}
+    node, pinned = instance.node, program.pinned.outputs
+    partial = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
+    if partial:
+        terms = {node.outputs[k].name: _terms(layout, instance.group) for k, layout in partial.items()}
         new.metadata_props[keys.TERMS] = keys.encode(terms)
     reduced = [
         node.outputs[k].name
         for k in outputs
-        if (instance, k) in given and (k in made or _might_pass(choice, k, given[instance, k][0]))
+        if (instance, k) in pinned and (k in partial or _might_pass(choice, k, pinned[instance, k][0]))
     ]
     if reduced:
         new.metadata_props[keys.REDUCED] = keys.encode(reduced)
@@ -226,7 +226,7 @@ def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]
 
 def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
     """Maps each weight that is read in another layout somewhere to the layouts in which it is kept."""
-    found: dict[str, list[dict[str, object]]] = {}
+    layouts: dict[str, list[dict[str, object]]] = {}
     for there, (layout, _) in (program.pinned.arriving | program.pinned.stored).items():
         value = there.value
         if value.is_initializer() and any(
@@ -234,8 +234,8 @@ def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
             for instance, k in ((NodeOnGroup(use.node, there.group), use.idx) for use in value.uses())
             if instance in program.choices
         ):
-            found[name_of(value)] = list(_arrivals(program, value))
-    return found
+            layouts[name_of(value)] = list(_arrivals(program, value))
+    return layouts
 
 
 def _symbol(facts: Facts) -> dict[str, int]:

@@ -233,15 +233,15 @@ def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
 
 def with_laws(programs: Sequence[Complete]) -> list[Complete]:
     """Returns the programs of an artifact, the main one first, with weights that laws generate removed, as its files have them."""
-    found: list[Complete] = []
+    complete: list[Complete] = []
     for program in programs:
         weights = {held.version.value for part, _ in program.distinct_programs for held in part.weights}
         if not any(law_of(value) is not None for value in weights):
-            found.append(program)
+            complete.append(program)
             continue
-        main = found[0].parts if found else None
+        main = complete[0].parts if complete else None
         cache: dict[tuple[object, ...], RankProgram] = {}
-        found.append(
+        complete.append(
             replace(
                 program,
                 parts=tuple(
@@ -249,7 +249,7 @@ def with_laws(programs: Sequence[Complete]) -> list[Complete]:
                 ),
             )
         )
-    return found
+    return complete
 
 
 def _with_laws(

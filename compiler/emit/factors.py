@@ -104,20 +104,20 @@ class NodeFactors:
 
     def _alone(self, step: Compute, types: Sequence[Typed | None]) -> ir.Node:
         """Returns a copy of an op's node over values of these types."""
-        made = list[ir.Value | None]()
+        operands = list[ir.Value | None]()
         for value, typed in zip((*step.inputs, *step.outputs), types, strict=True):
             if value is None or typed is None:
-                made.append(None)
+                operands.append(None)
                 continue
             fixed = value.constant if isinstance(value.constant, np.ndarray) else None
             kind = ir.TensorType(ir.DataType(typed[0]))
             tensor = None if fixed is None else ir.tensor(fixed)
-            made.append(ir.Value(name=str(len(made)), shape=ir.Shape(typed[1]), type=kind, const_value=tensor))
+            operands.append(ir.Value(name=str(len(operands)), shape=ir.Shape(typed[1]), type=kind, const_value=tensor))
         count, node = len(step.inputs), step.node
-        outputs = [ir.Value(name="") if one is None else one for one in made[count:]]
+        outputs = [ir.Value(name="") if one is None else one for one in operands[count:]]
         version = self._opsets.get(node.domain, 1)
         attributes = [ir.Attr(one.name, one.type, one.value) for one in node.attributes.data.values()]
-        return ir.Node(node.domain, node.op_type, made[:count], attributes, outputs=outputs, version=version)
+        return ir.Node(node.domain, node.op_type, operands[:count], attributes, outputs=outputs, version=version)
 
 
 _PLAIN = frozenset(ir.AttributeType[name] for name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS"))

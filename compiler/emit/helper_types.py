@@ -52,36 +52,36 @@ class HelperTypes:
 
     def _typed(self, steps: Sequence[Op], scalars: Sequence[Value]) -> Types:
         known: dict[Value, onnx.TypeProto | None] = dict.fromkeys(scalars, _tensor(ir.DataType.FLOAT, ()))
-        found: dict[Value, onnx.TypeProto] = {}
+        types: dict[Value, onnx.TypeProto] = {}
         for step in steps:
             if isinstance(step, Compute) and None in [value.of for value in step.makes]:
                 for value, kind in zip(step.outputs, self._outputs(step, known), strict=False):
                     if value is not None and value.of is None and kind is not None:
-                        known[value] = found[value] = kind
-        return found
+                        known[value] = types[value] = kind
+        return types
 
     def _outputs(self, step: Compute, known: dict[Value, onnx.TypeProto | None]) -> Sequence[onnx.TypeProto | None]:
         """The outputs' types as the op's schema infers them; empty where it cannot."""
-        given: dict[Value, onnx.TypeProto] = {}
+        operand_types: dict[Value, onnx.TypeProto] = {}
         for value in dict.fromkeys(one for one in step.inputs if one is not None):
             if value not in known:
                 known[value] = _type_of(value)
             if (kind := known[value]) is None:
                 return ()
-            given[value] = kind
-        fixed = {value: one for value in given if not isinstance(one := value.constant, RankConstant | None)}
+            operand_types[value] = kind
+        fixed = {value: one for value in operand_types if not isinstance(one := value.constant, RankConstant | None)}
         key = (
             step,
-            tuple([kind.SerializeToString() for kind in given.values()]),
+            tuple([kind.SerializeToString() for kind in operand_types.values()]),
             tuple([(one.dtype.str, one.shape, one.tobytes()) for one in fixed.values()]),
         )
         if key not in self._found:
-            self._found[key] = _inferred(step, self._opsets, given, fixed)
+            self._found[key] = _inferred(step, self._opsets, operand_types, fixed)
         return self._found[key]
 
 
 def _inferred(
-    step: Compute, opsets: Mapping[str, int], given: Types, fixed: Mapping[Value, Array]
+    step: Compute, opsets: Mapping[str, int], operand_types: Types, fixed: Mapping[Value, Array]
 ) -> Sequence[onnx.TypeProto | None]:
     node = step.node
     if bodies(node):
@@ -91,7 +91,7 @@ def _inferred(
     proto = node_proto(step, ["" if value is None else names[value] for value in step.inputs], outputs)
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
-        types = {names[value]: kind for value, kind in given.items()}
+        types = {names[value]: kind for value, kind in operand_types.items()}
         data = {names[value]: onnx.numpy_helper.from_array(one, names[value]) for value, one in fixed.items()}
         found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data)
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):

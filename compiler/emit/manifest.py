@@ -47,7 +47,7 @@ def manifest_of(
     """Returns the manifest of a program; `files` are the artifact's, `rank_files` the program's file of each rank."""
     model = sources["model"]
     assert model is not None
-    given, sized, mesh = _given(program, names), sized_inputs(program), dict(program.plan.mesh)
+    before, sized, mesh = _given(program, names), sized_inputs(program), dict(program.plan.mesh)
     return fmt.Manifest(
         name=program_name(program),
         is_main=is_main,
@@ -90,7 +90,7 @@ def manifest_of(
         transfers=[_transfer(program, names, event) for event in program.events if event.op_type == fmt.SEND],
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
         collectives=[
-            _collective(program, names, event, given) for event in program.events if event.op_type != fmt.SEND
+            _collective(program, names, event, before) for event in program.events if event.op_type != fmt.SEND
         ],
         rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
         stored=program.stored,
@@ -156,13 +156,13 @@ def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
 
 def _state(program: Complete, names: Names) -> list[fmt.StateRecord]:
     """Returns one record for each state tensor and layout: its name in rank files, its kind, and the box of each rank."""
-    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[State, dict[ShardedValue, list[int]]]] = {}
+    by_key: dict[tuple[str, str, str, tuple[int, ...]], tuple[State, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.distinct_programs:
         for one in part.state:
             after = "" if one.next is None else names[one.next]
             key = names[one.value], one.tensor, after, one.version.layout.shards
-            found.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
-    return [_kept(program, key[0], key[2], first, holders) for key, (first, holders) in found.items()]
+            by_key.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
+    return [_kept(program, key[0], key[2], first, holders) for key, (first, holders) in by_key.items()]
 
 
 def _kept(
@@ -289,7 +289,7 @@ def _event_inputs(steps: Sequence[Op]) -> Iterator[tuple[int, list[Value]]]:
 
 
 def _collective(program: Complete, names: Names, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:
-    given, made = event.way or (None, None)
+    before, after = event.way or (None, None)
     return fmt.Collective(
         tag=event.tag,
         op=event.op_type,
@@ -300,8 +300,8 @@ def _collective(program: Complete, names: Names, event: Event, sources: Mapping[
         bytes=event.bytes,
         cause=event.cause,
         sources=sources.get(event.tag, []),
-        given=_layout(given),
-        made=_layout(made),
+        given=_layout(before),
+        made=_layout(after),
     )
 
 

@@ -71,25 +71,25 @@ def run_list(model: ModelProto, name: str, guard: str = "", kept: Collection[str
     single = in_one_thread(functions)
     updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
     inputs, outputs = ([value.name for value in ports] for ports in (graph.input, graph.output))
-    found = RunList(rows={}, segments=[], updates=[])
+    rows_list = RunList(rows={}, segments=[], updates=[])
     main = _Nodes(nodes, [*inputs, *weights], outputs, single)
-    found.rows[name] = main.row(found, weights, main.cut(updating, calls, guard))
-    if found.updates:
-        _add_groups(found, model, nodes, calls.values(), {*kept})
+    rows_list.rows[name] = main.row(rows_list, weights, main.cut(updating, calls, guard))
+    if rows_list.updates:
+        _add_groups(rows_list, model, nodes, calls.values(), {*kept})
     for function, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call.node.input for call in calls.values() if call.node.op_type == function]
         operands = zip(body.function.input, *alike, strict=True)
         shared = {name for name, *others in operands if name in weights and {*others} == {name}}
         part = _Nodes(list(body.nodes), list(body.function.input), list(body.function.output), single)
-        found.rows[function] = part.row(found, shared | {*body.constants}, part.cut((), {}))
-    return found
+        rows_list.rows[function] = part.row(rows_list, shared | {*body.constants}, part.cut((), {}))
+    return rows_list
 
 
 def _add_groups(
-    found: RunList, model: ModelProto, nodes: Sequence[NodeProto], calls: Iterable[Call], kept: Collection[str]
+    rows_list: RunList, model: ModelProto, nodes: Sequence[NodeProto], calls: Iterable[Call], kept: Collection[str]
 ) -> None:
     """Adds to a list the groups of updates that run as one, and the memory that they need."""
-    numbers = [numbers_of(row.nodes, len(nodes)) for row in found.updates]
+    numbers = [numbers_of(row.nodes, len(nodes)) for row in rows_list.updates]
     steps = [[nodes[at] for at in some] for some in numbers]
     names = {name for step in steps for node in step for name in node.input}
     copied = {node.output[0]: node.input[0] for node in nodes if is_copy(node)}
@@ -115,23 +115,23 @@ def _add_groups(
     places = {
         id(node): at for some, step in zip(numbers, steps, strict=True) for at, node in zip(some, step, strict=True)
     }
-    for index, row in enumerate(found.updates):
+    for index, row in enumerate(rows_list.updates):
         groups = [numbers_text(places[id(node)] for node in group) for group in plan.groups[index]]
         pairs = plan.renewed.get(index, [])
-        found.updates[index] = row.model_copy(update={"groups": groups, "renewed": pairs})
+        rows_list.updates[index] = row.model_copy(update={"groups": groups, "renewed": pairs})
     for kind, buffers in (("state", plan.state), ("step", [*plan.gradients, *plan.shards])):
-        found.buffers.extend(BufferRow(kind=kind, members=[*some]) for some in buffers if len(some) > 1)
+        rows_list.buffers.extend(BufferRow(kind=kind, members=[*some]) for some in buffers if len(some) > 1)
 
 
 def _coalesced(nodes: Sequence[NodeProto]) -> dict[str, tuple[str, int]]:
     """Maps each value in the buffer of a coalesced collective to the collective and the value's index in it."""
-    found: dict[str, tuple[str, int]] = {}
+    places: dict[str, tuple[str, int]] = {}
     for node in nodes:
         if node.domain == DOMAIN and len(node.output) > 1 and node.op_type in COLLECTIVES:
             call = read_call(node, node.name)
             if isinstance(call, CollectiveCall) and call.parts and not call.kind.joins:
-                found |= {name: (node.name, place) for place, name in enumerate(call.outputs)}
-    return found
+                places |= {name: (node.name, place) for place, name in enumerate(call.outputs)}
+    return places
 
 
 @dataclass
@@ -330,7 +330,7 @@ class _Nodes:
             and begun.issuperset(self.operands[index])
         }
 
-    def row(self, found: RunList, weights: Collection[str], steps: Sequence[_Event | list[int]]) -> str:
+    def row(self, rows_list: RunList, weights: Collection[str], steps: Sequence[_Event | list[int]]) -> str:
         """Returns the text of the steps; adds their segments and updates to the list, each with exactly the outputs that others read.
 
         A segment or copy without readers is left out, and then the steps that only it needs.
@@ -350,23 +350,23 @@ class _Nodes:
             made = {name for index in step for name in nodes[index].output}
             if made.isdisjoint(wanted):
                 continue
-            given = [name for index in step for name in nodes[index].output if name in wanted]
+            read_outputs = [name for index in step for name in nodes[index].output if name in wanted]
             read = dict.fromkeys(name for index in step for name in operands[index] if name not in made)
             wanted.update(read)
             segments.append(
                 SegmentRow(
                     nodes=numbers_text(sorted(step)),
                     inputs=[name for name in read if name not in weights],
-                    outputs=given,
+                    outputs=read_outputs,
                     weights=[name for name in read if name in weights],
                     target=target_of(nodes[step[0]]),
                     threads=int(not self.alone.isdisjoint(step)),
                 )
             )
             cells.append(segments[-1])
-        found.segments.extend(reversed(segments))
-        found.updates.extend(reversed(updates))
-        texts, counts = list[str](), {"S": len(found.segments), "U": len(found.updates)}
+        rows_list.segments.extend(reversed(segments))
+        rows_list.updates.extend(reversed(updates))
+        texts, counts = list[str](), {"S": len(rows_list.segments), "U": len(rows_list.updates)}
         for cell in cells:
             letter = "S" if isinstance(cell, SegmentRow) else "U"
             counts[letter] -= not isinstance(cell, str)
@@ -503,14 +503,14 @@ def _alike_together(members: Sequence[_Member]) -> list[_Member]:
 def _runs(members: Sequence[_Member], buffered: Mapping[str, tuple[str, int]]) -> Iterator[list[_Member]]:
     """Yields runs of adjacent members that can run as one."""
     run: list[_Member] = []
-    for one in members:
-        fits = bool(run) and run[-1].key == one.key and not one.is_alone and not run[-1].is_alone
-        if fits and _follows(buffered.get(run[-1].gradient), buffered.get(one.gradient)):
-            run.append(one)
+    for member in members:
+        fits = bool(run) and run[-1].key == member.key and not member.is_alone and not run[-1].is_alone
+        if fits and _follows(buffered.get(run[-1].gradient), buffered.get(member.gradient)):
+            run.append(member)
             continue
         if run:
             yield run
-        run = [one]
+        run = [member]
     if run:
         yield run
 

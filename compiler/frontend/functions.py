@@ -35,12 +35,12 @@ def extent_of(model: onnx.ModelProto) -> Extent:
     Each function's extent is computed once, so the time is linear in the file's nodes. Raises ValueError where a function calls itself.
     """
     functions = {(one.domain, one.name, one.overload): list(all_nodes(one.node)) for one in model.functions}
-    found: dict[ir.OperatorIdentifier, Extent] = {}
+    extents: dict[ir.OperatorIdentifier, Extent] = {}
 
     def extent(nodes: Iterable[onnx.NodeProto]) -> Extent:
         count = depth = 0
         for node in nodes:
-            inside = found.get((node.domain, node.op_type, node.overload))
+            inside = extents.get((node.domain, node.op_type, node.overload))
             count += 1 + (inside.nodes if inside else 0)
             depth = max(depth, 1 + inside.depth if inside else 0)
         return Extent(count, depth)
@@ -50,13 +50,13 @@ def extent_of(model: onnx.ModelProto) -> Extent:
     while waiting:
         name, is_last = waiting.pop()
         if is_last:
-            found[name] = extent(functions[name])
-        elif name not in found:
+            extents[name] = extent(functions[name])
+        elif name not in extents:
             if name in begun:
                 raise ValueError(f"the function '{name[1]}' of '{name[0]}' calls itself")
             begun.add(name)
             called = dict.fromkeys((node.domain, node.op_type, node.overload) for node in functions[name])
-            waiting += [(name, True), *((one, False) for one in called if one in functions and one not in found)]
+            waiting += [(name, True), *((one, False) for one in called if one in functions and one not in extents)]
     return extent(all_nodes(model.graph.node))
 
 

@@ -73,7 +73,7 @@ def specs(declared: Mapping[str, Input], names: DimNames, where: str) -> list[Sp
     """Returns the declared inputs in their order. Raises CompileError with all problems of their shapes and dtypes."""
     names.reserved |= {dim for entry in declared.values() for dim in entry.shape if isinstance(dim, str)}
     problems: list[Problem] = []
-    found: list[Spec] = []
+    declared_specs: list[Spec] = []
     for name, entry in declared.items():
         dims: list[int | str] = []
         for axis, dim in enumerate(entry.shape):
@@ -82,13 +82,13 @@ def specs(declared: Mapping[str, Input], names: DimNames, where: str) -> list[Sp
             except (TypeError, ValueError) as error:
                 problems.append(Problem(where, f"input '{name}', dim {axis}: {error}"))
         try:
-            found.append(Spec(name, tuple(dims), data_type(entry.dtype)))
+            declared_specs.append(Spec(name, tuple(dims), data_type(entry.dtype)))
         except (TypeError, ValueError, KeyError):
             fact = f"input '{name}': unknown dtype {entry.dtype!r}"
             problems.append(Problem(where, fact, help="dtypes are written as in numpy: float32, int64, bool, bfloat16"))
     if problems:
         raise CompileError(problems)
-    return found
+    return declared_specs
 
 
 def data_type(dtype: object) -> ir.DataType:
@@ -120,20 +120,20 @@ def as_mapping(
     if not isinstance(declared, Mapping):
         fact = f"inputs is a dict of names, got {type(declared).__name__}"
         raise CompileError(Problem(where, fact, help=_HELP))
-    given = {str(name): entry for name, entry in declared.items()}
-    if in_order and len(given) == len(names):
-        return given
+    mapping = {str(name): entry for name, entry in declared.items()}
+    if in_order and len(mapping) == len(names):
+        return mapping
     problems = [
         Problem(where, f"inputs names '{name}', but forward takes {_listed(names)}", help=_HELP)
-        for name in given
+        for name in mapping
         if name not in names and inspect.Parameter.VAR_KEYWORD not in variadic
     ]
-    missing = [p.name for p in plain if p.default is p.empty and p.name not in given]
+    missing = [p.name for p in plain if p.default is p.empty and p.name not in mapping]
     if missing:
         problems.append(Problem(where, f"forward takes {_listed(missing)}, which inputs does not name", help=_HELP))
     if problems:
         raise CompileError(problems)
-    return given
+    return mapping
 
 
 def as_input(entry: object) -> Input | None:

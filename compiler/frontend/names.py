@@ -155,7 +155,7 @@ def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
 
 
 def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
-    given = {node.name for node in nodes if node.name}
+    existing = {node.name for node in nodes if node.name}
     unnamed: dict[str, Iterator[str]] = {}
     """Maps each op type to the spellings that no node has yet."""
     names: dict[ir.Node, _Name] = {}
@@ -167,7 +167,7 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
             names[node] = _Name("", node.name, is_from_user=True)
             continue
         spellings = unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0))
-        free = next(spelling for spelling in spellings if spelling not in given)
+        free = next(spelling for spelling in spellings if spelling not in existing)
         names[node] = _Name("", free, is_from_user=False)
     return names
 
@@ -219,9 +219,9 @@ def _torch_scope(text: str) -> str | None:
 
 def _scopes_by_neighbours(scopes: dict[ir.Node, str | None]) -> dict[ir.Node, str]:
     """Fills in unknown scopes: connected nodes without a scope get the deepest module that their neighbours share."""
-    found = {node: scope for node, scope in scopes.items() if scope is not None}
+    filled = {node: scope for node, scope in scopes.items() if scope is not None}
     for start, scope in scopes.items():
-        if scope is not None or start in found:
+        if scope is not None or start in filled:
             continue
         members, waiting, around = {start}, [start], set[str]()
         while waiting:
@@ -233,8 +233,8 @@ def _scopes_by_neighbours(scopes: dict[ir.Node, str | None]) -> dict[ir.Node, st
                 else:
                     members.add(other)
                     waiting.append(other)
-        found.update(dict.fromkeys(members, _common(around)))
-    return found
+        filled.update(dict.fromkeys(members, _common(around)))
+    return filled
 
 
 def _neighbours(node: ir.Node) -> Iterator[ir.Node]:

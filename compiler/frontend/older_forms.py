@@ -37,9 +37,9 @@ def has_older_forms(proto: ModelProto) -> bool:
 
 def modern(proto: ModelProto, where: str) -> tuple[ModelProto, list[Problem]]:
     """Returns a copy of the model without these forms, and the problems that prevent it."""
-    made, problems = ModelProto(), list[Problem]()
-    made.CopyFrom(proto)
-    for graph in _graphs(made):
+    copy, problems = ModelProto(), list[Problem]()
+    copy.CopyFrom(proto)
+    for graph in _graphs(copy):
         for sparse in graph.sparse_initializer:
             _densify(sparse, f"the sparse weight '{sparse.values.name}'", graph.initializer.add(), where, problems)
         del graph.sparse_initializer[:]
@@ -50,9 +50,9 @@ def modern(proto: ModelProto, where: str) -> tuple[ModelProto, list[Problem]]:
                     _densify(attribute.sparse_tensor, title, attribute.t, where, problems)
                     attribute.ClearField("sparse_tensor")
                     attribute.name, attribute.type = "value", AttributeProto.TENSOR
-    if _opset(made) == OLDER and not problems:
-        _to_next_opset(made, where, problems)
-    return made, problems
+    if _opset(copy) == OLDER and not problems:
+        _to_next_opset(copy, where, problems)
+    return copy, problems
 
 
 def _graphs(proto: ModelProto) -> Iterator[GraphProto]:

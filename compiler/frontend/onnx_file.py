@@ -215,25 +215,25 @@ def _quiet() -> Iterator[None]:
 
 def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
     """Returns the problems of names that contain a line end, which no message and no dump can show."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         ports = [*graph.inputs, *graph.initializers.values()]
-        found |= {value.name or "": "value" for value in ports}
+        kinds |= {value.name or "": "value" for value in ports}
         for value in graph.inputs:
-            found |= {str(dim): "dim" for dim in value.shape or ()}
+            kinds |= {str(dim): "dim" for dim in value.shape or ()}
         for node in nodes_of(graph):
-            found[node.name or ""] = "node"
-            found[node.op_type] = "op"
-            found[node.domain] = "domain"
+            kinds[node.name or ""] = "node"
+            kinds[node.op_type] = "op"
+            kinds[node.domain] = "domain"
             for value in node.outputs:
-                found[value.name or ""] = "value"
-            found |= dict.fromkeys(node.attributes.data, "attribute")
-    if not breaks_lines("".join(found)):
+                kinds[value.name or ""] = "value"
+            kinds |= dict.fromkeys(node.attributes.data, "attribute")
+    if not breaks_lines("".join(kinds)):
         return []
     help_ = "rename it"
     return [
         Problem(where, f"the name '{one_line(name)}' of a{'n' * (kind[0] in 'ao')} {kind} has a line end", help=help_)
-        for name, kind in found.items()
+        for name, kind in kinds.items()
         if breaks_lines(name)
     ]
 

@@ -33,21 +33,23 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
             annotations.append(_Annotation(node, entries, places))
     yield
     problems = []
-    for one in annotations:
-        if one.node.graph is None:
-            fact = f"'{one.node.name}' calls the function {one.node.op_type} and is annotated"
+    for annotation in annotations:
+        if annotation.node.graph is None:
+            fact = f"'{annotation.node.name}' calls the function {annotation.node.op_type} and is annotated"
             law = "functions are inlined: their nodes are placed and sharded, calls are not"
             problems.append(Problem(where, fact, law, "annotate the nodes inside of the function"))
             continue
-        one.node.device_configurations = tuple(
+        annotation.node.device_configurations = tuple(
             replace(
                 entry,
                 sharding_specs=tuple(
-                    spec if at is None else replace(spec, value=(one.node.inputs if at[0] else one.node.outputs)[at[1]])
+                    spec
+                    if at is None
+                    else replace(spec, value=(annotation.node.inputs if at[0] else annotation.node.outputs)[at[1]])
                     for spec, at in zip(entry.sharding_specs, places, strict=True)
                 ),
             )
-            for entry, places in zip(one.entries, one.places, strict=True)
+            for entry, places in zip(annotation.entries, annotation.places, strict=True)
         )
     if problems:
         raise CompileError(problems)

@@ -133,12 +133,12 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
                     *dict(built.named_buffers(remove_duplicate=False)),
                 ]
             )
-        told = tuple(not_followed(file.globals, file.line))
+        warnings = tuple(not_followed(file.globals, file.line))
         if inputs is None and (image := image_inputs(built)) is not None:
             inputs, said = image
             ((name, one),) = inputs.items()
             remedy = f'write inputs = {{"{name}": [...]}} for another'
-            told += (f"{_where_inputs(file)}: the input '{name}' is {one.shape}, {said}; {remedy}",)
+            warnings += (f"{_where_inputs(file)}: the input '{name}' is {one.shape}, {said}; {remedy}",)
         model = _model(built, inputs, names, file, recorder, cache)
         _use_named_symbols(model, names, file)
         modules = [(recorder.moved.get(path, path), module) for path, module in _modules(built)]
@@ -149,7 +149,7 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         plan = tp_plan(built) if _is_torch_module(built) else ()
         start = start_tokens(built) if _is_torch_module(built) and is_of_transformers(built) else ()
         made = decoding(built) if _is_torch_module(built) else Decoding()
-        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan, start, made)
+        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, warnings, plan, start, made)
         return Source(model, declared, _is_torch_module(built))
 
 

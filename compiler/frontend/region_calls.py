@@ -35,22 +35,22 @@ def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: 
     nodes = node_paths(model)
     paths = _paths(modules, list(nodes.values()))
     problems: list[Problem] = []
-    found: list[tuple[str, ShardCall, ShardingRule]] = []
+    rules: list[tuple[str, ShardCall, ShardingRule]] = []
     for call in recorder.shards:
         if not is_module(call.target):
             regions = regions_of(call, nodes, problems)
-            found += [(path, call, _rule(call, path, {}, [region])) for path, region in regions]
+            rules += [(path, call, _rule(call, path, {}, [region])) for path, region in regions]
         elif names := paths.get(id(call.target)):
             parameters = _parameters(call, names, problems)
-            found.append((names[0], call, _rule(call, names[0], parameters, call.regions)))
+            rules.append((names[0], call, _rule(call, names[0], parameters, call.regions)))
         else:
             problems.append(stranger(call))
     held = {path for names in paths.values() for path in names}
-    problems += [double(call, path) for path, call, _ in found if not is_module(call.target) and path in held]
-    problems += _nested([(path, call) for path, call, _ in found])
+    problems += [double(call, path) for path, call, _ in rules if not is_module(call.target) and path in held]
+    problems += _nested([(path, call) for path, call, _ in rules])
     if problems:
         raise CompileError(problems)
-    return tuple(rule for _, _, rule in found)
+    return tuple(rule for _, _, rule in rules)
 
 
 def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
@@ -80,21 +80,21 @@ def _regions(calls: Sequence[Call], modules: Iterable[tuple[str, object]], model
     for first, module in modules:
         paths.setdefault(id(module), first)
     problems: list[Problem] = []
-    found: list[tuple[Call, str]] = []
+    patterns: list[tuple[Call, str]] = []
     for call in calls:
         if isinstance(call.target, str):
-            found.append((call, call.target))
+            patterns.append((call, call.target))
         elif not is_module(call.target):
             regions = [path for path, _ in regions_of(call, nodes, problems)]
             problems += [double(call, path) for path in regions if path in paths.values()]
-            found += [(call, literal_pattern(path)) for path in regions]
+            patterns += [(call, literal_pattern(path)) for path in regions]
         elif (path := paths.get(id(call.target))) is not None:
-            found.append((call, literal_pattern(path) or "**"))
+            patterns.append((call, literal_pattern(path) or "**"))
         else:
             problems.append(stranger(call))
     if problems:
         raise CompileError(problems)
-    return found
+    return patterns
 
 
 def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Problem]) -> list[tuple[str, Region]]:
@@ -121,13 +121,13 @@ def double(call: TracedCall, path: str) -> Problem:
 
 def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[int, list[str]]:
     """Maps each module's id to its paths; for a module with several paths, the one in the names of its nodes comes first."""
-    found: dict[int, list[str]] = {}
+    by_module: dict[int, list[str]] = {}
     for path, module in modules:
-        found.setdefault(id(module), []).append(path)
-    for paths in found.values():
+        by_module.setdefault(id(module), []).append(path)
+    for paths in by_module.values():
         if len(paths) > 1:
             paths.sort(key=lambda path: not any(node.startswith(f"{path}.") for node in nodes))
-    return found
+    return by_module
 
 
 def _rule(call: ShardCall, path: str, parameters: dict[str, ShardSpec], regions: Sequence[Region]) -> ShardingRule:
@@ -157,7 +157,7 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
     """Maps each parameter to its shard spec: by its path below the module, or by its whole path where another module holds it first."""
     target: Any = call.target
     own = dict(target.named_parameters())
-    found: dict[str, ShardSpec] = {}
+    specs: dict[str, ShardSpec] = {}
     for key, spec in call.parameters.items():
         name = _named(key, paths, list(own))
         if name is None:
@@ -170,8 +170,8 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
         parameter = own[name]
         if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, relative to the module
             name = parameter.name.removeprefix(f"{paths[0]}.") if paths[0] else parameter.name
-        found[name] = spec
-    return found
+        specs[name] = spec
+    return specs
 
 
 def _named(key: str, paths: Sequence[str], names: Sequence[str]) -> str | None:

@@ -80,7 +80,7 @@ def module_paths(root: onnxscript.nn.Module) -> Iterator[tuple[str, onnxscript.n
 
 
 def _parameters(root: onnxscript.nn.Module, where: str) -> dict[str, onnxscript.nn.Parameter]:
-    found: dict[str, onnxscript.nn.Parameter] = {}
+    by_name: dict[str, onnxscript.nn.Parameter] = {}
     seen: set[int] = set()
     problems: list[Problem] = []
     for path, module in module_paths(root):
@@ -89,40 +89,40 @@ def _parameters(root: onnxscript.nn.Module, where: str) -> dict[str, onnxscript.
                 continue
             seen.add(id(parameter))
             whole = f"{path}.{name}" if path else name
-            if whole in found:
+            if whole in by_name:
                 problems.append(
                     Problem(where, f"two parameters have the path '{whole}'", help="rename one of their modules")
                 )
             if isinstance(parameter, Parameter):
                 parameter.path = whole
-            found[whole] = parameter
+            by_name[whole] = parameter
     if problems:
         raise CompileError(problems)
-    return found
+    return by_name
 
 
 def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str, ir.Value]:
     """Maps names to the results of forward: the declared names, else a dict's keys, else `output` or `output_0`, `output_1`."""
     match result:
         case ir.Value():
-            found = {"output": result}
+            outputs = {"output": result}
         case Mapping():
-            found = {str(name): value for name, value in result.items()}
+            outputs = {str(name): value for name, value in result.items()}
         case tuple() | list():
-            found = {f"output_{k}": value for k, value in enumerate(result)}
+            outputs = {f"output_{k}": value for k, value in enumerate(result)}
         case _:
             fact = f"forward returns {result!r}, which is not a value of the graph"
             raise CompileError(
                 Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name")
             )
-    wrong = [name for name, value in found.items() if not isinstance(value, ir.Value)]
-    if wrong or not found:
-        fact = f"forward returns {found[wrong[0]]!r} as '{wrong[0]}'" if wrong else "forward returns no value"
+    wrong = [name for name, value in outputs.items() if not isinstance(value, ir.Value)]
+    if wrong or not outputs:
+        fact = f"forward returns {outputs[wrong[0]]!r} as '{wrong[0]}'" if wrong else "forward returns no value"
         raise CompileError(Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name"))
-    if names and len(names) != len(found):
-        fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {len(found)}"
+    if names and len(names) != len(outputs):
+        fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {len(outputs)}"
         raise CompileError(Problem(where, fact, help="write one name for each value that forward returns"))
-    return dict(zip(names, found.values(), strict=True)) if names else found
+    return dict(zip(names, outputs.values(), strict=True)) if names else outputs
 
 
 def _add_outputs(builder: GraphBuilder, outputs: Mapping[str, ir.Value], where: str) -> None:

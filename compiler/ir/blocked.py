@@ -87,13 +87,13 @@ class BlockedWeight:
             ]
 
         byte, size = ir.DataType.UINT8, self.block // per_byte
-        made = {
+        operands = {
             "blocks": ComputedTensor(blocks, byte, (columns, count, size), f"{self.name}.blocks"),
             "scales": ComputedTensor(scales, dtype, (columns, count), f"{self.name}.scales"),
         }
         if not self.symmetric:
-            made["points"] = ComputedTensor(points, byte, (columns, -(-count // per_byte)), f"{self.name}.points")
-        return made
+            operands["points"] = ComputedTensor(points, byte, (columns, -(-count // per_byte)), f"{self.name}.points")
+        return operands
 
     def _parts(self, columns: slice, blocks: slice) -> Iterator[Blocks]:
         """Yields the blocks of a limited number of columns at a time."""

@@ -72,15 +72,15 @@ def has_computed_target(node: ir.Node) -> bool:
     return maker is not None and maker.op_type != "Constant"
 
 
-def name_of(one: ir.Value | ir.Node) -> str:
+def name_of(named: ir.Value | ir.Node) -> str:
     """Returns the name of a value or a node, for files, messages and matching with users' patterns.
 
     The loader has named all of the model's own (`frontend/names.py`), and passes name the ones they make; raises ValueError if one is
     unnamed.
     """
-    name = one.name
+    name = named.name
     if not name:
-        raise ValueError(f"no pass has given a name to {one!r}")
+        raise ValueError(f"no pass has given a name to {named!r}")
     return name
 
 
@@ -130,15 +130,15 @@ def nodes_of(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
 
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
-    found: list[ir.Graph] = []
+    graphs: list[ir.Graph] = []
     if not node.attributes.data:  # the mapping itself: this is asked of every node after every pass
-        return found
+        return graphs
     for attr in node.attributes.data.values():
         if attr.type == ir.AttributeType.GRAPH:
-            found.append(attr.as_graph())
+            graphs.append(attr.as_graph())
         elif attr.type == ir.AttributeType.GRAPHS:
-            found.extend(attr.as_graphs())
-    return found
+            graphs.extend(attr.as_graphs())
+    return graphs
 
 
 def reads_of(graph: ir.Graph) -> Reads:

@@ -67,12 +67,12 @@ def over_values(
     target: str = "",
 ) -> list[Compute]:
     """Converts nodes whose operands are handles to nodes over the values of these handles."""
-    found = []
+    ops = []
     for node in nodes:
         inputs = tuple([None if one is None or not one.name else values[one.name] for one in node.inputs])
         outputs = tuple([values[one.name] if one.name else None for one in node.outputs])
         read = dict.fromkeys(map(name_of, captured_by(node)))
         inner = {name: values[(captured or {}).get(name, name)] for name in read}
         label = values.get(node.name, node.name) if node.name else ""
-        found.append(Compute(node, source or node, inputs, outputs, inner, label, target=target))
-    return found
+        ops.append(Compute(node, source or node, inputs, outputs, inner, label, target=target))
+    return ops

@@ -216,13 +216,13 @@ class Lowered(Targeted):
     @cached_property
     def input_locations(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Maps each input and parameter to the groups and layouts in which ranks get it, each with its name there."""
-        found: dict[str, dict[tuple[Group, Layout], str]] = {}
+        locations: dict[str, dict[tuple[Group, Layout], str]] = {}
         there: dict[ShardedValue, str] = {held.version: str(held.value) for part in self.parts for held in part.inputs}
         kept = (one for part, _ in self.distinct_programs for one in part.state if one.kind in _OF_THE_MODEL)
         there |= {one.version: str(one.value) for one in kept}
         for copy, name in there.items():
-            found.setdefault(name_of(copy.value), {})[copy.group, copy.layout] = name
-        return found
+            locations.setdefault(name_of(copy.value), {})[copy.group, copy.layout] = name
+        return locations
 
 
 @dataclass(frozen=True)

@@ -353,10 +353,10 @@ def needed(steps: Sequence[AnyOp], results: Collection[Value], appended: Collect
 
     Communication involves other ranks, and a task may communicate: both always stay.
     """
-    read, found = {*results}, list[AnyOp]()
+    read, needed_ops = {*results}, list[AnyOp]()
     for step in reversed(steps):
         stays = isinstance(step, Comm | Call) or any(value in appended for value in step.reads)
         if stays or not read.isdisjoint(step.makes):
             read.update(step.reads)
-            found.append(step)
-    return found[::-1]
+            needed_ops.append(step)
+    return needed_ops[::-1]

@@ -186,18 +186,18 @@ class Training:
 
         Optimizers that differ only in rate or decay count as one: rate and decay are numbers of each parameter.
         """
-        found: dict[str, Optimizer] = {}
+        optimizers: dict[str, Optimizer] = {}
         for one in self.parameters.values():
             optimizer = one.optimizer
             if (
                 optimizer is None
                 or one.frozen
-                or any(known.is_like(optimizer) for known in (self.rules.optimizer, *found.values()))
+                or any(known.is_like(optimizer) for known in (self.rules.optimizer, *optimizers.values()))
             ):
                 continue
-            alike = sum(known.type == optimizer.type for known in (self.rules.optimizer, *found.values()))
-            found[f"{optimizer.type}_{alike + 1}" if alike else optimizer.type] = optimizer
-        return found
+            alike = sum(known.type == optimizer.type for known in (self.rules.optimizer, *optimizers.values()))
+            optimizers[f"{optimizer.type}_{alike + 1}" if alike else optimizer.type] = optimizer
+        return optimizers
 
     def scalars_of(self, optimizer: Optimizer) -> dict[str, str]:
         """Maps the scalars of the optimizer's function to the names of the numbers that are fed to a step: all share the rate."""

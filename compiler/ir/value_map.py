@@ -22,10 +22,10 @@ class ValueMap(dict[ir.Value, Value]):
 
     def ops(self, nodes: Iterable[ir.Node]) -> list[Compute]:
         """Returns the nodes over the values of the job; a node named like its output is labelled with that output's value in the job."""
-        found = []
+        computes = []
         for node in nodes:
             inputs = tuple([None if one is None else self[one] for one in node.inputs])
             outputs = tuple([self[one] if one.name else None for one in node.outputs])
             label = next((self[one] for one in node.outputs if one.name and one.name == node.name), node.name or "")
-            found.append(Compute(node, node, inputs, outputs, label=label))
-        return found
+            computes.append(Compute(node, node, inputs, outputs, label=label))
+        return computes

@@ -166,13 +166,13 @@ def _neighbour(layout: Layout, holder: int, index: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _common(shard: Numbers, before: Layout, wanted: Numbers, after: Layout) -> Span:
-    found = []
+    common = []
     for dim in range(len(before.cuts)):
         ours, theirs = before.num_shards(dim), after.num_shards(dim)
         begin = max(Fraction(shard[dim], ours), Fraction(wanted[dim], theirs))
         end = min(Fraction(shard[dim] + 1, ours), Fraction(wanted[dim] + 1, theirs))
-        found.append((begin, end))
-    return tuple(found)
+        common.append((begin, end))
+    return tuple(common)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +180,7 @@ def _received(routes: Routes) -> tuple[Fraction, ...]:
     before, after = routes.before, routes.after
     places = {rank: index for index, rank in enumerate(routes.source_group)}
     ours, theirs = _counts(before), _counts(after)
-    found = []
+    shares = []
     for index, rank in enumerate(routes.target_group):
         wanted = numbers(after, index)
         unit = math.prod(math.lcm(a, b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
@@ -193,5 +193,5 @@ def _received(routes: Routes) -> tuple[Fraction, ...]:
                 begin = max(number * (scale // our), other * (scale // their))
                 end = min((number + 1) * (scale // our), (other + 1) * (scale // their))
                 kept *= max(0, end - begin)
-        found.append(Fraction(1, math.prod(theirs[:-1])) - Fraction(kept, unit))
-    return tuple(found)
+        shares.append(Fraction(1, math.prod(theirs[:-1])) - Fraction(kept, unit))
+    return tuple(shares)

@@ -94,13 +94,13 @@ class Layout:
     def shard(self, index: int) -> tuple[int, ...]:
         """For each dim, the index of the shard that the group's `index`-th rank holds."""
         at = self.coordinates(index)
-        found = []
+        numbers = []
         for axes in self.cuts:
             number = 0
             for axis in axes:
                 number = number * self.mesh[axis] + at[axis]
-            found.append(number)
-        return tuple(found)
+            numbers.append(number)
+        return tuple(numbers)
 
     @functools.cached_property
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -113,13 +113,13 @@ class Layout:
 
     def box(self, index: int, shape: Sequence[int]) -> Box:
         """For each dim, the begin and end of the group's `index`-th rank's shard of a value of `shape`; the shards must be equal."""
-        found = []
+        bounds = []
         for dim, (size, number, shards) in enumerate(zip(shape, self.shard(index), self.shards, strict=True)):
             length, rest = divmod(size, shards)
             if rest:
                 raise ValueError(f"dim {dim} of {size} does not divide into {shards} equal shards")
-            found.append((number * length, (number + 1) * length))
-        return tuple(found)
+            bounds.append((number * length, (number + 1) * length))
+        return tuple(bounds)
 
     def groups(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The group's ranks (as indices) in sets that differ only along `axes`; each set in the order of `axes`, first axis major."""

@@ -38,14 +38,14 @@ def normal(layout: Layout) -> Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
+def on_common_mesh(first: Layout, other: Layout) -> tuple[Layout, Layout] | None:
     """Both layouts on the coarsest mesh that subdivides the axes of both; None if there is none; axes of size 1 are dropped."""
-    if one.size != other.size:
-        raise ValueError(f"layouts of {one.size} and {other.size} ranks have no mesh in common")
-    bounds = sorted({*_bounds(one.mesh), *_bounds(other.mesh)})
+    if first.size != other.size:
+        raise ValueError(f"layouts of {first.size} and {other.size} ranks have no mesh in common")
+    bounds = sorted({*_bounds(first.mesh), *_bounds(other.mesh)})
     if any(larger % smaller for smaller, larger in itertools.pairwise(bounds)):
         return None
-    return _split_at(one, bounds), _split_at(other, bounds)
+    return _split_at(first, bounds), _split_at(other, bounds)
 
 
 def _alike(layout: Layout, axis: int, following: int) -> bool:

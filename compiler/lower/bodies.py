@@ -72,8 +72,8 @@ def _end_of(otherwise: ir.Node) -> ir.Node:
 
 def _own(comm: CommLowering, instance: NodeOnGroup, results: Sequence[Value | None]) -> list[Value | None]:
     """Returns the results of a body, each made by an op of this body, and different ones."""
-    ranks, seen, found = instance.group, set[Value](), list[Value | None]()
-    made = set[Value]()
+    ranks, seen, own_results = instance.group, set[Value](), list[Value | None]()
+    defined = set[Value]()
     depth = 0
     for step, some in reversed(comm.job.steps):
         if not some & ranks_of(ranks[:1]):
@@ -83,18 +83,18 @@ def _own(comm: CommLowering, instance: NodeOnGroup, results: Sequence[Value | No
                 break
             depth += {fmt.END: 1, fmt.BEGIN: -1}.get(step.op_type, 0)
             if step.op_type == fmt.END and depth == 1:
-                made.update(step.makes)
+                defined.update(step.makes)
             continue
         if depth == 0:
-            made.update(step.makes)
+            defined.update(step.makes)
     for value in results:
         assert value is not None
-        if value not in made or value in seen:
+        if value not in defined or value in seen:
             copy = comm.job.derived_on(ranks, value, ".given")
             comm.emit(ranks, "Identity", [value], copy)
             if value.of is not None:
                 comm.job.declare(ranks, copy, value.of, value.shape)
             value = copy
         seen.add(value)
-        found.append(value)
-    return found
+        own_results.append(value)
+    return own_results

@@ -111,11 +111,11 @@ class CommLowering:
         move: mv.AllReduce | mv.ReduceScatter | mv.AllGather,
         values: Sequence[ir.Value],
         terms: Sequence[Value],
-        made: Sequence[Value],
+        results: Sequence[Value],
         elements: int,
         cause: str,
     ) -> None:
-        """Writes one collective of several values of one type, as one message; `made` are the results.
+        """Writes one collective of several values of one type, as one message; `results` are the results.
 
         A rank contributes `elements` in all. Values that are scattered or gathered are sharded along axis 0.
         """
@@ -138,9 +138,9 @@ class CommLowering:
         if len(terms) == 1:
             shape = terms[0].shape
         way = (move.group, _before(move)), (move.group, move.after)
-        event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause, way=way)
+        event = Event(len(self.events), op_type, values[0], results[0], sets, group, shape, amount, cause, way=way)
         self.events.append(event)
-        step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
+        step = Comm(op_type, tuple(terms), tuple(results), attributes, event.tag, values[0], cause, amount)
         self.append(move.group, step)
 
     def append(self, ranks: Group | Ranks, *steps: JobOp) -> None:

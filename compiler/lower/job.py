@@ -169,14 +169,14 @@ class Job:
 
     def copy(self) -> Job:
         """A job of its own with the same contents."""
-        found = Job(self.size, self.reserved)
-        found.steps = list(self.steps)
+        copied = Job(self.size, self.reserved)
+        copied.steps = list(self.steps)
         for records in RECORDS:
-            setattr(found, records, getattr(self, records).copy())
-        found.forms = {node: list(forms) for node, forms in self.forms.items()}
-        found.created, found._scalars, found._numbers = dict(self.created), dict(self._scalars), dict(self._numbers)
-        found._replaced = {op: list(others) for op, others in self._replaced.items()}
-        return found
+            setattr(copied, records, getattr(self, records).copy())
+        copied.forms = {node: list(forms) for node, forms in self.forms.items()}
+        copied.created, copied._scalars, copied._numbers = dict(self.created), dict(self._scalars), dict(self._numbers)
+        copied._replaced = {op: list(others) for op, others in self._replaced.items()}
+        return copied
 
     def value(self, ranks: Group | Ranks, hint: str, *others: str, base: Value | None = None) -> Value:
         """A new value on these ranks, which is called as the hint says, or one of the others: the first one that is free there."""
@@ -221,14 +221,14 @@ class Job:
     @property
     def program(self) -> list[Placed]:
         """All ops in order, with replaced ones in the places of old ones."""
-        found: list[Placed] = []
+        ops: list[Placed] = []
         for step, ranks in self.steps:
             for some, new in reversed(self._replaced.get(step, ())):
-                found += [(one, both) for one, those in new if (both := those & ranks & some)]
+                ops += [(one, both) for one, those in new if (both := those & ranks & some)]
                 ranks &= ~some
             if ranks:
-                found.append((step, ranks))
-        return found
+                ops.append((step, ranks))
+        return ops
 
     def declare(self, ranks: Group | Ranks, value: Value, of: ir.Value, shape: Shape | None) -> None:
         """Lists a value with its type and local shape on these ranks."""

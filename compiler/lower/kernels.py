@@ -45,23 +45,23 @@ def fit_kernels(
 
 def columns_of_vectors(steps: Sequence[Compute | Comm]) -> Sequence[Compute | Comm]:
     """The steps, where no MatMul has a vector as its right operand, but for a product of two vectors."""
-    made: list[Compute | Comm] = []
+    rewritten: list[Compute | Comm] = []
     for step in steps:
         if not isinstance(step, Compute) or not step.is_op("MatMul") or step.node.domain not in ("", "ai.onnx"):
-            made.append(step)
+            rewritten.append(step)
             continue
         (left, right), (out,) = step.inputs, step.outputs
         if left is None or right is None or out is None or _rank(right) != 1 or _rank(left) == 1:
-            made.append(step)
+            rewritten.append(step)
             continue
         column, product = Value(".column", out), out.derived_untyped(".product")
         before = added("Unsqueeze", [right, column.derived_untyped(".axes", np.array([1], np.int64))], [column])
         after = added("Squeeze", [product, product.derived_untyped(".axes", np.array([-1], np.int64))], [out])
         multiplied = replace(step, inputs=(left, column), outputs=(product,))
-        made += [
+        rewritten += [
             replace(one, source=step.source, task=step.task, target=step.target) for one in (before, multiplied, after)
         ]
-    return made
+    return rewritten
 
 
 def _rank(value: Value) -> int | None:
@@ -95,8 +95,8 @@ class _Fitting:
         node = step.node
         for value, kind in _inferred(step, self.known, self.opset):
             self.known.setdefault(value, kind)
-        read, made = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
-        halves = [one for one in (*read, *made) if self.known.get(one) in self.halves]
+        read, defined = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
+        halves = [one for one in (*read, *defined) if self.known.get(one) in self.halves]
         if not halves or bodies(node) or CUDA in (step.target, self.targets.get(step.source)):
             return [step]
         reduction = str(node.attributes.get_string("reduction", "none"))
@@ -106,29 +106,29 @@ class _Fitting:
         self.changed = True
         before: list[Op] = []
         new: dict[Value, Value] = {}
-        for one in halves:
-            if one in read:
-                key = one, step.task.value
+        for half_value in halves:
+            if half_value in read:
+                key = half_value, step.task.value
                 if key not in self.read:
-                    self.read[key] = self._new(one, "read")
-                    before.append(self._cast(step, one, self.read[key], ir.DataType.FLOAT))
-                new[one] = self.read[key]
+                    self.read[key] = self._new(half_value, "read")
+                    before.append(self._cast(step, half_value, self.read[key], ir.DataType.FLOAT))
+                new[half_value] = self.read[key]
         after: list[Op] = []
-        for one in halves:
-            kind = self.known[one]
-            if one in made and kind is not None:
-                new[one] = self._new(one, "unrounded")
-                after.append(self._cast(step, new[one], one, kind))
+        for half_value in halves:
+            kind = self.known[half_value]
+            if half_value in defined and kind is not None:
+                new[half_value] = self._new(half_value, "unrounded")
+                after.append(self._cast(step, new[half_value], half_value, kind))
         return [*before, with_values(step, new), *after]
 
     def _new(self, value: Value, word: str) -> Value:
-        found = value.derived_untyped(f".{word}")
+        widened = value.derived_untyped(f".{word}")
         if value.of is not None:
-            found.of = ir.Value(name=str(found), type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
-            found.shape = value.shape
-            self.values[found.of] = ValueInfo("tensor(float)", value.shape, 4)
-        self.known[found] = ir.DataType.FLOAT
-        return found
+            widened.of = ir.Value(name=str(widened), type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
+            widened.shape = value.shape
+            self.values[widened.of] = ValueInfo("tensor(float)", value.shape, 4)
+        self.known[widened] = ir.DataType.FLOAT
+        return widened
 
     def _cast(self, step: Compute, given: Value, made: Value, kind: ir.DataType) -> Compute:
         cast = added("Cast", [given], [made], {"to": int(kind)})

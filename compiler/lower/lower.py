@@ -42,17 +42,17 @@ from partc.runtime.spellings import first_free, numbered
 
 def hoist_pulls(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
     """The ops in order; those that no Pull needs come after the Pulls that follow them up to the next event of another kind."""
-    found: list[Compute | Comm] = []
+    ordered: list[Compute | Comm] = []
     waiting: list[Compute | Comm] = []
     for step in steps:
         if isinstance(step, Compute):
             waiting.append(step)
             continue
         first, waiting = _divided(waiting, step) if _is_pull(step) else (waiting, [])
-        at = _before_pulls(found, first) if _is_pull(step) else len(found)
-        found[at:at] = first
-        found.append(step)
-    return [*found, *waiting]
+        at = _before_pulls(ordered, first) if _is_pull(step) else len(ordered)
+        ordered[at:at] = first
+        ordered.append(step)
+    return [*ordered, *waiting]
 
 
 def _is_pull(step: Compute | Comm) -> bool:
@@ -102,20 +102,20 @@ def lower(program: Localized) -> Lowered:
         version for value in program.model.graph.outputs for version in local.versions.delivered.get(value, ())
     ]
     finished, at = Finished(local.comm.job), local.comm.values.at
-    for one in finished.programs(version.group for version in delivered):
-        here = [version for version in delivered if one.ranks & ranks_of(version.group)]
-        outputs = [(finished.value(at[version]), version) for version in here] + [*one.outputs.items()]
-        found = _finished(program, one, outputs, values, simplified, states)
-        read = [(held.value, held.version) for held in found.inputs]
+    for distinct in finished.programs(version.group for version in delivered):
+        here = [version for version in delivered if distinct.ranks & ranks_of(version.group)]
+        outputs = [(finished.value(at[version]), version) for version in here] + [*distinct.outputs.items()]
+        rank_program = _finished(program, distinct, outputs, values, simplified, states)
+        read = [(held.value, held.version) for held in rank_program.inputs]
         given = {version.value: (value, version) for value, version in outputs}.values()
         ends = [[(value, version, version.places) for value, version in some] for some in (read, given)]
-        for rank in members(one.ranks):
+        for rank in members(distinct.ranks):
             inputs, results = [
                 tuple([RankTensor(value, of, place[rank]) for value, of, place in some]) for some in ends
             ]
-            parts[rank] = replace(found, rank=rank, inputs=inputs, outputs=results)
+            parts[rank] = replace(rank_program, rank=rank, inputs=inputs, outputs=results)
     idle = [rank for rank, part in sorted(parts.items()) if not part.steps and not part.outputs]
-    told = list(_idle(program, idle))
+    warnings = list(_idle(program, idle))
     return program.into(
         Lowered,
         values=values,
@@ -123,7 +123,7 @@ def lower(program: Localized) -> Lowered:
         events=tuple([replace(event, output=finished.value(event.output)) for event in local.comm.events]),
         groups=dict(local.comm.groups),
         at={version: finished.value(value) for version, value in {**local.totals, **at}.items()},
-        warnings=(*program.warnings, *told),
+        warnings=(*program.warnings, *warnings),
     )
 
 
@@ -141,21 +141,21 @@ def _finished(
     """
     steps = tuple(rank_program.steps)
     training, rank = program.training, lowest(rank_program.ranks)
-    given = {value for value, _ in outputs}
-    after = given | {state.next for state in rank_program.state.values() if state.next is not None}
+    delivered = {value for value, _ in outputs}
+    after = delivered | {state.next for state in rank_program.state.values() if state.next is not None}
     key = steps, frozenset(after)
     if key not in simplified:
         wanted = needed(steps, after, rank_program.concatenated)
         left = tuple(columns_of_vectors(hoist_pulls(simplify(wanted, after) if training else wanted)))
         simplified[key] = left, frozenset([value for step in left for value in step.reads])
     steps, read = simplified[key]
-    used = read | given
+    used = read | delivered
     weights = tuple([held for held in rank_program.weights.values() if held.value in used])
     kept = tuple([state for state in rank_program.state.values() if state.value in used])
     if training and program.kind is not ProgramKind.STEP:
         begun = {state.value for state in kept}
         weights = tuple([held for held in weights if held.value not in begun])
-    found = RankProgram(
+    completed = RankProgram(
         rank,
         steps,
         tuple([RankTensor(value, of, of.places[rank]) for value, of in rank_program.inputs.items() if value in used]),
@@ -170,8 +170,8 @@ def _finished(
     types = {info.type for info in values.values()}
     kinds = [kind for kind in halves if f"tensor({kind.name.lower()})" in types]
     if not kinds:
-        return found
-    return fit_kernels(found, kinds, program.model.graph.opset_imports.get("", 1), values, program.targets)
+        return completed
+    return fit_kernels(completed, kinds, program.model.graph.opset_imports.get("", 1), values, program.targets)
 
 
 def _idle(program: Localized, idle: list[int]) -> Iterator[str]:
@@ -255,37 +255,37 @@ class Finished:
     def programs(self, groups: Iterable[Group]) -> list[DistinctProgram]:
         """The distinct programs by their lowest rank; ranks that differ in being among one of `groups` are apart, too."""
         job, sharing = self.job, dict[Ranks, list[DistinctProgram]]()
-        found = [DistinctProgram(ranks) for ranks in job.distinct(groups)]
-        constants = {one.ranks: dict[Value, Constant]() for one in found}
+        programs = [DistinctProgram(ranks) for ranks in job.distinct(groups)]
+        constants = {one.ranks: dict[Value, Constant]() for one in programs}
 
         def those(ranks: Ranks) -> list[DistinctProgram]:
             if ranks not in sharing:
-                sharing[ranks] = [one for one in found if one.ranks & ranks]
+                sharing[ranks] = [one for one in programs if one.ranks & ranks]
             return sharing[ranks]
 
         for value, constant, ranks in job.constants:
-            for one in those(ranks):
-                constants[one.ranks][value] = constant
+            for program in those(ranks):
+                constants[program.ranks][value] = constant
         somewhere = {value for value, _, _ in job.constants}
         for step, ranks in job.program:
             if isinstance(step, Transfer):
-                for one in those(ranks):
-                    one.steps += [self._op(each, constants[one.ranks]) for each in step.seen_by(one.ranks)]
+                for program in those(ranks):
+                    program.steps += [self._op(each, constants[program.ranks]) for each in step.seen_by(program.ranks)]
             elif somewhere.isdisjoint(step.reads) and somewhere.isdisjoint(step.makes):
                 same = self._op(step, {})
-                for one in those(ranks):
-                    one.steps.append(same)
+                for program in those(ranks):
+                    program.steps.append(same)
             else:
-                for one in those(ranks):
-                    one.steps.append(self._op(step, constants[one.ranks]))
+                for program in those(ranks):
+                    program.steps.append(self._op(step, constants[program.ranks]))
         for records in _RECORDS:
             for value, item, ranks in getattr(job, records):
                 differs = value in somewhere or (isinstance(item, State) and item.next in somewhere)
                 shared = None if differs else self._listed(value, item, {})
-                for one in those(ranks):
-                    own, listed = shared or self._listed(value, item, constants[one.ranks])
-                    getattr(one, records)[own] = listed
-        return found
+                for program in those(ranks):
+                    own, listed = shared or self._listed(value, item, constants[program.ranks])
+                    getattr(program, records)[own] = listed
+        return programs
 
     def _listed(self, value: Value, item: T, constants: Mapping[Value, Constant]) -> tuple[Value, T]:
         """A value with its name, and what is listed of it over values with names."""

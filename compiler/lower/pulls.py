@@ -52,44 +52,50 @@ def is_pulled(program: Sharded, instance: NodeOnGroup) -> bool:
 
 def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
     """Writes the Pull of a node, on the ranks that own the rows and on those that ask for them."""
-    one = _Lookup.of(comm, instance)
-    made, choice = one.output, comm.program.choices.get(instance)
+    lookup = _Lookup.of(comm, instance)
+    output, choice = lookup.output, comm.program.choices.get(instance)
     why = f"served by ranks {', '.join(map(str, instance.node.meta.get(SERVED, ())))}"
     if choice is not None and choice.pulled:
         why = choice.why.get(choice.pulled, "")
     cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({why})"
-    rows, table, ids = comm.values.at[made], operand(comm, instance, 0), operand(comm, instance, 1)
-    event = one.event(fmt.PULL, made.value, rows, cause, (one.location_of(one.table), one.location_of(made)))
+    rows, table, ids = comm.values.at[output], operand(comm, instance, 0), operand(comm, instance, 1)
+    event = lookup.event(
+        fmt.PULL, output.value, rows, cause, (lookup.location_of(lookup.table), lookup.location_of(output))
+    )
     ops: list[tuple[Comm, Group]] = []
-    for ranks, given in one.parts(made.group):
+    for ranks, given in lookup.parts(output.group):
         inputs = (table if given[0] else None, ids if given[1] else None)
         outputs = (rows,) if given[1] else ()
-        ops.append((one.op(fmt.PULL, inputs, outputs, event), ranks))
+        ops.append((lookup.op(fmt.PULL, inputs, outputs, event), ranks))
         comm.append(ranks, ops[-1][0])
     comm.pulls[instance] = tuple(ops)
-    comm.declare(made, rows)
+    comm.declare(output, rows)
 
 
-def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layout, made: tuple[Value, Value]) -> None:
-    """Writes the Push of the cotangent `dy` of a node's output; its results `made` are the ids and rows of each owner's shard.
+def write_push(
+    comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layout, results: tuple[Value, Value]
+) -> None:
+    """Writes the Push of the cotangent `dy` of a node's output; its results `results` are the ids and rows of each owner's shard.
 
     `dual`: the layout of the table's cotangent.
     """
     there = _Lookup.of(comm, instance)
-    asked, one = _with_asked(there, comm.pulls[instance]), there.back()
+    asked, lookup = _with_asked(there, comm.pulls[instance]), there.back()
     cause = f"gradient of '{comm.program.paths[instance.node]}'"
-    kind, info = one.table.value.type, comm.values[one.table.value]
+    kind, info = lookup.table.value.type, comm.values[lookup.table.value]
     assert kind is not None
-    values = [ir.Value(name=str(one), type=type) for one, type in zip(made, (_IDS, kind), strict=True)]
+    values = [ir.Value(name=str(one), type=type) for one, type in zip(results, (_IDS, kind), strict=True)]
     comm.values.add(values[0], ValueInfo("tensor(int64)", None, _ID_BYTES))
     comm.values.add(values[1], ValueInfo(info.type, None, info.item_bytes))
-    owned = ShardedValue(one.table.value, one.table.group, Layout(dual.mesh, dual.cuts))
-    event = one.event(fmt.PUSH, values[1], made[1], cause, (one.location_of(one.output), one.location_of(owned)))
-    for ranks, given in one.parts(one.givers):
-        inputs, outputs = (*asked.on(given), dy if given[1] else None), made if given[0] else ()
-        comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event, gives=True))
-    for rows, value in zip(made, values, strict=True):
-        comm.job.declare(one.table.group, rows, value, None)
+    owned = ShardedValue(lookup.table.value, lookup.table.group, Layout(dual.mesh, dual.cuts))
+    event = lookup.event(
+        fmt.PUSH, values[1], results[1], cause, (lookup.location_of(lookup.output), lookup.location_of(owned))
+    )
+    for ranks, given in lookup.parts(lookup.givers):
+        inputs, outputs = (*asked.on(given), dy if given[1] else None), results if given[0] else ()
+        comm.append(ranks, lookup.op(fmt.PUSH, inputs, outputs, event, gives=True))
+    for rows, value in zip(results, values, strict=True):
+        comm.job.declare(lookup.table.group, rows, value, None)
 
 
 def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullRecord:
@@ -98,15 +104,15 @@ def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullReco
     parts = pull.parts(pull.givers)
     ranks = tuple(rank for some, _ in parts for rank in some)
     asked = _PullRecord(*(comm.job.derived_on(ranks, made, f".{word}") for word in ("asked", "counts", "places")))
-    for given, shape in (
+    for requested, shape in (
         (asked.ids, None),
         (asked.counts, (pull.owners + len(pull.places),)),
         (asked.places, pull.ids()),
     ):
-        value = ir.Value(name=str(given), type=_IDS, shape=None if shape is None else ir.Shape(shape))
+        value = ir.Value(name=str(requested), type=_IDS, shape=None if shape is None else ir.Shape(shape))
         comm.values.add(value, ValueInfo("tensor(int64)", shape, _ID_BYTES))
-        there = tuple(rank for some, key in parts if given in asked.on(key) for rank in some)
-        comm.job.declare(there, given, value, shape)
+        there = tuple(rank for some, key in parts if requested in asked.on(key) for rank in some)
+        comm.job.declare(there, requested, value, shape)
     for old, ranks in pulls:
         for some, key in parts:
             outputs = (*(old.outputs or (None,)), *asked.on(key))
@@ -118,7 +124,7 @@ def _with_asked(pull: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _PullReco
     return asked
 
 
-def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, Value], dx: Value) -> None:
+def write_dense(comm: CommLowering, instance: NodeOnGroup, ids_and_rows: tuple[Value, Value], dx: Value) -> None:
     """Writes zeros of the rank's shard of the table, to which the rows are added."""
     table = input_layout_of(comm.program, instance, 0)
     group, kind, shape = table.group, table.value.dtype, comm.values.local_shape(table)
@@ -127,8 +133,8 @@ def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, V
     zero = ir.tensor([0.0], dtype=kind)
     zeros = comm.emit(group, "ConstantOfShape", [sizes], comm.job.derived_on(group, dx, ".zeros"), value=zero)
     last = comm.constant(group, dx, "axes", [1])
-    places = comm.derived_op(group, "Unsqueeze", [given[0], last], dx, "places")
-    comm.emit(group, "ScatterND", [zeros, places, given[1]], dx, reduction="add")
+    places = comm.derived_op(group, "Unsqueeze", [ids_and_rows[0], last], dx, "places")
+    comm.emit(group, "ScatterND", [zeros, places, ids_and_rows[1]], dx, reduction="add")
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,7 @@ class _Lookup:
     def of(comm: CommLowering, instance: NodeOnGroup) -> _Lookup:
         """The lookup of a node on a group."""
         table, home = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
-        made = ShardedValue(home.value, home.group, Layout(home.layout.mesh, home.layout.cuts))
+        output = ShardedValue(home.value, home.group, Layout(home.layout.mesh, home.layout.cuts))
         ids = input_layout_of(comm.program, instance, 1)
         if SERVED in instance.node.meta:
             sets: tuple[Group, ...] = (tuple(dict.fromkeys((*table.group, *instance.group))),)
@@ -180,7 +186,7 @@ class _Lookup:
         alike = tuple(axis for axis in axes if not any(axis in cut for cut in layout.cuts))
         first = Layout(layout.mesh, (alike,))
         givers = tuple(rank for index, rank in enumerate(instance.group) if first.shard(index) == (0,))
-        return _Lookup(comm, table, made, sets, group, owners, givers)
+        return _Lookup(comm, table, output, sets, group, owners, givers)
 
     def back(self) -> _Lookup:
         """Returns the lookup for the way back, in which servers and givers take part."""

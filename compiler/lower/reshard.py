@@ -33,7 +33,7 @@ from partc.runtime.artifact import format as fmt
 
 def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
     """Slices the shard of each rank's place; bounds are constants where the size is fixed, else computed from the extent."""
-    shape, given, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
+    shape, source, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
@@ -43,14 +43,14 @@ def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
         begin = comm.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
         end = comm.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
     else:
-        extent = comm.derived_op(ranks, "Shape", [given], out, "shape")
+        extent = comm.derived_op(ranks, "Shape", [source], out, "shape")
         extent = comm.derived_op(ranks, "Gather", [extent, axis], out, "extent")
         count = comm.constant(ranks, out, "shards", [shards])
         step = comm.derived_op(ranks, "Div", [extent, count], out, "length")
         shard = comm.constant(ranks, out, "shard", RankConstant.of(group, ["place"]))
         begin = comm.derived_op(ranks, "Mul", [step, shard], out, "begin")
         end = comm.derived_op(ranks, "Add", [begin, step], out, "end")
-    comm.emit(ranks, "Slice", [given, begin, end, axis], out, hop.after.value.producer())
+    comm.emit(ranks, "Slice", [source, begin, end, axis], out, hop.after.value.producer())
 
 
 def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:
@@ -70,7 +70,7 @@ def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
 
     They are those of all axes where the rank is known: of a Pad that names axes onnxruntime reads them wrongly behind a Transpose.
     """
-    shape, given, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
+    shape, source, out, dim = comm.values.local_shape(hop.before), hop.source, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
@@ -85,12 +85,12 @@ def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
     if isinstance(size, int):
         pads = comm.constant(ranks, out, "pads", of_all_axes(f"{size}*place", f"{size * last} - {size}*place"))
     else:
-        extent = comm.derived_op(ranks, "Shape", [given], out, "shape")
+        extent = comm.derived_op(ranks, "Shape", [source], out, "shape")
         extent = comm.derived_op(ranks, "Gather", [extent, comm.constant(ranks, out, "axis", [dim])], out, "extent")
         numbers = of_all_axes("place", f"{last} - place")
         pads = comm.derived_op(ranks, "Mul", [extent, comm.constant(ranks, out, "around", numbers)], out, "pads")
     axes = () if rank else (None, comm.constant(ranks, out, "axis", [dim]))
-    comm.emit(ranks, "Pad", [given, pads, *axes], out)
+    comm.emit(ranks, "Pad", [source, pads, *axes], out)
 
 
 def reshard(
@@ -181,21 +181,21 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
     if isinstance(move, mv.Transfer) and move.routes.before == move.routes.after:  # there are no boxes to work out
         _messages(comm, parts, hop)
         return
-    given, got = _boxes(move.routes, len(hop.before.layout.cuts))
+    sent_boxes, got = _boxes(move.routes, len(hop.before.layout.cuts))
     full = tuple((Fraction(0), Fraction(1)) for _ in hop.before.layout.cuts)
-    if isinstance(move, mv.Transfer) and all(box == full for box in (*given, *got)):
+    if isinstance(move, mv.Transfer) and all(box == full for box in (*sent_boxes, *got)):
         _messages(comm, parts, hop)
         return
     ranks = tuple(sorted({p.source for p in parts} | {p.target for p in parts}))
     group = comm.group((ranks,))
     amount = comm.amount(hop.after.value, max(mv.received(move), default=Fraction(0)))
     tag = comm.event(fmt.EXCHANGE, hop, (ranks,), group, amount)
-    leaving = _grouped((p.source, (p.target, box)) for p, box in zip(parts, given, strict=True))
+    leaving = _grouped((p.source, (p.target, box)) for p, box in zip(parts, sent_boxes, strict=True))
     coming = _grouped((p.target, (p.source, box)) for p, box in zip(parts, got, strict=True))
     alike: dict[tuple[tuple[Sent, ...], tuple[Sent, ...]], list[int]] = {}
     for rank in ranks:
         alike.setdefault((tuple(leaving.get(rank, ())), tuple(coming.get(rank, ()))), []).append(rank)
-    for (sends, receives), some in alike.items():
+    for (sends, receives), alike_ranks in alike.items():
         attributes: dict[str, int | str | tuple[int, ...]] = {
             fmt.GROUP: group,
             fmt.SEND_PEERS: tuple(peer for peer, _ in sends),
@@ -206,7 +206,7 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
         }
         inputs, outputs = ((hop.source,) if sends else ()), ((hop.out,) if receives else ())
         step = Comm(fmt.EXCHANGE, inputs, outputs, attributes, tag, hop.after.value, hop.cause, amount)
-        comm.append(tuple(some), step)
+        comm.append(tuple(alike_ranks), step)
 
 
 def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> None:

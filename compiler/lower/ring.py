@@ -267,8 +267,8 @@ class _Ring:
             inner = {
                 str(one.outputs[0].name): job.derived_on(ranks, self.base, f".hop{self.tag}") for one in nodes.nodes
             }
-            for one in nodes.nodes:
-                one.metadata_props[fmt.HOP] = "-"
+            for ring_node in nodes.nodes:
+                ring_node.metadata_props[fmt.HOP] = "-"
             self.comm.append(ranks, *over_values(nodes.nodes, node, {**inner, **values, **results}))
             return
         prefix = f"{self.comm.program.paths[node]}.chunk{self.tag}."
@@ -282,11 +282,11 @@ class _Ring:
             for name, of in kinds.items()
         }
         body = list[ir.Node]()
-        for one in nodes.nodes:
-            inputs = [at.setdefault(str(v.name), ir.Value(name=str(v.name))) for v in one.inputs if v is not None]
-            out = ir.Value(name=names[str(one.outputs[0].name)])
-            body.append(ir.Node("", one.op_type, inputs, [*one.attributes.values()], outputs=[out]))
-            at[str(one.outputs[0].name)] = out
+        for ring_node in nodes.nodes:
+            inputs = [at.setdefault(str(v.name), ir.Value(name=str(v.name))) for v in ring_node.inputs if v is not None]
+            out = ir.Value(name=names[str(ring_node.outputs[0].name)])
+            body.append(ir.Node("", ring_node.op_type, inputs, [*ring_node.attributes.values()], outputs=[out]))
+            at[str(ring_node.outputs[0].name)] = out
         ends = [*states.values(), *[name for name in results if name not in states.values()]]
         graph = ir.Graph(
             [at[name] for name in (*states, *scanned)], [at[name] for name in ends], nodes=body, name="chunk"
@@ -326,13 +326,13 @@ class _Ring:
         else:
             head, last = ([0, *self.heads], [int(str(shape[-1]))]) if dim else ([], [])
             target = self.vector(ranks, "chunked", [*head, count, -1, *last])
-        made = self.op(ranks, "Reshape", [value, target], "chunks")
+        chunked = self.op(ranks, "Reshape", [value, target], "chunks")
         assert value.of is not None
         dims = (*shape[:dim], count, _divided(shape[dim], count), *shape[dim + 1 :])
-        of = ir.Value(name=str(made), type=value.of.type, shape=ir.Shape(dims))
+        of = ir.Value(name=str(chunked), type=value.of.type, shape=ir.Shape(dims))
         self.comm.values.add(of, replace(self.comm.values[value.of], shape=dims))
-        self.comm.job.declare(ranks, made, of, dims)
-        return made
+        self.comm.job.declare(ranks, chunked, of, dims)
+        return chunked
 
     # operands
 
@@ -503,16 +503,19 @@ class _Ring:
             self.tag, ranks = str(hop), self.ranks(self.places(hop))
             kt, v = self.apart(ranks, key, "kt", "k", turned=True), self.apart(ranks, value, "v", "v", turned=False)
             for places in self.parts(hop):
-                some, nodes = self.named(places, hop), _Nodes()
+                hop_places, nodes = self.named(places, hop), _Nodes()
                 values = {"q": query, "kt": kt, "v": v, **self.block_of_mask(places[0], hop)}
                 scanned, before = {"q": 3}, state[places[0]]
                 if self.folded and hop > places[0]:
-                    values["q"] = self.half(some, query, 3, "q", "q", second=True)
-                    before = {name: self.half(some, one, 3, name, second=True) for name, one in before.items()}
+                    values["q"] = self.half(hop_places, query, 3, "q", "q", second=True)
+                    before = {name: self.half(hop_places, one, 3, name, second=True) for name, one in before.items()}
                 elif self.folded and hop:
-                    values |= {"kt": self.half(some, kt, 4, "kt", "k"), "v": self.half(some, v, 3, "v", "v")}
-                scores = self.masked(nodes, some, hop, values, scanned)
-                values["axis"] = self.vector(some, "axis", [-1])
+                    values |= {
+                        "kt": self.half(hop_places, kt, 4, "kt", "k"),
+                        "v": self.half(hop_places, v, 3, "v", "v"),
+                    }
+                scores = self.masked(nodes, hop_places, hop, values, scanned)
+                values["axis"] = self.vector(hop_places, "axis", [-1])
                 top = nodes("ReduceMax", scores, "axis", out="" if hop else "m2")
                 if hop:
                     values |= before
@@ -520,7 +523,7 @@ class _Ring:
                     top = nodes("Max", "m", top, out="m2")
                 least = top
                 if not self.causal and "mask" in values:
-                    values["zero"] = self.number(some, "none", 0)
+                    values["zero"] = self.number(hop_places, "none", 0)
                     least = nodes("Where", nodes("IsInf", top), "zero", top)
                 shares = nodes("Exp", nodes("Sub", scores, least))
                 added = nodes("ReduceSum", shares, "axis", out="" if hop else "l2")
@@ -530,22 +533,22 @@ class _Ring:
                     nodes("Add", nodes("Mul", "l", kept), added, out="l2")
                     nodes("Add", nodes("Mul", "o", kept), mixed, out="o2")
                 rows = (values["q"].shape or ())[3]
-                made = {
+                states = {
                     name: self.typed(
-                        some,
-                        self.comm.job.derived_on(some, self.base, f".{name[0]}{self.tag}"),
+                        hop_places,
+                        self.comm.job.derived_on(hop_places, self.base, f".{name[0]}{self.tag}"),
                         (*shape[:3], rows, shape[4]),
                     )
                     for name, shape in (("m2", narrow), ("l2", narrow), ("o2", wide))
                 }
-                self.run(some, nodes, values, scanned, {}, made)
+                self.run(hop_places, nodes, values, scanned, {}, states)
                 if rows != tokens:  # the other half sees nothing of the block
-                    for name, second in made.items():
+                    for name, second in states.items():
                         whole = state[places[0]][name[0]]
-                        first = self.half(some, whole, 3, f"{name[0]}_kept")
-                        made[name] = self.joined(some, first, second, 3, name[0], whole.shape or ())
+                        first = self.half(hop_places, whole, 3, f"{name[0]}_kept")
+                        states[name] = self.joined(hop_places, first, second, 3, name[0], whole.shape or ())
                 for place in places:
-                    state[place] = {name[0]: one for name, one in made.items()}
+                    state[place] = {name[0]: one for name, one in states.items()}
             if following:
                 key, value = following
         most = self.typed(everyone, self.comm.job.derived_on(everyone, self.base, ".most"), narrow)
@@ -565,13 +568,13 @@ class _Ring:
             self.op(ranks, "Identity", [state["m"]], "most", result=most)
             self.op(ranks, "Identity", [state["l"]], "total", result=total)
         else:
-            zero, one = self.number(ranks, "none", 0), self.number(ranks, "whole", 1)
+            zero, unit = self.number(ranks, "none", 0), self.number(ranks, "whole", 1)
             unseen, nothing = (
                 self.op(ranks, "IsInf", [state["m"]], "unseen"),
                 self.op(ranks, "Equal", [state["l"], zero], "nothing"),
             )
             self.op(ranks, "Where", [unseen, zero, state["m"]], "most", result=most)
-            self.op(ranks, "Where", [nothing, one, state["l"]], "total", result=total)
+            self.op(ranks, "Where", [nothing, unit, state["l"]], "total", result=total)
         out = self.op(ranks, "Div", [state["o"], total], "out5")
         groups, each = self.heads
         target = self.vector(ranks, "joined", [0, groups * each, -1, int(self.shape(2)[3])])
@@ -614,8 +617,8 @@ class _Ring:
             kt, vt = self.apart(ranks, key, "kt", "k", turned=True), self.apart(ranks, value, "vt", "v", turned=True)
             k = self.apart(ranks, key, "k", "k", turned=False)
             sums = {}
-            for some in self.parts(hop):
-                there, nodes = self.named(some, hop), _Nodes()
+            for hop_places in self.parts(hop):
+                there, nodes = self.named(hop_places, hop), _Nodes()
                 values = {
                     "q": query,
                     "kt": kt,
@@ -624,10 +627,10 @@ class _Ring:
                     "do": do,
                     "most": most,
                     "delta": delta,
-                    **self.block_of_mask(some[0], hop),
+                    **self.block_of_mask(hop_places[0], hop),
                 }
                 scanned, halved = dict.fromkeys(("q", "do", "most", "delta"), 3), self.folded and hop > 0
-                by_queries = halved and hop > some[0]
+                by_queries = halved and hop > hop_places[0]
                 if by_queries:
                     values |= {name: self.half(there, values[name], 3, name, "q", second=True) for name in scanned}
                 elif halved:
@@ -652,25 +655,25 @@ class _Ring:
                 )
                 nodes("Add", "dk", over, out="dk2")
                 dq_out = self.comm.job.derived_on(there, self.base, f".dq{self.tag}")
-                made = {"dq": self.typed(there, dq_out, values["q"].shape or ())}
+                results = {"dq": self.typed(there, dq_out, values["q"].shape or ())}
                 for k_, name in ((1, "dk"), (2, "dv")):
                     values[name] = zeros = self.zeros(there, self._operand(k_), name)
                     if halved and not by_queries:
                         values[name] = self.half(there, zeros, 2, name)
                     out = self.comm.job.derived_on(there, self.base, f".{name}{self.tag}")
-                    made[f"{name}2"] = self.typed(there, out, values[name].shape or ())
-                self.run(there, nodes, values, scanned, {"dk": "dk2", "dv": "dv2"}, made)
+                    results[f"{name}2"] = self.typed(there, out, values[name].shape or ())
+                self.run(there, nodes, values, scanned, {"dk": "dk2", "dv": "dv2"}, results)
                 if by_queries:
-                    nothing = self.zeros(there, made["dq"], "dq")
-                    made["dq"] = self.joined(there, nothing, made["dq"], 3, "dq", query.shape or ())
+                    nothing = self.zeros(there, results["dq"], "dq")
+                    results["dq"] = self.joined(there, nothing, results["dq"], 3, "dq", query.shape or ())
                 elif halved:  # the keys' second half is seen by none
-                    made |= {
-                        name: self.joined(there, made[name], values[name[:2]], 2, name, self.shape(k_))
+                    results |= {
+                        name: self.joined(there, results[name], values[name[:2]], 2, name, self.shape(k_))
                         for k_, name in ((1, "dk2"), (2, "dv2"))
                     }
-                for place in some:
+                for place in hop_places:
                     self.tag = f"{hop}_{place}"
-                    own = made["dk2"], made["dv2"]
+                    own = results["dk2"], results["dv2"]
                     if place in arriving:
                         own = tuple(
                             self.typed(
@@ -685,9 +688,9 @@ class _Ring:
                     sums[place] = own
                     before = dq.get(place)
                     dq[place] = (
-                        made["dq"]
+                        results["dq"]
                         if before is None
-                        else self.op(self.ranks([place]), "Add", [before, made["dq"]], "dq_sum")
+                        else self.op(self.ranks([place]), "Add", [before, results["dq"]], "dq_sum")
                     )
             self._home(hop, sums, gradients, of, cause)
             if following:

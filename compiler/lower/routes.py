@@ -34,11 +34,11 @@ _NUMBERS = ir.TensorType(ir.DataType.INT64)
 def write_route(comm: CommLowering, instance: NodeOnGroup) -> None:
     """Writes the Route or the Return of a border node (ToExperts, FromExperts) on a group."""
     node, group, program = instance.node, instance.group, comm.program
-    read, made = input_layout_of(program, instance, 0), output_layout_of(program, instance, 0)
-    rows, out = operand(comm, instance, 0), comm.values.at[made]
+    read, output = input_layout_of(program, instance, 0), output_layout_of(program, instance, 0)
+    rows, out = operand(comm, instance, 0), comm.values.at[output]
     assert rows is not None
     if node.op_type != TO_EXPERTS:
-        _write(comm, instance, fmt.RETURN, (rows, out), (read, made))
+        _write(comm, instance, fmt.RETURN, (rows, out), (read, output))
         return
     experts = output_layout_of(program, instance, 1)
     sets = _sets(comm, instance)[0]
@@ -53,7 +53,7 @@ def write_route(comm: CommLowering, instance: NodeOnGroup) -> None:
         instance,
         fmt.ROUTE,
         (rows, out),
-        (read, made),
+        (read, output),
         (operand(comm, instance, 1),),
         (comm.values.at[experts], sent, counts),
     )

@@ -255,19 +255,19 @@ class Batch:
             elif not differs:
                 inputs.append(self.now(value))
             else:
-                made, ones = self.spread(value), form.inserted.get(k, 0)
-                inputs.append(self.op.Unsqueeze(made, _vector(self.op, range(1, ones + 1))) if ones else made)
+                operand, ones = self.spread(value), form.inserted.get(k, 0)
+                inputs.append(self.op.Unsqueeze(operand, _vector(self.op, range(1, ones + 1))) if ones else operand)
         inputs += [_vector(self.op, array) for k, array in form.constants.items() if k >= len(node.inputs)]
         attributes = _attributes(node, form.attributes)
         results = self._emit(node, node.op_type, inputs, attributes, len(node.outputs))
-        for record, made in zip(node.outputs, results, strict=True):
+        for record, operand in zip(node.outputs, results, strict=True):
             if place:
                 rank = rank_of(record) or 0
                 order = [place, *(k for k in range(rank + 1) if k != place)]
-                made.type, shape = record.type or made.type, record.shape
-                made.shape = None if shape is None else ir.Shape([*shape[:place], self.size, *shape[place:]])
-                made = self.op.Transpose(made, perm=order)
-            self.take(record, self.shaped(made, record))
+                operand.type, shape = record.type or operand.type, record.shape
+                operand.shape = None if shape is None else ir.Shape([*shape[:place], self.size, *shape[place:]])
+                operand = self.op.Transpose(operand, perm=order)
+            self.take(record, self.shaped(operand, record))
 
     def _form(self, node: ir.Node) -> _Form | None:
         """The changes to a node whose operands have a new first dim; None if they are not known."""
@@ -320,22 +320,22 @@ class Batch:
     def _axes(self, node: ir.Node, rank: int) -> dict[int, Array] | None:
         """The new constant operands of a node that names axes in an operand; None if only the run knows the axes."""
         k, op_type = _AXES.get(node.op_type, 1), node.op_type
-        given = node.inputs[k] if k < len(node.inputs) else None
+        operand = node.inputs[k] if k < len(node.inputs) else None
         axes = constant_ints(node, k)
-        if given is not None and axes is None:
+        if operand is not None and axes is None:
             return None
-        if given is not None and axes:
+        if operand is not None and axes:
             further = np.array([axis + 1 if axis >= 0 else axis for axis in axes], np.int64)
-            return {k: further.reshape([]) if rank_of(given) == 0 else further}
+            return {k: further.reshape([]) if rank_of(operand) == 0 else further}
         shape = dims(node.inputs[0]) or ()
         if op_type == "Pad" and (pads := constant_ints(node, 1)) is not None:
             return {1: np.array([0, *pads[:rank], 0, *pads[rank:]], np.int64)}
         if op_type == "Squeeze" and 1 in shape and all(isinstance(size, int) for size in shape):
             return {1: np.array([axis + 1 for axis, size in enumerate(shape) if size == 1], np.int64)}
-        bounds = dims(node.inputs[1]) if op_type == "Slice" and given is None and len(node.inputs) == 3 else None
+        bounds = dims(node.inputs[1]) if op_type == "Slice" and operand is None and len(node.inputs) == 3 else None
         if bounds and isinstance(bounds[0], int):
             return {3: np.arange(1, bounds[0] + 1)}
-        if _is_reduction(node) and not node.attributes.get_int("noop_with_empty_axes", 0) and given is None:
+        if _is_reduction(node) and not node.attributes.get_int("noop_with_empty_axes", 0) and operand is None:
             return {1: np.arange(1, rank + 1)}
         return None
 
@@ -495,15 +495,15 @@ def _default(op_type: str, domain: str, name: str) -> object:
 
 def _shifted_axes(node: ir.Node) -> dict[str, object]:
     """The attributes that count dims from the first, each increased by 1 for the new dim."""
-    found: dict[str, object] = {}
+    shifted: dict[str, object] = {}
     for name in ("axis", "axes"):
         given = node.attributes.get(name)
         value = given.value if given is not None else _default(node.op_type, node.domain, name)
         if isinstance(value, int):
-            found[name] = value + 1 if value >= 0 else value
+            shifted[name] = value + 1 if value >= 0 else value
         elif isinstance(value, list | tuple):
-            found[name] = [axis + 1 if axis >= 0 else axis for axis in value]
-    return found
+            shifted[name] = [axis + 1 if axis >= 0 else axis for axis in value]
+    return shifted
 
 
 def _equation(node: ir.Node, batched: Sequence[bool]) -> str | None:

@@ -57,7 +57,7 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int]
         with within_vmap(where):
             results = f(inner.op, *records)
         several = isinstance(results, list | tuple)
-        made = list(results) if several else [results]
+        outputs = list(results) if several else [results]
         batch = Batch(op, size)
         for record, argument, axis in zip(records, arguments, axes, strict=True):
             if axis is not None:
@@ -68,8 +68,8 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: int | Sequence[int]
                     batch.node(node)
         except NotBatchedError as error:
             raise CompileError(Problem(where, *error.args)) from None
-        places = _out_axes(made, out_axes, where)
-        joined = [_moved(op, batch.spread(one), 0, place) for one, place in zip(made, places, strict=True)]
+        places = _out_axes(outputs, out_axes, where)
+        joined = [_moved(op, batch.spread(one), 0, place) for one, place in zip(outputs, places, strict=True)]
         for node in reversed(list(graph)):  # what it reads is read by the nodes of all records now
             take_out(graph, node)
         return type(results)(joined) if several else joined[0]
@@ -157,7 +157,7 @@ def _out_axes(results: Sequence[object], out_axes: int | Sequence[int], where: s
     if len(axes) != len(results):
         fact = f"out_axes is {tuple(axes)}, and the function returns {len(results)} values"
         raise CompileError(Problem(where, fact, "an entry for each result", f"write out_axes={(0,) * len(results)}"))
-    found = []
+    dims_of_results = []
     for k, (axis, value) in enumerate(zip(axes, results, strict=True)):
         rank = len(_shape(value)) + 1
         if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
@@ -165,8 +165,8 @@ def _out_axes(results: Sequence[object], out_axes: int | Sequence[int], where: s
                 f"out_axes[{k}] is {axis!r}, and result {k} has {rank} dim{'s' * (rank != 1)} with that of the records"
             )
             raise CompileError(Problem(where, fact, f"a dim is from {-rank} to {rank - 1}", "name one that it has"))
-        found.append(axis % rank)
-    return found
+        dims_of_results.append(axis % rank)
+    return dims_of_results
 
 
 def _shape(value: Any) -> ir.Shape:

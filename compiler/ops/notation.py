@@ -84,11 +84,11 @@ def _operands(node: ir.Node, parts: list[str]) -> list[_Operand | None] | None:
         parts = [*parts[:-1], *parts[-2:-1] * (len(node.inputs) - len(parts) + 1)]
     if len(node.inputs) > len(parts):
         return None
-    found: list[_Operand | None] = []
+    operands: list[_Operand | None] = []
     for k, part in enumerate(parts[: len(node.inputs)]):
         shape = dims(operand(node, k))
         if part == "-" or node.inputs[k] is None:
-            found.append(None)
+            operands.append(None)
             continue
         if shape is None:
             return None
@@ -96,8 +96,8 @@ def _operands(node: ir.Node, parts: list[str]) -> list[_Operand | None] | None:
         if count < 0 or (count and not sign):
             return None
         star = shape[len(head) : len(head) + count] if sign == "*" else None
-        found.append(_Operand(head, WHOLE * count, tail, star))
-    return found
+        operands.append(_Operand(head, WHOLE * count, tail, star))
+    return operands
 
 
 def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:

@@ -183,16 +183,16 @@ class Entry:
         """Returns the rule of a node of the op; it shards nothing if the operands do not have the ranks that the op requires."""
         own = self.notation
         if self.sharding is not None:
-            found = self.sharding(node)
+            node_rule = self.sharding(node)
         elif own.factors:
-            found = rule(node, own.factors, contracted=own.contracted, replicated=own.replicated)
+            node_rule = rule(node, own.factors, contracted=own.contracted, replicated=own.replicated)
         else:
-            found = None
-        if found is None:
+            node_rule = None
+        if node_rule is None:
             return replicated_rule(node)
-        if found.linear is None:
-            found = replace(found, linear=own.linear, partial=own.partial)
-        return found if found.local is not None else replace(found, local=self.local)
+        if node_rule.linear is None:
+            node_rule = replace(node_rule, linear=own.linear, partial=own.partial)
+        return node_rule if node_rule.local is not None else replace(node_rule, local=self.local)
 
     def __str__(self) -> str:
         own, on_host = self.notation, host_inputs(self.domain, self.op_type)

@@ -66,7 +66,7 @@ def _write(
     anew = {value: value.derived(suffix) for value in inside}
     if k is None:
         anew |= {value: one for value, one in results.items() if value in inside}
-    own, made = list[dict[Value, Value]](), list[dict[Value, Value]]()
+    own, values_of_rows = list[dict[Value, Value]](), list[dict[Value, Value]]()
     for row, unit in zip(rows, units, strict=True):
         there = _given(row, records, k)
         values = {held.value: there.get(str(held.value), held.value) for held in (*unit.inputs, *unit.weights)}
@@ -74,7 +74,7 @@ def _write(
         if k is None:
             values |= {held.value: results[held.value] for held in unit.outputs}
         else:
-            made.append({results[one.value]: anew[one.value] for one in unit.outputs if one.value in anew})
+            values_of_rows.append({results[one.value]: anew[one.value] for one in unit.outputs if one.value in anew})
         own.append(values)
     for places in in_order([unit.steps for unit in units]):
         for at, place in places:
@@ -84,7 +84,7 @@ def _write(
                 rows[at].steps.append(moved(step, own[at], anew, k))
             elif isinstance(step, Compute):
                 rows[at].steps.append(with_values(step, own[at]))
-    return made
+    return values_of_rows
 
 
 def _given(row: Row, records: Records, k: int | None) -> dict[str, Value]:

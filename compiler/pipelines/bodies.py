@@ -103,23 +103,23 @@ class Inlined:
 
         Each stands before its first reader, and so in the session of that, where a body has several.
         """
-        found: list[Compute | Comm] = []
-        made: dict[Value, None] = {}
+        ops: list[Compute | Comm] = []
+        values: dict[Value, None] = {}
 
         def add(value: Value, again: str) -> None:
-            if value in self.makers and value not in made:
+            if value in self.makers and value not in values:
                 for operand in self.makers[value].reads:
                     add(operand, again)
-                made[value] = None
-                found.append(replace(self.makers[value], again=again))
+                values[value] = None
+                ops.append(replace(self.makers[value], again=again))
 
         for step in steps:
             product = isinstance(step, Compute) and step.node.op_type in PRODUCTS
             for value in step.reads:
                 if value in self.makers and (product or _is_small_constant(self.makers[value])):
                     add(value, step.again if isinstance(step, Compute) else "")
-            found.append(step)
-        return found, [*made]
+            ops.append(step)
+        return ops, [*values]
 
     def unread(self, read: Iterable[Value], inside: Collection[Op]) -> set[Op]:
         """The ops whose results only bodies read that have these ops themselves; `read`: the inputs of bodies, `inside`: their ops."""
@@ -165,13 +165,13 @@ def body_name(label: Label) -> str:
 
 def body_of(label: Label, steps: Sequence[Compute | Comm], wanted: Collection[Value]) -> Body:
     """The body of a task on a unit's ranks; `wanted` are the values that others read of it."""
-    made = {value for step in steps for value in step.makes}
+    computed = {value for step in steps for value in step.makes}
     reads = dict.fromkeys(value for step in steps for value in step.reads)
     small = {one for one in reads if isinstance(one.constant, np.ndarray) and one.constant.size <= _SMALL}
     return Body(
         stage=label.stage,
         kind=LETTERS[label.phase],
-        inputs=tuple(value for value in reads if value not in made and value not in small),
+        inputs=tuple(value for value in reads if value not in computed and value not in small),
         outputs=tuple(value for step in steps for value in step.makes if value in wanted),
         steps=tuple(steps),
     )

@@ -20,15 +20,15 @@ class Clones:
 
     def of_batch(self, value: Value) -> Value:
         """The value where no microbatch has one of its own, and in bodies."""
-        found = self._of_batch.get(value)
-        if found is None:
+        clone = self._of_batch.get(value)
+        if clone is None:
             shape = self.dims.shape(value.shape)
             if value.constant is not None:  # its items are its type
-                found = Value(value.hint, value.base, constant=value.constant)
+                clone = Value(value.hint, value.base, constant=value.constant)
             else:
-                found = value if shape == value.shape else replace(value, shape=shape)
-            self._of_batch[value] = found
-        return found
+                clone = value if shape == value.shape else replace(value, shape=shape)
+            self._of_batch[value] = clone
+        return clone
 
     def in_microbatch(self, value: Value, k: int) -> Value:
         """The value of a microbatch: `h.3`."""

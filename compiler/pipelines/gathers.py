@@ -140,7 +140,7 @@ class _Regions:
     def _parameters(self) -> Iterable[Parameter]:
         """Yields each gathered parameter of a unit once; a parameter that a program returns as it was gathered is left out."""
         listed, readers = {event.tag: event for event in self.program.events}, dict[Value, list[Op]]()
-        found: dict[int, Comm] = {}
+        first_ops: dict[int, Comm] = {}
         back = {value for unit in self.units for value in unit.program.live_out}
         for unit in self.units:
             held = {*unit.program.live_in}
@@ -150,8 +150,8 @@ class _Regions:
                 if not isinstance(step, Comm) or step.value not in self.program.pinned.units:
                     continue
                 if step.op_type == ALL_GATHER and held.issuperset(step.reads) and back.isdisjoint(step.makes):
-                    found.setdefault(step.tag, step)
-        for tag, step in found.items():
+                    first_ops.setdefault(step.tag, step)
+        for tag, step in first_ops.items():
             event, (shard,), (whole,) = listed[tag], step.reads, step.makes
             key = Key(self.program.pinned.units[step.value], tuple(sorted({*sum(event.ranks, ())})))
             casts = {one for one in readers.get(whole, ()) if isinstance(one, Compute) and one.is_op("Cast")}
@@ -164,10 +164,10 @@ class _Regions:
                 yield Parameter(key, step, event, shard, whole)
 
     def _readers(self, unit: Unit) -> _Readers:
-        found, back = _Readers(bases={value: {value} for value in self.parameters}), {*unit.program.live_out}
+        readers, back = _Readers(bases={value: {value} for value in self.parameters}), {*unit.program.live_out}
         fixed = {one.value for one in unit.program.weights} | {one.value for one in unit.program.state}
         for at, step in enumerate(unit.steps):
-            read = {one for value in step.reads for one in found.bases.get(value, ())}
+            read = {one for value in step.reads for one in readers.bases.get(value, ())}
             if not read:
                 if isinstance(step, Compute) and all(one in fixed or one.constant is not None for one in step.reads):
                     fixed.update(step.makes)
@@ -177,13 +177,13 @@ class _Regions:
                 isinstance(step, Compute)
                 and not draws(step.node)
                 and back.isdisjoint(step.makes)
-                and all(value in found.bases or value in fixed or value.constant is not None for value in step.reads)
+                and all(value in readers.bases or value in fixed or value.constant is not None for value in step.reads)
             ):
-                found.derived |= dict.fromkeys(step.makes, step)
-                found.bases |= dict.fromkeys(step.makes, read)
+                readers.derived |= dict.fromkeys(step.makes, step)
+                readers.bases |= dict.fromkeys(step.makes, read)
             else:
-                found.uses[at] = read
-        return found
+                readers.uses[at] = read
+        return readers
 
     def keys(self, values: Iterable[Value]) -> list[Key]:
         """The units of these parameters, in order."""
@@ -262,13 +262,13 @@ class _Regions:
 
     def _tracks(self, readers: _Readers, labels: Sequence[Label]) -> dict[Track, list[Region]]:
         """The regions of a program's units, in the order in which they begin."""
-        found: dict[Track, list[Region]] = {}
+        tracks: dict[Track, list[Region]] = {}
         recent: dict[Track, set[Key]] = {}
         for at, read in readers.uses.items():
             keys = self.keys(read)
             for track in dict.fromkeys(self.track(key, labels[at]) for key in keys):
                 here = [key for key in keys if self.track(key, labels[at]) == track]
-                runs, before = found.setdefault(track, []), recent.get(track, set())
+                runs, before = tracks.setdefault(track, []), recent.get(track, set())
                 for key in here:
                     last = next((k for k in reversed(range(len(runs))) if runs[k].key == key), None)
                     near = last is not None and (
@@ -280,7 +280,7 @@ class _Regions:
                     runs[last].last = at
                     runs[last].read |= {value for value in read if self.parameters[value].key == key}
                 recent[track] = {*here}
-        return found
+        return tracks
 
     def _peak(self, readers: _Readers) -> int:
         """The peak of a program's gathered bytes; with microbatches, those of units that are not freed plus the largest of a task."""
@@ -422,21 +422,21 @@ class _Gathers:
             return self._own(value, regions)
         if not self.regions.is_lazy(maker, readers):
             return value
-        made = {one: self._own(one, regions, reader.task) for one in maker.makes}
-        if made[value] not in done:
-            done.update(made.values())
+        own_values = {one: self._own(one, regions, reader.task) for one in maker.makes}
+        if own_values[value] not in done:
+            done.update(own_values.values())
             read = {one: self._value(one, places, readers, reader, clones, done) for one in maker.reads}
-            clone = with_values(replace(maker, task=reader.task), {**read, **made})
-            if made[value] is not value:
+            clone = with_values(replace(maker, task=reader.task), {**read, **own_values})
+            if own_values[value] is not value:
                 named = clone.label if isinstance(clone.label, Value) else None
                 clone = replace(
                     clone,
                     label=named.derived(_AGAIN)
-                    if named and named not in made.values()
+                    if named and named not in own_values.values()
                     else named or f"{clone.label}{_AGAIN}",
                 )
             clones.append(clone)
-        return made[value]
+        return own_values[value]
 
     def _own(self, value: Value, regions: tuple[Place, ...], task: TaskKind = TaskKind.FORWARD) -> Value:
         """The value of a gathered or derived parameter in these regions, for ops of this task; `value` itself in the first regions."""
@@ -474,8 +474,8 @@ class _Gathers:
     def _message(self, members: Sequence[Parameter], place: Place, task: TaskKind) -> Comm:
         """Adds one event that gathers `members`, parameters of one unit, and returns its op."""
         first, tag, name = members[0], next(self.tags), members[0].key.unit.name
-        made = tuple(self._own(one.whole, (place,)) for one in members)
-        self.sizes |= {value: one.bytes for value, one in zip(made, members, strict=True)}
+        gathered = tuple(self._own(one.whole, (place,)) for one in members)
+        self.sizes |= {value: one.bytes for value, one in zip(gathered, members, strict=True)}
         cause = f"parameters of '{name}'" if len(members) > 1 else f"parameter '{name_of(first.step.value)}'"
         cause += "" if place in self.first else ", gathered again"
         value = first.step.value if first.low is None or first.whole.of is None else first.whole.of
@@ -483,11 +483,11 @@ class _Gathers:
         shape = first.event.shape
         if len(members) > 1:
             shape = (sum(math.prod(dim for dim in one.event.shape or () if isinstance(dim, int)) for one in members),)
-        event = replace(first.event, value=value, output=made[0], shape=shape, bytes=amount, cause=cause)
+        event = replace(first.event, value=value, output=gathered[0], shape=shape, bytes=amount, cause=cause)
         self.events[tag] = event
         given = tuple(one.shard for one in members)
         return replace(
-            first.step, inputs=given, outputs=made, tag=tag, value=value, cause=cause, bytes=amount, task=task
+            first.step, inputs=given, outputs=gathered, tag=tag, value=value, cause=cause, bytes=amount, task=task
         )
 
     def _counted(self, steps: Sequence[Op], labels: Sequence[Label]) -> int:
@@ -517,7 +517,7 @@ class _Gathers:
     def _readers(self, programs: Sequence[Sequence[Op]]) -> dict[Value, set[str]]:
         """Maps each gathered parameter to the paths of the nodes that read it, or its transpose or cast."""
         whole = {made: value for (value, _, _), made in self.values.items() if value in self.regions.parameters}
-        found: dict[Value, set[str]] = {value: set() for value in self.regions.parameters}
+        readers: dict[Value, set[str]] = {value: set() for value in self.regions.parameters}
         program = self.regions.program
         for steps in programs:
             bases = dict(whole)
@@ -528,10 +528,10 @@ class _Gathers:
                     path = program.paths[step.source]
                     for value in step.reads:
                         if value in bases:
-                            found[bases[value]].add(path)
+                            readers[bases[value]].add(path)
                 if step.node.op_type in FORMS and step.reads[0] in bases:
                     bases |= dict.fromkeys(step.makes, bases[step.reads[0]])
-        return found
+        return readers
 
     def _record(self, written: Sequence[tuple[Sequence[Op], Sequence[Label]]]) -> StoredRecord:
         """The manifest's record of stored parameters: the gathered bytes and the readers of each unit, and the peak of each rank."""

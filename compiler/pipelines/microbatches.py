@@ -151,7 +151,7 @@ class _Rows:
         """Makes the bodies of all tasks, whose events get a tag for each microbatch."""
         beside = readers_beside(self.units, self.labels, self.slots)
         inlined = [Inlined(unit, labels) for unit, labels in zip(self.units, self.labels.steps, strict=True)]
-        given: list[set[Value]] = [set() for _ in self.units]
+        requested: list[set[Value]] = [set() for _ in self.units]
         for label, slot in self.slots.items():
             for event in slot.events:
                 self._refuse_exchange(event)
@@ -165,10 +165,10 @@ class _Rows:
                 own = {value: self.clones.of_batch(value).derived(f".{body_name(label)}") for value in more}
                 row.bodies[label] = body = self._of_batch(plain, own)
                 self.plain[body] = plain.inputs, plain.outputs
-                given[k].update(plain.inputs)
+                requested[k].update(plain.inputs)
         for k in range(len(self.rows)):
             inside = {step for slot in self.slots.values() for step in slot.bodies.get(k, ())}
-            self.inlined.append(inlined[k].unread(given[k], inside))
+            self.inlined.append(inlined[k].unread(requested[k], inside))
 
     def _refuse_exchange(self, event: Comm) -> None:
         """Raises CompileError for communication within a task if the plan has `parts`, which are computed separately."""
@@ -216,17 +216,17 @@ class _Rows:
     def _called(self, row: Row, label: Label, body: Body, k: int) -> Call:
         values = row.micro[k]
         row.calls[label] = row.calls.get(label, 0) + 1
-        given, made = self.plain[body]
-        sums = {kept: now for value in made if value in row.sums for now, kept in [row.sums[value]]}
+        given, results = self.plain[body]
+        sums = {kept: now for value in results if value in row.sums for now, kept in [row.sums[value]]}
         inputs = tuple(sums.get(value) or values.get(value) or self.clones.of_batch(value) for value in given)
-        for value in made:
+        for value in results:
             # the last sum is what it is without microbatches, which messages bring to other ranks
             is_last = value in row.sums and row.calls[label] == self.count and row.tree_sums is None
             values[value] = self.clones.of_batch(value) if is_last else self.clones.in_microbatch(value, k)
             if value in row.sums and row.tree_sums is None:
                 row.sums[value] = values[value], row.sums[value][1]
         kind = TaskKind.FORWARD if label.phase is Phase.FORWARD else TaskKind.BACKWARD
-        return Call(body, k, inputs, tuple(values[value] for value in made), kind)
+        return Call(body, k, inputs, tuple(values[value] for value in results), kind)
 
     def _write(self, places: Iterable[Place], k: int | None) -> None:
         """Writes ops of all ranks once, in the order common to all ranks."""

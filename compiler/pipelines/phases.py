@@ -87,23 +87,23 @@ class Labels:
 
 def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
     """The labels of all ops, of backward passes that are not split, and the edges between stages."""
-    found = Labels([[ONCE] * len(unit.steps) for unit in units])
+    labelling = Labels([[ONCE] * len(unit.steps) for unit in units])
     values = [dict.fromkeys(unit.batch, Label(Phase.FORWARD)) for unit in units]
     for places in in_order([unit.steps for unit in units]):
-        found.order.append(places)
+        labelling.order.append(places)
         (first, at), *_ = places
         step = units[first].steps[at]
         labels = [values[u][one] for u, k in places for one in units[u].steps[k].reads if one in values[u]]
         label = _label(units[first], step, labels, stages)
         for unit, k in places:
-            found.steps[unit][k] = label
+            labelling.steps[unit][k] = label
             if label != ONCE:
                 values[unit].update(dict.fromkeys(units[unit].steps[k].makes, label))
-    _with_readers(units, stages, found)
+    _with_readers(units, stages, labelling)
     if not any(unit.joined for unit in units):
-        _deliver_once(units, found)
-    _find_edges(units, found)
-    return found
+        _deliver_once(units, labelling)
+    _find_edges(units, labelling)
+    return labelling
 
 
 def _label(unit: Unit, step: Op, labels: Collection[Label], stages: NodeStages) -> Label:
@@ -128,16 +128,16 @@ def _time(label: Label) -> tuple[int, int]:
     return label.phase, label.stage if label.phase is Phase.FORWARD else -label.stage
 
 
-def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> None:
+def _with_readers(units: Sequence[Unit], stages: NodeStages, labels: Labels) -> None:
     """Moves ops of a stage that none of their ranks runs to the first of their readers, but for a received value that is handed on."""
     readers: list[dict[Value, list[Label]]] = [{} for _ in units]
     received = [
         {value for one in unit.steps if isinstance(one, Comm) and one.op_type == RECV for value in one.makes}
         for unit in units
     ]
-    for places in reversed(found.order):
+    for places in reversed(labels.order):
         (first, at), *_ = places
-        step, label = units[first].steps[at], found.steps[first][at]
+        step, label = units[first].steps[at], labels.steps[first][at]
         made = [(unit, value) for unit, k in places for value in units[unit].steps[k].makes]
         if Phase.ONCE < label.phase < Phase.UPDATE:
             hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
@@ -148,12 +148,12 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
             if later and not hosted and not (message and handed_on):
                 label = min(later, key=_time)
         for unit, k in places:
-            found.steps[unit][k] = label
+            labels.steps[unit][k] = label
             for value in units[unit].steps[k].reads:
                 readers[unit].setdefault(value, []).append(label)
 
 
-def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
+def _deliver_once(units: Sequence[Unit], labels: Labels) -> None:
     """Ops that only bring outputs to their ranks run once, on the joined outputs of all microbatches.
 
     A message whose value nothing has a use for brings no output: its value may have the records of a microbatch.
@@ -168,53 +168,53 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
         for unit in units
     ]
     readers: list[set[Value]] = [set() for _ in units]
-    for places in reversed(found.order):
+    for places in reversed(labels.order):
         (first, at), *_ = places
         step = units[first].steps[at]
         made = [value in readers[unit] for unit, k in places for value in units[unit].steps[k].makes]
-        if found.steps[first][at].phase is Phase.FORWARD and not any(made):
+        if labels.steps[first][at].phase is Phase.FORWARD and not any(made):
             renames = isinstance(step, Compute) and step.node.op_type == "Identity"
             own = renames and all(value in received[first] for value in step.reads)
             linear = isinstance(step, Comm) and step.attributes.get(REDUCE, SUM) == SUM
             linear = linear and any(value in used[u] for u, k in places for value in units[u].steps[k].makes)
             if own or linear:
                 for unit, k in places:
-                    found.steps[unit][k] = UPDATE
+                    labels.steps[unit][k] = UPDATE
                 continue
         for unit, k in places:
-            if found.steps[unit][k] != UPDATE:
+            if labels.steps[unit][k] != UPDATE:
                 readers[unit].update(units[unit].steps[k].reads)
 
 
-def _find_edges(units: Sequence[Unit], found: Labels) -> None:
+def _find_edges(units: Sequence[Unit], labels: Labels) -> None:
     values: list[dict[Value, Label]] = [{} for _ in units]
-    for places in found.order:
+    for places in labels.order:
         for unit, k in places:
-            label = found.steps[unit][k]
+            label = labels.steps[unit][k]
             for value in units[unit].steps[k].reads:
                 before = values[unit].get(value, label)
                 if before.stage != label.stage and before.phase == label.phase:
                     if label.phase is Phase.FORWARD:
-                        found.edges.add((before.stage, label.stage))
+                        labels.edges.add((before.stage, label.stage))
                     elif label.phase is Phase.BACKWARD:
-                        found.gradients.add((label.stage, before.stage))
+                        labels.gradients.add((label.stage, before.stage))
         for unit, k in places:
-            values[unit].update(dict.fromkeys(units[unit].steps[k].makes, found.steps[unit][k]))
+            values[unit].update(dict.fromkeys(units[unit].steps[k].makes, labels.steps[unit][k]))
 
 
-def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]) -> None:
+def split_backward(units: Sequence[Unit], labels: Labels, stages: Collection[int]) -> None:
     """Splits the backward passes of some stages: W are the ops from which no cotangent that leaves the stage can be reached."""
     readers: list[dict[Value, set[Label]]] = [{} for _ in units]
-    for places in reversed(found.order):
+    for places in reversed(labels.order):
         (first, at), *_ = places
-        label = found.steps[first][at]
+        label = labels.steps[first][at]
         if label.phase is Phase.BACKWARD and label.stage in stages:
             made = [(unit, value) for unit, k in places for value in units[unit].steps[k].makes]
             read = {one for unit, value in made for one in readers[unit].get(value, ()) if one != UPDATE}
             if label not in read and all(one.stage == label.stage for one in read):
                 label = Label(Phase.WEIGHT, label.stage)
         for unit, k in places:
-            found.steps[unit][k] = label
+            labels.steps[unit][k] = label
             for value in units[unit].steps[k].reads:
                 readers[unit].setdefault(value, set()).add(label)
 

@@ -84,15 +84,15 @@ def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
 def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     """Groups the ranks by their ops, both in a microbatch and for the batch's totals."""
     before = {part.rank: part.steps for part in totals.parts} if totals else {}
-    found: dict[Hashable, list[RankProgram]] = {}
+    members: dict[Hashable, list[RankProgram]] = {}
     rules = program.plan.pipeline
     parts = rules.parts if rules is not None else 0
     for part in program.parts:
         run = run_of(part.rank, program.plan.ranks, parts)
         shape = [high - low for low, high in roots((0, parts), run)] if parts else ()
-        found.setdefault((part.share_key, id(before.get(part.rank)), *shape), []).append(part)
+        members.setdefault((part.share_key, id(before.get(part.rank)), *shape), []).append(part)
     units = []
-    for some in found.values():
+    for some in members.values():
         # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.
         part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].live_out)))
         units.append(_unit(program, part, [one.rank for one in some], totals is not None and is_per_microbatch(totals)))

@@ -94,13 +94,13 @@ class _Recompute:
     def in_step(self) -> list[Item]:
         """The ops of all units, forward ones first, sorted by their depth: so all units repeat a region together."""
         times = [0] * len(self.units)
-        found: dict[Item, tuple[bool, int]] = {}
+        order: dict[Item, tuple[bool, int]] = {}
         for item in self.labels.order:
             time = 1 + max(times[unit] for unit, _ in item)
             for unit, _ in item:
                 times[unit] = time
-            found[item] = self.first(item).task is not TaskKind.FORWARD, time
-        return sorted(found, key=found.__getitem__)
+            order[item] = self.first(item).task is not TaskKind.FORWARD, time
+        return sorted(order, key=order.__getitem__)
 
     def label(self, item: Item) -> Label:
         unit, at = item[0]
@@ -137,20 +137,20 @@ class _Recompute:
 
     def owners(self) -> dict[Item, Own]:
         """Maps every forward op that may be repeated to its region; an op without a model node belongs to its operands' region."""
-        found: dict[Item, Own] = {}
-        made: dict[There, Own | None] = {}
+        owners: dict[Item, Own] = {}
+        owner_of: dict[There, Own | None] = {}
         for item in self.order:
             label, step = self.label(item), self.first(item)
             if label.phase is not Phase.FORWARD:
                 continue
             own = self.of_node(item)
             if not isinstance(step, Compute) or step.source not in self.program.paths:
-                read = {made[value] for value in self.reads(item) if value in made}
+                read = {owner_of[value] for value in self.reads(item) if value in owner_of}
                 (own,) = read if len(read) == 1 else (None,)
-            made |= dict.fromkeys(self.makes(item), own)
+            owner_of |= dict.fromkeys(self.makes(item), own)
             if own is not None and own[1] == label.stage and _may_repeat(step):
-                found[item] = own
-        return found
+                owners[item] = own
+        return owners
 
     def find(self) -> None:
         """Fills `again` and `instead`."""
@@ -205,13 +205,13 @@ class _Recompute:
                     self.put(one, Label(Phase.BACKWARD, own[1]), own, again=True)
             if item not in unread:
                 self.put(item, label, own)
-        steps, found = self.written
-        found.edges, found.gradients = self.labels.edges, self.labels.gradients
+        steps, labels = self.written
+        labels.edges, labels.gradients = self.labels.edges, self.labels.gradients
         made = [
             replace(unit, program=replace(unit.program, steps=tuple(own)))
             for unit, own in zip(self.units, steps, strict=True)
         ]
-        return made, found
+        return made, labels
 
     def unread(self) -> set[Item]:
         """Returns the forward ops that nothing reads once they are repeated."""
@@ -223,17 +223,17 @@ class _Recompute:
 
         for item, own in repeated.items():
             read(item, own)
-        found: set[Item] = set()
+        unread_ops: set[Item] = set()
         for item in reversed(self.order):
             if item in repeated and needed.isdisjoint(self.makes(item)):
-                found.add(item)
+                unread_ops.add(item)
             else:
                 read(item, self.of_node(item) if self.label(item).phase in _BACKWARD else None)
-        return found
+        return unread_ops
 
     def put(self, item: Item, label: Label, own: Own | None, again: bool = False) -> None:
         """Writes an op on all its units as an op of the region `own`, so that it reads that region's recomputed values."""
-        steps, found = self.written
+        steps, labels = self.written
         places = []
         for unit, step in self.steps(item):
             read = ((value, self.new((unit, value), own)) for value in step.reads)
@@ -242,8 +242,8 @@ class _Recompute:
                 values |= {value: self.again_of(value) for value in step.makes}
             places.append((unit, len(steps[unit])))
             steps[unit].append(self.over(step, values, self.rule(step, own) if again and own is not None else ""))
-            found.steps[unit].append(label)
-        found.order.append(tuple(places))
+            labels.steps[unit].append(label)
+        labels.order.append(tuple(places))
 
     def rule(self, step: Op, own: Own) -> str:
         """Returns the plan's line that causes the repetition of an op."""
@@ -283,7 +283,7 @@ class _Recompute:
         assert self.program.plan.pipeline is not None
         assert self.program.training is not None
         differentiated = {*flowing(self.program.reads, self.program.training)}
-        found = []
+        warnings = []
         for rule in self.program.plan.pipeline.recompute:
             nodes = {node for pattern in rule.patterns for node in matched_nodes(self.program, pattern)}
             if nodes and sources.isdisjoint(nodes):
@@ -293,8 +293,8 @@ class _Recompute:
                     if passed
                     else "no gradient passes through its nodes"
                 )
-                found.append(f"{rule.where}: recompute '{rule.text}' changes nothing: {why}")
-        return found
+                warnings.append(f"{rule.where}: recompute '{rule.text}' changes nothing: {why}")
+        return warnings
 
 
 def _may_repeat(step: Op) -> bool:

@@ -50,21 +50,23 @@ class Cutting:
         self.opset = opset
         self.steps: list[Compute] = []
 
-    def cut(self, value: Value, made: Sequence[Value], dim: int, pieces: int) -> None:
-        """Cuts a value that has `pieces` pieces along `dim` into its microbatches `made`."""
+    def cut(self, value: Value, microbatch_values: Sequence[Value], dim: int, pieces: int) -> None:
+        """Cuts a value that has `pieces` pieces along `dim` into its microbatches `microbatch_values`."""
         if pieces == 1:
-            self._split(value, made, dim)
+            self._split(value, microbatch_values, dim)
             return
         dims = self._dims(value, dim)
         share, own = value.derived_untyped(".share"), value.derived_untyped(".of_microbatch")
-        self._emit("Div", [dims.extent, value.derived_untyped(".shares", _number(pieces * len(made)))], [share])
+        self._emit(
+            "Div", [dims.extent, value.derived_untyped(".shares", _number(pieces * len(microbatch_values)))], [share]
+        )
         self._emit("Mul", [share, value.derived_untyped(".pieces", _number(pieces))], [own])
         by = value.derived_untyped(".by_piece")
-        counts = value.derived_untyped(".counts", np.array([pieces, len(made)], np.int64))
+        counts = value.derived_untyped(".counts", np.array([pieces, len(microbatch_values)], np.int64))
         self._reshaped([value], [by], dims.around(counts, share))
-        shares = [one.derived_untyped(".by_piece") for one in made]
+        shares = [one.derived_untyped(".by_piece") for one in microbatch_values]
         self._split(by, shares, dim + 1)
-        self._reshaped(shares, made, dims.around(own))
+        self._reshaped(shares, microbatch_values, dims.around(own))
 
     def join(self, parts: Sequence[Value], value: Value, dim: int, pieces: int) -> None:
         """Joins the microbatches `parts` to a value that has `pieces` pieces along `dim`."""

@@ -38,14 +38,14 @@ class Row:
         """Writes an op."""
         self.steps.append(added(op_type, inputs, outputs, attributes))
 
-    def put_together(self, parts: Sequence[Value], made: Value, summed: bool) -> None:
+    def put_together(self, parts: Sequence[Value], result: Value, summed: bool) -> None:
         """Writes the sum of the microbatches' values, or their mean: as Sum and Div, since Mean has a kernel for float32 only."""
         if summed:
-            self.emit("Sum", parts, [made])
+            self.emit("Sum", parts, [result])
             return
-        total = made.derived(".sum")
+        total = result.derived(".sum")
         self.emit("Sum", parts, [total])
-        self.emit("Div", [total, made.derived_untyped(".count", np.array(len(parts), _numpy(made)))], [made])
+        self.emit("Div", [total, result.derived_untyped(".count", np.array(len(parts), _numpy(result)))], [result])
 
     def begin_sums(self, steps: Iterable[Op]) -> None:
         """Writes the zeros to which the first microbatch adds each gradient; `steps` are the ops of bodies."""

@@ -80,14 +80,14 @@ def node_stages(program: Lowered) -> NodeStages:
     return NodeStages(tuple(group for _, group in order), stages)
 
 
-def in_halves(program: Lowered, found: NodeStages, stage: int) -> NodeStages:
+def in_halves(program: Lowered, stages: NodeStages, stage: int) -> NodeStages:
     """The stages, of which one falls into two: its nodes in the order of the graph, where the weights that they read first are most even.
 
     A stage of one node stays as it is.
     """
-    nodes = [node for node in program.model.graph if found.of.get((node, found.groups[stage])) == stage]
+    nodes = [node for node in program.model.graph if stages.of.get((node, stages.groups[stage])) == stage]
     if len(nodes) < 2:
-        return found
+        return stages
     seen: set[ir.Value] = set()
     sums = [0]
     for node in nodes:
@@ -98,9 +98,9 @@ def in_halves(program: Lowered, found: NodeStages, stage: int) -> NodeStages:
     cut = min(range(1, len(nodes)), key=lambda k: (abs(2 * sums[k] - sums[-1]), abs(k - middle)))
     second = set(nodes[cut:])
     of = {
-        (node, group): at + (at > stage or (at == stage and node in second)) for (node, group), at in found.of.items()
+        (node, group): at + (at > stage or (at == stage and node in second)) for (node, group), at in stages.of.items()
     }
-    return NodeStages((*found.groups[: stage + 1], *found.groups[stage:]), of)
+    return NodeStages((*stages.groups[: stage + 1], *stages.groups[stage:]), of)
 
 
 def _levels(program: Lowered) -> dict[Group, int] | None:

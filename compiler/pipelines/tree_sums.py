@@ -133,34 +133,34 @@ class TreeSums:
 
         `whole`: maps a result of the old reduction to the value to write.
         """
-        values, made = step.reads, [whole(value) for value in step.makes]
+        values, results = step.reads, [whole(value) for value in step.makes]
         base = (how.exchange or how.gather or (None, None))[1]
         assert base is not None
         axis = step.attributes.get(fmt.AXIS, 0)
         assert isinstance(axis, int)
         stacks = [self.known[value] for value in values]
         ops, rows = _Ops(self.write, base), how.ranks if not how.is_small else 1
-        given = [
+        packed_roots = [
             self._row([stack[at][1] for stack in stacks], ops, how, axis if step.op_type == fmt.REDUCE_SCATTER else 0)
             for at in range(len(stacks[0]))
         ]
-        if (missing := how.most_roots - len(given)) > 0:
-            given.append(ops.zeros([missing, how.block] if how.is_small else [rows, missing * how.block]))
-        packed = ops.joined(given, 0 if how.is_small else 1)
+        if (missing := how.most_roots - len(packed_roots)) > 0:
+            packed_roots.append(ops.zeros([missing, how.block] if how.is_small else [rows, missing * how.block]))
+        packed = ops.joined(packed_roots, 0 if how.is_small else 1)
         if how.exchange is not None:
             packed = self._moved(step, how.exchange, packed, {fmt.SPLIT_AXIS: 0, fmt.CONCAT_AXIS: 0})
             packed = ops.reshaped(packed, [how.ranks * how.most_roots, how.block])
         elif how.gather is not None:
             packed = self._moved(step, how.gather, packed, {fmt.AXIS: 0})
-        if not made and (how.is_small or how.gather is None):
+        if not results and (how.is_small or how.gather is None):
             return
         total = self._total(packed, how, ops)
         if how.exchange is not None and how.gather is not None:
             total = ops.reshaped(self._moved(step, how.gather, total, {fmt.AXIS: 0}), [1, how.ranks * how.block])
-        sizes, width = [elements_of(value) for value in made], how.block
+        sizes, width = [elements_of(value) for value in results], how.block
         if how.exchange is not None and how.gather is not None:
             width *= how.ranks
-        for value, share in zip(made, ops.split(total, sizes, width), strict=True):
+        for value, share in zip(results, ops.split(total, sizes, width), strict=True):
             ops.reshaped(share, value.shape or (), value)
 
     def _row(self, values: Sequence[Value], ops: _Ops, how: Reduction, axis: int) -> Value:

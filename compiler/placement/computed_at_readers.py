@@ -65,7 +65,7 @@ def repeatable(
     learned = trained_values(program.reads, program.training) if program.training else set()
     graph = program.model.graph
     ready = {value for value in (*graph.inputs, *graph.initializers.values()) if value not in learned}
-    found = []
+    nodes_found = []
     for node, values in program.reads.items():
         if node in floating:
             ready.update(out for out in node.outputs if out not in learned)
@@ -76,9 +76,9 @@ def repeatable(
             and all(program.values[out].shape is not None and program.values[out].is_tensor for out in node.outputs)
             and not (program.training is not None and program.training.adds(program.paths[node]))
         ):
-            found.append(node)
+            nodes_found.append(node)
             ready.update(node.outputs)
-    return found
+    return nodes_found
 
 
 def worth_repeating(

@@ -30,14 +30,14 @@ def stages_of(program: Annotated, named: Stages, floating: Collection[ir.Node]) 
         for value in program.reads[node]:
             if (producer := value.producer()) is not None:
                 readers.setdefault(producer, []).append(node)
-    found = dict(latest)
+    stages = dict(latest)
     for node in reversed(list(program.model.graph)):
-        if node not in found and (after := [found[reader] for reader in readers.get(node, ()) if reader in found]):
-            found[node] = min(after)
+        if node not in stages and (after := [stages[reader] for reader in readers.get(node, ()) if reader in stages]):
+            stages[node] = min(after)
     for node in program.model.graph:
-        if node not in found:
-            found[node] = max((found[p] for v in program.reads[node] if (p := v.producer()) in found), default=0)
-    return {node: stage for node, stage in found.items() if node not in floating}
+        if node not in stages:
+            stages[node] = max((stages[p] for v in program.reads[node] if (p := v.producer()) in stages), default=0)
+    return {node: stage for node, stage in stages.items() if node not in floating}
 
 
 def _latest(program: Annotated, named: Stages) -> dict[ir.Node, int]:
@@ -52,16 +52,16 @@ def _latest(program: Annotated, named: Stages) -> dict[ir.Node, int]:
 
 def backward_edges(program: Annotated, named: Stages, rules: tuple[StageRule, ...]) -> list[Problem]:
     """A problem for each pair of stages of which the earlier reads a value of the later."""
-    latest, found = _latest(program, named), dict[tuple[int, int], tuple[ir.Value, ir.Node, ir.Node, int]]()
+    latest, edges = _latest(program, named), dict[tuple[int, int], tuple[ir.Value, ir.Node, ir.Node, int]]()
     for node in program.model.graph:
         for value in program.reads[node] if node in named else ():
             producer = value.producer()
             if producer is not None and latest.get(producer, -1) > named[node]:
                 key = named[node], latest[producer]
-                first = found.get(key, (value, producer, node, 0))
-                found[key] = *first[:3], first[3] + 1
+                first = edges.get(key, (value, producer, node, 0))
+                edges[key] = *first[:3], first[3] + 1
     problems = []
-    for (stage, later), (value, producer, node, count) in found.items():
+    for (stage, later), (value, producer, node, count) in edges.items():
         reader, maker = program.paths[node], program.paths[producer]
         more = f", and {count - 1} more edges like it" if count > 1 else ""
         problems.append(

@@ -120,7 +120,7 @@ def _check_order(program: Annotated, named: dict[ir.Node, int]) -> None:
     """CompileError where a stage has no node that runs there, or reads from a later one."""
     assert program.plan.pipeline is not None
     stages = program.plan.pipeline.stages
-    some = set(named.values())
+    used = set(named.values())
     problems = [
         Problem(
             stage.where,
@@ -129,7 +129,7 @@ def _check_order(program: Annotated, named: dict[ir.Node, int]) -> None:
             "name a node that computes with the data, or remove the stage",
         )
         for k, stage in enumerate(stages)
-        if k not in some and program.kind is ProgramKind.STEP
+        if k not in used and program.kind is ProgramKind.STEP
     ]
     if problems := problems + backward_edges(program, named, stages):
         raise CompileError(problems)
@@ -137,7 +137,7 @@ def _check_order(program: Annotated, named: dict[ir.Node, int]) -> None:
 
 def _by_module(program: Annotated, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
     """The nodes that a line places with a module around them, rather than by a name of their own; none that read a large weight."""
-    found, matching, modules = set[ir.Node](), dict[str, set[str]](), modules_of(program.paths.values())
+    placed, matching, modules = set[ir.Node](), dict[str, set[str]](), modules_of(program.paths.values())
     for rules in given:
         for node, rule in rules.items():
             path = program.paths[node]
@@ -147,8 +147,8 @@ def _by_module(program: Annotated, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
                 matches = compile_pattern(rule.pattern).matches
                 matching[rule.pattern] = {module for module in modules if matches(module)}
             if path.rpartition(".")[0] in matching[rule.pattern]:
-                found.add(node)
-    return found
+                placed.add(node)
+    return placed
 
 
 def _infer(

@@ -48,13 +48,13 @@ class TypicalSizes:
 
     def sizes(self, node: ir.Node) -> dict[str, int]:
         """The size of each factor of a node's operands."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for letters, value in zip(rule_of(node).inputs, node.inputs, strict=False):
             shape = self.program.values[value].shape if value is not None and value in self.program.values else None
             for letter, dim in zip(letters or "", shape or (), strict=False):
                 if letter != WHOLE:
-                    found[letter] = max(found.get(letter, 1), self.dim(dim))
-        return found
+                    sizes[letter] = max(sizes.get(letter, 1), self.dim(dim))
+        return sizes
 
 
 def _typical(facts: Facts) -> int:

@@ -57,15 +57,15 @@ def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> 
     """Returns the dataset that the globals of a `model.py` declare, None if none does; `lines` has their places. Raises CompileError."""
     said = [key for key in KEYS if values.get(key) is not None]
     problems = list(repeated_keys(said, lines))
-    found: Dataset | None = None
+    dataset: Dataset | None = None
     for key in said:
         try:
-            found = _declared(key, values[key], lines[key])
+            dataset = _declared(key, values[key], lines[key])
         except Refused as violation:
             problems.append(Problem.of(violation, lines[key], key))
     if problems:
         raise CompileError(problems)
-    return found
+    return dataset
 
 
 def repeated_keys(keys: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:

@@ -256,13 +256,13 @@ def _numbers(token: str) -> str:
     if re.fullmatch(r"\[\d\d+\]", token, re.ASCII):
         raise ValueError(_no_glob(token))
     for shard in token[1:-1].split(","):
-        found = _NUMBERS.fullmatch(shard)
-        if not found:
+        match = _NUMBERS.fullmatch(shard)
+        if not match:
             raise ValueError(f"'{token}' is not a range of numbers such as [0-5,7]; '\\[' is the character itself")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ValueError(f"the range '{token}' runs from {first} down to {last}; write [{last}-{first}]")
-        if padded := [number for number in found.groups() if number and number != str(int(number))]:
+        if padded := [number for number in match.groups() if number and number != str(int(number))]:
             law = "numbers of a range have no leading zeros, and match those of a path that have"
             raise ValueError(f"'{token}' has '{padded[0]}': {law}; write {int(padded[0])}")
         choices += _between(first, last)

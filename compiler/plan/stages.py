@@ -73,26 +73,26 @@ def _entry(value: object, info: ValidationInfo) -> StageEntry:
 
 def _patterns(value: object, steps: Steps) -> list[tuple[str, Steps]]:
     items = [(item, (*steps, k)) for k, item in enumerate(value)] if isinstance(value, list) else [(value, steps)]
-    found = []
+    patterns = []
     for item, at in items:
         if not isinstance(item, str):
             raise Refused(f"expected patterns, but got {shown(item)}", _LAW)
-        found += [(checked_pattern(pattern), at) for pattern in apart(item)]
-    if not found:
+        patterns += [(checked_pattern(pattern), at) for pattern in apart(item)]
+    if not patterns:
         raise Refused("the stage names no nodes", _LAW, "name its modules or nodes, or remove it")
-    return found
+    return patterns
 
 
 def apart(text: str) -> list[str]:
     """Splits a text into patterns at its commas; commas within brackets and braces do not split, and `\\,` is a comma of a name."""
-    found, depth = [""], 0
+    texts, depth = [""], 0
     for token in _COMMA.findall(text):
         depth += (token in "[{") - (token in "]}")
         if token == "," and depth <= 0:
-            found.append("")
+            texts.append("")
         else:
-            found[-1] += token
-    return [pattern.strip() for pattern in found if pattern.strip()]
+            texts[-1] += token
+    return [pattern.strip() for pattern in texts if pattern.strip()]
 
 
 _Names: TypeAlias = str | list[str]

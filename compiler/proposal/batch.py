@@ -36,9 +36,9 @@ class Batch:
 
 def batch_of(source: Source, dp: int) -> Batch:
     """The batch: the first dim that most inputs have; its symbol is promised to be divisible by `dp`."""
-    found = Batch()
+    batch = Batch()
     if dp < 2:
-        return found
+        return batch
     graph = source.model.graph
     tensors = [v for v in graph.inputs if v.name not in graph.initializers and v.shape is not None and len(v.shape)]
     if not tensors:
@@ -47,20 +47,20 @@ def batch_of(source: Source, dp: int) -> Batch:
     firsts = [dim if isinstance(dim, int) else dim.value for dim in dims]
     most = collections.Counter(firsts).most_common(1)[0][0]
     for value, first in zip(tensors, firsts, strict=True):
-        (found.inputs if first == most else found.others).append(name_of(value))
-        found.ranks[name_of(value)] = len(value.shape or ())
+        (batch.inputs if first == most else batch.others).append(name_of(value))
+        batch.ranks[name_of(value)] = len(value.shape or ())
     if isinstance(most, int):
         if most % dp:
-            fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"
+            fact = f"'{batch.inputs[0]}' has {most} records, which is not divisible by {dp}"
             raise CompileError(
-                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or choose another --dp")
+                Problem(batch.inputs[0], fact, help="export the model with a dynamic batch, or choose another --dp")
             )
-        return found
+        return batch
     if most is None:
         most = "batch"
-        found.names = {(name, 0): most for name in found.inputs}
-    found.symbols[most] = _divided(source.declared.symbols, most, dp)
-    return found
+        batch.names = {(name, 0): most for name in batch.inputs}
+    batch.symbols[most] = _divided(source.declared.symbols, most, dp)
+    return batch
 
 
 def _divided(symbols: Mapping[str, Symbol], name: str, dp: int, option: str = "--dp") -> Symbol:
@@ -103,7 +103,7 @@ def with_least_sizes(
     program: Typed, symbols: Mapping[str, Symbol], names: Mapping[tuple[str, int], str]
 ) -> tuple[dict[str, Symbol], dict[str, str]]:
     """The symbols with the least sizes that the model needs, and why, by the names that dims have in a plan, `names` before their own."""
-    found, because = dict(symbols), dict[str, str]()
+    raised, because = dict(symbols), dict[str, str]()
     for value in program.model.graph.inputs:
         for k, dim in enumerate(value.shape or ()):
             own_name = str(dim if isinstance(dim, int) else dim.value)
@@ -111,7 +111,7 @@ def with_least_sizes(
             if info is None or not info.because:
                 continue
             name = names.get((name_of(value), k)) or own_name
-            own = found.get(name, Symbol())
-            found[name] = dataclasses.replace(own, min=max(own.min, info.facts.min or 1))
+            own = raised.get(name, Symbol())
+            raised[name] = dataclasses.replace(own, min=max(own.min, info.facts.min or 1))
             because[name] = info.because
-    return found, because
+    return raised, because

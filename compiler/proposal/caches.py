@@ -40,16 +40,16 @@ def caches(program: Typed) -> list[Cache]:
     """The caches of a model in the order of its outputs; no two of one input."""
     graph = program.model.graph
     fed = [value for value in graph.inputs if not value.is_initializer()]
-    found: list[Cache] = []
+    pairs: list[Cache] = []
     taken: set[ir.Value] = set()
     for output in graph.outputs:
         sources = [value for value in fed if value in _moved_from(output) and _is_next(program, output, value)]
         if len(sources) == 1 and sources[0] not in taken:
             taken.add(sources[0])
-            found.append(Cache(output, sources[0]))
+            pairs.append(Cache(output, sources[0]))
         elif _is_attended(program, output):
-            found.append(Cache(output))
-    return found
+            pairs.append(Cache(output))
+    return pairs
 
 
 def arriving(found: Iterable[Cache], sharded: Iterable[Place]) -> dict[ir.Value, int]:

@@ -87,7 +87,7 @@ def against_the_way(program: Placed, degrees: Degrees) -> dict[str, int]:
 
     A node that `sharding` alone names and that reads inputs alone would run on all ranks.
     """
-    found: dict[str, int] = {}
+    latest_readers: dict[str, int] = {}
     each = degrees.ranks // degrees.stages
     own = {node: placed.groups[0] for node, placed in program.placement.items() if not placed.follows}
     at = {node: group[0] // each for node, group in own.items()}
@@ -95,46 +95,46 @@ def against_the_way(program: Placed, degrees: Degrees) -> dict[str, int]:
     for node in reversed(nodes):
         if node in own and len(own[node]) > each:
             readers = [at[use.node] for out in node.outputs for use in out.uses() if use.node in at]
-            at[node] = found[program.paths[node]] = min(readers, default=0)
+            at[node] = latest_readers[program.paths[node]] = min(readers, default=0)
     for node in nodes:
         before = [at[p] for value in program.reads[node] if (p := value.producer()) in at]
         if node in at and at[node] < (latest := max(before, default=0)):
-            at[node] = found[program.paths[node]] = latest
-    return found
+            at[node] = latest_readers[program.paths[node]] = latest
+    return latest_readers
 
 
 def floats(program: Typed) -> set[ir.Node]:
     """The nodes that run wherever they are read: of constants, of sizes alone, or cheaply of inputs without a large weight."""
     known: set[ir.Value] = set(program.model.graph.initializers.values())
-    found: dict[ir.Node, str] = {}
+    reasons: dict[ir.Node, str] = {}
     for node in program.model.graph:
         sized = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
         if sized or all(value in known for value in program.reads[node]):
             known.update(node.outputs)
-            found[node] = fmt.SHAPE_ARITHMETIC
+            reasons[node] = fmt.SHAPE_ARITHMETIC
     sizes = {value: weight_bytes(value) for value in program.model.graph.initializers.values()}
     large = {value for value, size in sizes.items() if size * HEAVY > sum(sizes.values())}
     read = weights_read(program)
-    for node in repeatable(program, {}, found, ()):
+    for node in repeatable(program, {}, reasons, ()):
         if not large.isdisjoint((*program.reads[node], *read.get(node, ()))):
             large.update(node.outputs)
         else:
-            found[node] = fmt.MADE_OF_INPUTS
-    return set(found)
+            reasons[node] = fmt.MADE_OF_INPUTS
+    return set(reasons)
 
 
 def weights_read(program: Typed) -> dict[ir.Node, list[ir.Value]]:
     """The initializers that each node reads, also through a Transpose and the like of them; those nodes themselves read none."""
     of: dict[ir.Value, list[ir.Value]] = {value: [value] for value in program.model.graph.initializers.values()}
-    found: dict[ir.Node, list[ir.Value]] = {}
+    by_node: dict[ir.Node, list[ir.Value]] = {}
     for node in program.model.graph:
         values = program.reads[node]
         read = list(dict.fromkeys(root for value in values for root in of.get(value, ())))
         if all(value in of for value in values):
             of.update(dict.fromkeys(node.outputs, read))
         else:
-            found[node] = read
-    return found
+            by_node[node] = read
+    return by_node
 
 
 def stored_bytes(value: ir.Value) -> int:
@@ -150,16 +150,16 @@ def weight_bytes(value: ir.Value) -> int:
 
 def _sources(program: Typed, of: Mapping[ir.Node, str], floating: set[ir.Node]) -> dict[ir.Value, frozenset[str]]:
     """Maps each value to the units that it depends on, through nodes of no unit."""
-    found: dict[ir.Value, frozenset[str]] = {}
+    sources: dict[ir.Value, frozenset[str]] = {}
     for node in program.model.graph:
         if node in of:
-            found.update(dict.fromkeys(node.outputs, frozenset((of[node],))))
+            sources.update(dict.fromkeys(node.outputs, frozenset((of[node],))))
         elif node not in floating:
-            sets = {found[value] for value in program.reads[node] if value in found}
+            sets = {sources[value] for value in program.reads[node] if value in sources}
             if sets:
                 made = next(iter(sets)) if len(sets) == 1 else frozenset[str]().union(*sets)
-                found.update(dict.fromkeys(node.outputs, made))
-    return found
+                sources.update(dict.fromkeys(node.outputs, made))
+    return sources
 
 
 def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -167,7 +167,7 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
     for start in edges:
         if start in number:
             continue
@@ -183,7 +183,7 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
                     low[open_[-1][0]] = min(low[open_[-1][0]], low[path])
                 if low[path] == number[path]:
                     at = stack.index(path)
-                    found.append(stack[at:])
+                    components.append(stack[at:])
                     for each in stack[at:]:
                         low[each] = len(edges) + len(number)  # closed: no later unit joins it
                     del stack[at:]
@@ -193,7 +193,7 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
                 open_.append((after, iter(sorted(edges[after]))))
             elif after in stack:
                 low[path] = min(low[path], number[after])
-    return found
+    return components
 
 
 def _in_order(
@@ -212,31 +212,31 @@ def _in_order(
     heavy = [sum(size for j, size in enumerate(own) if bits >> j & 1) for bits in behind]
     begins = [first[group[0]] for group in groups]
     last = sorted(set(range(len(groups))).difference(*reads), key=lambda k: (-heavy[k], begins[k]))
-    found: dict[int, None] = {}
+    ordered: dict[int, None] = {}
     waiting = [(k, False) for k in reversed(last)]
     while waiting:
         k, done = waiting.pop()
         if done:
-            found[k] = None
-        elif k not in found:
+            ordered[k] = None
+        elif k not in ordered:
             waiting.append((k, True))
-            waiting += [(j, False) for j in sorted(reads[k], key=lambda j: (heavy[j], -begins[j])) if j not in found]
-    return [groups[k] for k in found]
+            waiting += [(j, False) for j in sorted(reads[k], key=lambda j: (heavy[j], -begins[j])) if j not in ordered]
+    return [groups[k] for k in ordered]
 
 
 def _places(program: Typed, own: Mapping[ir.Node, int], floating: set[ir.Node]) -> dict[ir.Node, int]:
     """The unit of every node: its own, else the last that it reads from; of what reads from none, the first that reads it."""
-    found: dict[ir.Node, int] = {}
+    units: dict[ir.Node, int] = {}
     for node in program.model.graph:
-        before = [found[p] for value in program.reads[node] if (p := value.producer()) in found]
+        before = [units[p] for value in program.reads[node] if (p := value.producer()) in units]
         if node in own or (before and node not in floating):
-            found[node] = own[node] if node in own else max(before)
+            units[node] = own[node] if node in own else max(before)
     readers: dict[ir.Node, list[ir.Node]] = {}
     for node in program.model.graph:
         for value in program.reads[node]:
             if (producer := value.producer()) is not None:
                 readers.setdefault(producer, []).append(node)
     for node in reversed(list(program.model.graph)):
-        if node not in found and node not in floating:
-            found[node] = min((found[r] for r in readers.get(node, ()) if r in found), default=0)
-    return {node: found[node] for node in program.model.graph if node in found}
+        if node not in units and node not in floating:
+            units[node] = min((units[r] for r in readers.get(node, ()) if r in units), default=0)
+    return {node: units[node] for node in program.model.graph if node in units}

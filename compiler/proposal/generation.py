@@ -109,12 +109,12 @@ def _cache_bytes(part: RankProgram) -> int:
 def _repeated(program: Typed, done: Complete) -> dict[str, tuple[int, int]]:
     """Maps names to the caches whose heads the compiler repeated: the number of heads before and after."""
     shapes = {name_of(value): program.values[value].shape for value in program.model.graph.inputs}
-    found = dict[str, tuple[int, int]]()
+    repeated = dict[str, tuple[int, int]]()
     for cache in done.caches:
         before, after = shapes.get(name_of(cache)), done.values[cache].shape
         if before is None or after is None:
             continue
         heads, made = before[_HEADS], after[_HEADS]
         if isinstance(heads, int) and isinstance(made, int) and heads != made:
-            found[name_of(cache)] = heads, made
-    return found
+            repeated[name_of(cache)] = heads, made
+    return repeated

@@ -173,25 +173,27 @@ class _Links:
     def _is_weight(self, value: ir.Value) -> bool:
         return value in self.constants or value in self.picked
 
-    def _use(self, one: Linked, node: ir.Node, letter: str, rule: Rule) -> None:
+    def _use(self, linked: Linked, node: ir.Node, letter: str, rule: Rule) -> None:
         path = self.program.paths[node]
         if letter not in rule.factors:
-            one.obstacles.append(f"{node.op_type} ({path}) needs it whole")
+            linked.obstacles.append(f"{node.op_type} ({path}) needs it whole")
         if unit := rule.units.get(letter, 0):
-            one.units.add(unit)
+            linked.units.add(unit)
         if not self.picked.isdisjoint(node.outputs):
             return
         operands = [(v, own) for v, own in zip(node.inputs, rule.inputs, strict=False) if v is not None and own]
         products = [v for v, own in operands if self._is_weight(v) and letter in own and len(own) > 1]
         others = [own for v, own in operands if not self._is_weight(v)]
-        made = any(letter in letters for letters in rule.outputs if letters)
+        is_in_output = any(letter in letters for letters in rule.outputs if letters)
         if rule.reduce.get(letter) == "":
             return  # nothing is summed: every rank knows the result, as Shape the sizes
-        if not made and not products and others and IS_LOSS not in node.meta:  # whose sums are a number a position
-            one.obstacles.append(f"{node.op_type} ({path}) sums over it")
-        elif not made and products and others:
+        if (
+            not is_in_output and not products and others and IS_LOSS not in node.meta
+        ):  # whose sums are a number a position
+            linked.obstacles.append(f"{node.op_type} ({path}) sums over it")
+        elif not is_in_output and products and others:
             common = any(rule.reduce.get(each) for own in others for each in own)
             if not common or any(letter in own for own in others):  # a product by expert sums over no experts
-                one.summed.append(node)
-        elif made and products and others and not any(letter in letters for letters in others):
-            one.producers.append(node)
+                linked.summed.append(node)
+        elif is_in_output and products and others and not any(letter in letters for letters in others):
+            linked.producers.append(node)

@@ -17,13 +17,13 @@ def patterns(chosen: Sequence[str], covered: Callable[[str], bool]) -> list[str]
     alike: dict[str, list[str]] = {}
     for path in chosen:
         alike.setdefault(template(path), []).append(path)
-    found: list[str] = []
+    chosen_patterns: list[str] = []
     for common, paths in alike.items():
         if len(paths) > 1 and covered(common):
-            found.append(common)
+            chosen_patterns.append(common)
         else:
-            found += _ranged(paths)
-    return found
+            chosen_patterns += _ranged(paths)
+    return chosen_patterns
 
 
 def among(paths: Iterable[str], chosen: Iterable[str]) -> Callable[[str], bool]:

@@ -182,7 +182,7 @@ class Work:
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols, because = with_least_sizes(program, {**source.declared.symbols, **batch.symbols}, batch.names)
-        made = (self.generation.line,) if self.generation is not None else ()
+        generated = (self.generation.line,) if self.generation is not None else ()
         free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
         for _ in range(_ROUNDS):
             missing = list(_missing(degrees, cut, stages))
@@ -196,14 +196,14 @@ class Work:
                 more: BasePlan = more,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more.sections)
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *generated, *more.sections)
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
                     ranks += [
                         f"{degrees.mesh_line}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
                     ]
-                ports = Ports(not made, more.trains, more.listed)
+                ports = Ports(not generated, more.trains, more.listed)
                 given = Proposed((*more.head, *head), tuple(ranks), sections, batch.names, outputs, free, ports)
                 return starting_plan(source.model, paths, name, symbols, given, because=because)
 
@@ -223,11 +223,11 @@ class Work:
                 moved |= astray
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
-            told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
-            what = ("generation",) if made else ()
+            comparison = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
+            what = ("generation",) if generated else ()
             heads = () if self.generation is None else tuple(repeated_lines(program, done, self.generation))
             if device is None:
-                head = (*_head(degrees, done, cut, stages, missing, told, more, *what), *heads)
+                head = (*_head(degrees, done, cut, stages, missing, comparison, more, *what), *heads)
 
                 def headed(
                     lines: tuple[str, ...], text: Callable[..., str] = text, head: tuple[str, ...] = head
@@ -240,7 +240,7 @@ class Work:
                 return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = (*_head(degrees, done, cut, stages, missing, told, more, "targets", *what), *heads)
+            head = (*_head(degrees, done, cut, stages, missing, comparison, more, "targets", *what), *heads)
             return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
@@ -356,11 +356,11 @@ def _head(
     cut: TensorParallel | None,
     stages: list[Stage],
     missing: list[str],
-    told: str,
+    comparison: str,
     more: BasePlan,
     *others: str,
 ) -> Iterator[str]:
-    """Yields the comment lines at the head: the proposal, the bytes that it sends, `told` about another proposal, and what is left out."""
+    """Yields the comment lines at the head: the proposal, the bytes that it sends, the comparison with another, and what is left out."""
     parts = [
         *([f"{max(degrees.stages, len(stages))} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
@@ -382,8 +382,8 @@ def _head(
     if uneven(stages):
         costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
-    if told:
-        yield f"# {told}"
+    if comparison:
+        yield f"# {comparison}"
     not_taken = (*more.left, *(cut.not_taken if cut is not None else ()))
     if not_taken:
         of = more.source or "the model's tp_plan"

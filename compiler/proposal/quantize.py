@@ -17,14 +17,14 @@ _LARGEST = 32
 def quantize_section(source: Source, bits: int, shards: int) -> list[str]:
     """The lines of the section; none of a model without any. `shards`: over how many ranks rows may be cut."""
     paths = node_paths(source.model)
-    found = {paths[node]: product for node, product in products(paths).items() if product.blocked is None}
+    quantizable = {paths[node]: product for node, product in products(paths).items() if product.blocked is None}
     by_pattern: dict[str, list[str]] = {}
-    for path in found:
+    for path in quantizable:
         by_pattern.setdefault(template(path.rpartition(".")[0] or path), []).append(path)
     lines, kept = [], list[str]()
     for members in by_pattern.values():
         chosen = list(dict.fromkeys(path.rpartition(".")[0] or path for path in members))
-        block = _block([found[path] for path in members], shards)
+        block = _block([quantizable[path] for path in members], shards)
         named = [key(one) for one in patterns(chosen, lambda pattern: True)]
         if block is None:
             kept += named
@@ -32,8 +32,8 @@ def quantize_section(source: Source, bits: int, shards: int) -> list[str]:
             lines += [f"  {one}: {{bits: {bits}, block: {block}}}" for one in named]
     if not lines:
         return []
-    tables = sum(product.table for product in found.values())
-    what = [f"{count(len(found) - tables, 'product')}, which compute in int8 (accuracy_level: 4)"]
+    tables = sum(product.table for product in quantizable.values())
+    what = [f"{count(len(quantizable) - tables, 'product')}, which compute in int8 (accuracy_level: 4)"]
     head = f"quantize:   # {', and '.join([*what, *([count(tables, 'table')] if tables else [])])}"
     return [head, *lines, *(f"  # {one}: as it is, no block divides its rows" for one in kept), ""]
 

@@ -211,9 +211,9 @@ class _Costs:
 
     def _work(self, node: ir.Node, machine: Machine | None) -> float:
         """The multiply-adds of a node; on a machine its seconds."""
-        given, made = ([self._sizes(value) for value in some] for some in (node.inputs, node.outputs))
+        inputs, outputs = ([self._sizes(value) for value in some] for some in (node.inputs, node.outputs))
         if machine is None:
-            return multiply_adds(node, given, made)
+            return multiply_adds(node, inputs, outputs)
         operands = [
             [
                 None
@@ -221,7 +221,7 @@ class _Costs:
                 else Operand(tuple(sizes), self.program.values[value].item_bytes or 1)
                 for value, sizes in zip(values, some, strict=True)
             ]
-            for values, some in ((node.inputs, given), (node.outputs, made))
+            for values, some in ((node.inputs, inputs), (node.outputs, outputs))
         ]
         return cost_of(node, *operands).seconds(machine.processor(CPU))
 
@@ -240,7 +240,7 @@ class _Costs:
 
 def _units(program: Typed, costs: _Costs, count: int, in_parts: bool) -> list[tuple[str, list[ir.Node]]]:
     """The modules and nodes that are placed as one and have weights: each with its path."""
-    found: list[tuple[str, list[ir.Node]]] = []
+    units: list[tuple[str, list[ir.Node]]] = []
     waiting = [("", list(program.model.graph))]
     while waiting:
         module, nodes = waiting.pop()
@@ -249,17 +249,17 @@ def _units(program: Typed, costs: _Costs, count: int, in_parts: bool) -> list[tu
         for node in nodes:
             parts = program.paths[node].split(".")
             inside.setdefault(".".join(parts[: depth + 1]), []).append(node)
-        for path, some in inside.items():
+        for path, unit_nodes in inside.items():
             unit = Unit()
-            for node in some:
+            for node in unit_nodes:
                 costs.add(unit, node)
-            single = sum(node in costs.products for node in some) < 2
+            single = sum(node in costs.products for node in unit_nodes) < 2
             listed = not in_parts and path.rpartition(".")[2].isdigit() and unit.cost <= (1 + EVEN) / count
             if not (single or listed or unit.cost <= 1 / (_FINEST * count)):
-                waiting.append((path, some))
-            elif any(map(costs.is_heavy, some)):
-                found.append((path, some))
-    return found
+                waiting.append((path, unit_nodes))
+            elif any(map(costs.is_heavy, unit_nodes)):
+                units.append((path, unit_nodes))
+    return units
 
 
 def _crossing(program: Typed, at: dict[ir.Node, int], count: int) -> list[int]:
@@ -305,13 +305,13 @@ def _evenest_order(units: Sequence[Unit], count: int) -> list[int]:
     if len(units) >= _MOST_BITS:
         return []
     needs = [sum(1 << source for source in unit.reads) for unit in units]
-    found = reached = {0}
+    sums = reached = {0}
     for _ in units:
         reached = {f | 1 << k for f in reached for k, need in enumerate(needs) if not f >> k & 1 and not need & ~f}
-        found = found | reached
-        if len(found) > _FRONTIERS:
+        sums = sums | reached
+        if len(sums) > _FRONTIERS:
             return []
-    frontiers = np.array(sorted(found), np.int64)
+    frontiers = np.array(sorted(sums), np.int64)
     costs = np.array([sum(unit.cost for k, unit in enumerate(units) if f >> k & 1) for f in map(int, frontiers)])
     within = (frontiers[:, None] & ~frontiers[None, :]) == 0
     stage = np.where(within, costs[None, :] - costs[:, None], math.inf)

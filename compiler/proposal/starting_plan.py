@@ -88,27 +88,27 @@ def starting_plan(
     paths: Mapping[ir.Node, str],
     name: str,
     symbols: Mapping[str, Symbol] | None = None,
-    given: Proposed | None = None,
+    proposal: Proposed | None = None,
     ranks: int = 1,
     because: Mapping[str, str] | None = None,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
-    `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
+    `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `proposal` is
     what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs. `because`: why a symbol
     has its least size.
     """
     from partc.compiler.training.shared import parameter_sizes
 
     graph = model.graph
-    if given is not None and not given.ports.listed:
-        inputs = _inputs(graph, symbols or {}, given, because or {}) if given.ports.stated else ()
-        return "\n".join([*given.ranks, *inputs, *given.sections, *given.outputs]) + "\n"
+    if proposal is not None and not proposal.ports.listed:
+        inputs = _inputs(graph, symbols or {}, proposal, because or {}) if proposal.ports.stated else ()
+        return "\n".join([*proposal.ranks, *inputs, *proposal.sections, *proposal.outputs]) + "\n"
     sizes = [stored_bytes(value) for value in graph.initializers.values()]
     elements = parameter_sizes(model, paths)
     parameters = f"{count(len(elements), 'parameter')} of {count(sum(elements), 'element')}"
     counts = f"{count(len(graph), 'node')}, {parameters}, {size_text(sum(sizes))}"
-    chosen = given or _examples_of(graph, paths, ranks)
+    chosen = proposal or _examples_of(graph, paths, ranks)
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
         *chosen.head,
@@ -193,12 +193,12 @@ def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
 def _inputs(
     graph: ir.Graph, symbols: Mapping[str, Symbol], chosen: Proposed, because: Mapping[str, str]
 ) -> Iterator[str]:
-    given, free = chosen.names, chosen.free
+    names, free = chosen.names, chosen.free
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     places: dict[str, list[tuple[ir.Value, int]]] = {}
     for value in inputs:
         for k, dim in enumerate(value.shape or ()):
-            name = given.get((name_of(value), k)) or str(dim_name(value, k))
+            name = names.get((name_of(value), k)) or str(dim_name(value, k))
             if not isinstance(dim, int) and name.isidentifier():
                 places.setdefault(name, []).append((value, k))
     if places:
@@ -216,7 +216,7 @@ def _inputs(
         if value.shape is None or not isinstance(value.type, ir.TensorType | None):
             yield f"  # {key(value.name or '')}: {_type(value)}"
         else:
-            dims = ", ".join(given.get((name_of(value), k)) or _dim(value, k) for k in range(len(value.shape)))
+            dims = ", ".join(names.get((name_of(value), k)) or _dim(value, k) for k in range(len(value.shape)))
             yield f"  {key(value.name or '')}: [{dims}]   # {_type(value)}"
     if inputs:
         yield ""

@@ -83,22 +83,22 @@ class _Group:
 
 def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[ProposedTargets, Complete]:
     """The targets, and the program compiled with them. CompileError where a rank's part does not fit on its device."""
-    found, limit = ProposedTargets(), device.bytes
-    program = compiled(found)
+    proposed, limit = ProposedTargets(), device.bytes
+    program = compiled(proposed)
     sizes = typical_sizes(Unwritten([program], name).manifest)
     groups = [*_without_kernels(program), *_tables(program, sizes)]
     offload = program.plan.train is not None and not program.plan.train.optimizer.target
     moved: set[str] = set()
     while True:
-        found = replace(found, lines=tuple(_lines(program, groups)))
-        program = compiled(found)
+        proposed = replace(proposed, lines=tuple(_lines(program, groups)))
+        program = compiled(proposed)
         needs = _needs(program, name, sizes)
         over = [need for need in needs if limit is not None and need.memory.target == CUDA and need.memory.peak > limit]
         if limit is None or not over:
             largest = {need.memory.target: need.memory for need in sorted(needs, key=lambda one: one.memory.peak)}
-            return replace(found, memory=tuple(largest[one] for one in (CUDA, CPU) if one in largest)), program
-        if offload and not found.optimizer:
-            found = replace(found, optimizer=True)
+            return replace(proposed, memory=tuple(largest[one] for one in (CUDA, CPU) if one in largest)), program
+        if offload and not proposed.optimizer:
+            proposed = replace(proposed, optimizer=True)
             continue
         more = list(_not_fitting(program, over, limit, moved))
         if not more:

@@ -78,14 +78,14 @@ def tensor_parallel(
     tp_plan: TpPlan | None = None,
     kept_whole: Mapping[int, str] | None = None,
     linked: Sequence[Linked] | None = None,
-    told: Callable[[Sequence[Linked]], str] = lambda some: "",
+    refused_texts: Callable[[Sequence[Linked]], str] = lambda some: "",
     repeats: bool = False,
 ) -> TensorParallel:
     """Proposes shardings of a model over a mesh axis of `shards` ranks; what `tp_plan` says of them is taken where it holds.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is. `linked`: the sets, where
-    they are known. `kept_whole`: by their number among those that would be sharded, sets that are not, with the reason; `told`: what to
-    say besides of sets that are. `repeats`: heads of a cache that are fewer than the shards are repeated.
+    they are known. `kept_whole`: by their number among those that would be sharded, sets that are not, with the reason; `refused_texts`:
+    what to say besides of sets that are. `repeats`: heads of a cache that are fewer than the shards are repeated.
     """
     tp_plan = tp_plan or TpPlan()
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
@@ -105,7 +105,7 @@ def tensor_parallel(
     for members in alike.values():
         styles = [style for _, some in members for style in some]
         reason = _reason(program, members[0][0], len(members), members[0][1], shards)
-        reason += told([one for one, _ in members])
+        reason += refused_texts([one for one, _ in members])
         if sources := tp_plan.sources(members[0][0]):
             reason = f"tp_plan of {', '.join(sources)}: {reason}"
         groups.append((reason, tuple(styles)))
@@ -120,14 +120,14 @@ def _choose(
     """The sets of dims to shard, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
     open_sets = []
-    for one in sets:
-        against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards, repeats)
-        if against or not (one.producers or one.summed):
-            refused.append((one, against))
-        elif entry := tp_plan.against(one):
-            refused.append((one, f"the tp_plan of {entry.source} says {entry.style} of {entry.pattern}"))
+    for linked in sets:
+        against = linked.obstacles[0] if linked.obstacles else linked.indivisible(program, shards, repeats)
+        if against or not (linked.producers or linked.summed):
+            refused.append((linked, against))
+        elif entry := tp_plan.against(linked):
+            refused.append((linked, f"the tp_plan of {entry.source} says {entry.style} of {entry.pattern}"))
         else:
-            open_sets.append(one)
+            open_sets.append(linked)
     sizes = TypicalSizes(program)
     sent = {id(one): _sent(one, sizes) for one in open_sets}
     weights = {id(one): one.bytes for one in open_sets}
@@ -155,17 +155,17 @@ def _taken(
     cut: dict[ir.Node, Linked] = {}
     chosen: list[Linked] = []
     refused: list[tuple[Linked, str]] = []
-    for one in sorted(ranked, key=lambda one: (id(one) not in named, not (one.producers and one.summed))):
-        both = one.producers and one.summed
-        if any(node in cut for node in one.nodes):
-            refused.append((one, "its products are sharded along another dim"))
-        elif not both and not _ends(one):
-            refused.append((one, "no product contracts its output, or a node between them hides the dim"))
-        elif not both and weights[id(one)] * _LEAST_SHARE < total:
-            refused.append((one, "too small to be worth a message"))
+    for linked in sorted(ranked, key=lambda one: (id(one) not in named, not (one.producers and one.summed))):
+        both = linked.producers and linked.summed
+        if any(node in cut for node in linked.nodes):
+            refused.append((linked, "its products are sharded along another dim"))
+        elif not both and not _ends(linked):
+            refused.append((linked, "no product contracts its output, or a node between them hides the dim"))
+        elif not both and weights[id(linked)] * _LEAST_SHARE < total:
+            refused.append((linked, "too small to be worth a message"))
         else:
-            cut.update(dict.fromkeys(one.nodes, one))
-            chosen.append(one)
+            cut.update(dict.fromkeys(linked.nodes, linked))
+            chosen.append(linked)
     return chosen, refused
 
 
@@ -212,22 +212,22 @@ class _Regions:
         return module if module and self.inside.get(module, 0) == 1 else path
 
 
-def _reason(program: Typed, one: Linked, times: int, styles: Sequence[Style], shards: int) -> str:
-    size = one.size(program)
+def _reason(program: Typed, linked: Linked, times: int, styles: Sequence[Style], shards: int) -> str:
+    size = linked.size(program)
     each = f"{size // shards} of {size}" if isinstance(size, int) else f"1/{shards} of {size}"
-    made = _named(style.path for style in styles if style.style == "colwise")
+    columns = _named(style.path for style in styles if style.style == "colwise")
     summed = _named(style.path for style in styles if style.style == "rowwise")
-    sums = len(one.summed)
+    sums = len(linked.summed)
     messages = f"{sums} AllReduce{', ' + str(times) + ' times' if times > 1 else ''}"
-    if made and summed:
-        return f"each rank computes {each} columns in {made}, contracted in {summed}: {messages}"
-    if made:
-        out = any(value.is_graph_output() for value, _ in one.places)
+    if columns and summed:
+        return f"each rank computes {each} columns in {columns}, contracted in {summed}: {messages}"
+    if columns:
+        out = any(value.is_graph_output() for value, _ in linked.places)
         end = (
             ", gathered where the output goes"
             if out
             else ", three numbers a position are reduced"
-            if _has_loss(one)
+            if _has_loss(linked)
             else ""
         )
         return f"each rank computes {each} columns{end}"

@@ -76,17 +76,17 @@ class TpPlan:
 
 def read_tp_plan(program: Typed, entries: Sequence[TpPlanEntry]) -> TpPlan:
     """What the entries say of the nodes of a program whose packed weights are taken apart."""
-    found: dict[TpPlanEntry, tuple[ir.Node, ...]] = {}
+    by_entry: dict[TpPlanEntry, tuple[ir.Node, ...]] = {}
     decided: dict[ir.Node, TpPlanEntry] = {}
     for entry in entries:
         try:
             nodes = matched_nodes(program, entry.pattern) or readers_of(program, entry.pattern)
         except (Refused, ValueError):
             nodes = []  # not a pattern of a plan
-        found[entry] = tuple(dict.fromkeys(map(styled, nodes)))
+        by_entry[entry] = tuple(dict.fromkeys(map(styled, nodes)))
         if _style(entry) in ("colwise", "rowwise", "replicate"):
-            decided.update(dict.fromkeys(found[entry], entry))
-    return TpPlan(tuple(entries), found, decided)
+            decided.update(dict.fromkeys(by_entry[entry], entry))
+    return TpPlan(tuple(entries), by_entry, decided)
 
 
 def matching_entries(program: Typed, entries: Sequence[TpPlanEntry]) -> list[TpPlanEntry]:

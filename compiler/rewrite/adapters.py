@@ -55,18 +55,18 @@ class AdaptedProduct:
 
 def adapted_products(paths: Mapping[ir.Node, str]) -> list[AdaptedProduct]:
     """Returns the products to which an adapter can add."""
-    found = []
+    adapted = []
     for node, product in products(paths).items():
         if not product.table and product.picked is None and product.weight.dtype is not None:
             name = str(product.weight.name)
-            found.append(AdaptedProduct(node, paths[node], name, product.sizes, product.weight.dtype))
+            adapted.append(AdaptedProduct(node, paths[node], name, product.sizes, product.weight.dtype))
     for node, path in paths.items():
         scales = node.inputs[2] if node.op_type == "MatMulNBits" and len(node.inputs) > 2 else None
         if scales is not None and scales.dtype is not None:
             sizes = node.attributes["K"].as_int(), node.attributes["N"].as_int()
             name = str(node.inputs[1].name if node.inputs[1] is not None else "")
-            found.append(AdaptedProduct(node, path, f"{name.split('.weight.')[0]}.weight", sizes, scales.dtype))
-    return found
+            adapted.append(AdaptedProduct(node, path, f"{name.split('.weight.')[0]}.weight", sizes, scales.dtype))
+    return adapted
 
 
 def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: LowRank) -> tuple[ir.Value, ir.Value]:
@@ -136,13 +136,13 @@ def stacked(
 
     def tensor(key: str) -> ir.TensorProtocol:
         def compute(box: Box) -> Array:
-            made = np.zeros((box[0].stop - box[0].start, *shapes[key][1:]), dtype.numpy())
+            padded = np.zeros((box[0].stop - box[0].start, *shapes[key][1:]), dtype.numpy())
             for at, place in enumerate(range(box[0].start, box[0].stop)):
                 one = adapters[place - 1] if place else None
                 if one is not None:
                     part = factor(one, key)
-                    made[at, : part.shape[0], : part.shape[1]] = part
-            return made[:, *box[1:]]
+                    padded[at, : part.shape[0], : part.shape[1]] = part
+            return padded[:, *box[1:]]
 
         return ComputedTensor(compute, dtype, shapes[key], f"{module}.lora_{key}.stack")
 

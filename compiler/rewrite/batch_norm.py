@@ -122,12 +122,12 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
     kept = plain.add("Mul", [variance, plain.number("momentum", momentum)], "kept")
     grown = plain.add("Mul", [plain.add("Squeeze", [spread, channel], "flat_variance"), share], "grown")
     new_variance = plain.add("Add", [kept, grown], "running_variance")
-    made = [
+    statistics = [
         plain.narrowed(value, old.dtype, f"narrow{k}")
         for k, (value, old) in enumerate(zip((new_mean, new_variance), running, strict=True))
     ]
-    plain.replace(node, running, [y, *made])
-    return made
+    plain.replace(node, running, [y, *statistics])
+    return statistics
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def decompose_each(
     normalized = plain.add("Add", [scaled, plain.unsqueezed(bias, "bias", [k - 1 for k in positions])], "normalized")
     y = plain.narrowed(plain.add("Reshape", [normalized, shape], "y"), x.dtype, "narrow")
     momentum = single(node.attributes.get_float("momentum", 0.9))
-    made = []
+    statistics = []
     for old, new, word in zip(running, (mean, variance), ("mean", "variance"), strict=True):
         own = plain.add("Squeeze", [new, plain.integers(f"{word}.flat", axes)], f"{word}.of_part")
         if word == "variance" and UNBIASED in node.meta:
@@ -176,9 +176,9 @@ def decompose_each(
         )
         each = plain.add("Add", [kept, moved], f"{word}.term")
         total = plain.add("ReduceSum", [each, plain.integers(f"{word}.parts", [0])], f"running_{word}", keepdims=0)
-        made.append(plain.narrowed(total, old.dtype, f"narrow_{word}"))
-    plain.replace(node, running, [y, *made])
-    return made
+        statistics.append(plain.narrowed(total, old.dtype, f"narrow_{word}"))
+    plain.replace(node, running, [y, *statistics])
+    return statistics
 
 
 @dataclass

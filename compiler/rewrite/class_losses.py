@@ -54,24 +54,24 @@ class _Parts:
         axes = self.integers("class_axis", [_CLASSES])
         scores, log_total = self.scores, None
         logs = node.outputs[1] if len(node.outputs) > 1 and node.outputs[1].name else None
-        made = list[ir.Value]()
+        outputs = list[ir.Value]()
         if node.op_type == "SoftmaxCrossEntropyLoss":
             shift = self.op("shift", "Ceil", self.op("largest", "ReduceMax", scores, axes, keepdims=1))
             scores = self.op("shifted", "Sub", scores, shift)
             total = self.op("total", "ReduceSum", self.op("exponentials", "Exp", scores), axes, keepdims=1)
             log_total = self.op("log_total", "Log", total)
             if logs is not None:
-                made.append(self.op("logs", "Sub", scores, log_total))
+                outputs.append(self.op("logs", "Sub", scores, log_total))
         losses, each = self.losses(scores, log_total, axes)
-        made.insert(0, self.reduced(losses, each, axes))
+        outputs.insert(0, self.reduced(losses, each, axes))
         replaced = [node.outputs[0], *([] if logs is None else [logs])]
-        for new, old in zip(made, replaced, strict=True):
+        for new, old in zip(outputs, replaced, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
-        producer = made[0].producer()
+        producer = outputs[0].producer()
         assert producer is not None
         producer.name = node.name
         producer.meta[WRITTEN] = operands_of(node)
-        ir.convenience.replace_nodes_and_values(graph, node, [node], self.nodes, replaced, made)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], self.nodes, replaced, outputs)
 
     def losses(self, scores: ir.Value, log_total: ir.Value | None, axes: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         """Returns each position's weighted loss and its weight (None where all weights are 1), both with a dim of 1 for the classes."""

@@ -105,32 +105,32 @@ def shard_context(program: Typed) -> Typed:
     if program.generation is not None:
         law = "a step has one token of each sequence, and caches are not cut along their entries"
         raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
-    found, lengths = attentions(program)
+    attentions_found, lengths = attentions(program)
     strange = list[Problem]()
-    known = {one for each in found for one in (each.scores, *each.between, each.product)}
+    known = {one for each in attentions_found for one in (each.scores, *each.between, each.product)}
     for node in program.model.graph:
         shape = _scores_shape(program, node)
         if shape is not None and node not in known and {*shape[-2:]} <= {*lengths}:
             fact = f"the attention of '{program.paths[node]}' is not recognized: its Softmax is over [{shape[-2]}, {shape[-1]}]"
             law = "an attention is a product with keys, elementwise ops, a Softmax, and a product with values"
             strange.append(Problem(rules.where(), fact, law, "write it so, or leave out 'context' and cut `dataset`"))
-    if not found:
+    if not attentions_found:
         law = "an attention is a product with keys, elementwise ops, a Softmax over them, and a product with values"
         strange.append(Problem(rules.where(), "no attention is recognized", law, "cut `dataset` by hand"))
     if strange:
         raise CompileError(strange)
-    return _Context(program, rules).of(found, lengths)
+    return _Context(program, rules).of(attentions_found, lengths)
 
 
 def attentions(program: Typed) -> tuple[list[Attention], dict[int | str, None]]:
     """Returns the attentions of single ops, and their numbers of queries."""
-    found, lengths = list[Attention](), dict[int | str, None]()
+    all_attentions, lengths = list[Attention](), dict[int | str, None]()
     for node in program.model.graph:
         shape = _scores_shape(program, node)
         if shape is not None and (one := _attention(node)) is not None:
-            found.append(one)
+            all_attentions.append(one)
             lengths[shape[-2]] = None
-    return found, lengths
+    return all_attentions, lengths
 
 
 class _Context(Rewriting[Typed]):
@@ -144,12 +144,12 @@ class _Context(Rewriting[Typed]):
 
     def of(self, attentions: list[Attention], lengths: Mapping[int | str, None]) -> Typed:
         specs = self.dataset(lengths)
-        told, problems = dict[str, int](), [*self.windows(attentions)] if self.is_folded else []
-        for one in attentions:
-            ways = {way: cost for way, cost in self.costs(one).items() if self.rules.attention in ("auto", way)}
+        counts, problems = dict[str, int](), [*self.windows(attentions)] if self.is_folded else []
+        for attention in attentions:
+            ways = {way: cost for way, cost in self.costs(attention).items() if self.rules.attention in ("auto", way)}
             if not ways:
                 law = "float32 or float64, keys of the queries' tokens, scores scaled and masked once, by what heads share and none learns"
-                fact = f"the attention of '{self.paths[one.product]}' has no ring"
+                fact = f"the attention of '{self.paths[attention.product]}' has no ring"
                 problems.append(Problem(self.rules.where("attention"), fact, law, "write attention: gather, or heads"))
                 continue
             fitting = {way: cost for way, cost in ways.items() if not cost.problem}
@@ -157,13 +157,13 @@ class _Context(Rewriting[Typed]):
                 problems += [Problem(self.rules.where("attention"), *cost.problem) for cost in ways.values()]
                 continue
             way = min(fitting, key=lambda name: fitting[name].units)
-            text = ", ".join(f"{name} {cost.text}" for name, cost in self.costs(one).items())
-            self.mark(one, way)
-            told[f"by {way} ({text})"] = told.get(f"by {way} ({text})", 0) + 1
+            text = ", ".join(f"{name} {cost.text}" for name, cost in self.costs(attention).items())
+            self.mark(attention, way)
+            counts[f"by {way} ({text})"] = counts.get(f"by {way} ({text})", 0) + 1
         if problems:
             raise CompileError([*dict.fromkeys(problems)])
         warnings = [
-            f"{self.rules.where()}: {count} attention{'s' * (count > 1)} {text}" for text, count in told.items()
+            f"{self.rules.where()}: {count} attention{'s' * (count > 1)} {text}" for text, count in counts.items()
         ]
         dataset = self.before.plan.dataset
         plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
@@ -188,20 +188,20 @@ class _Context(Rewriting[Typed]):
 
     def dataset(self, lengths: Mapping[int | str, None]) -> dict[str, DatasetSpec]:
         """Maps each input with tokens to its dataset spec, sharded along the tokens; raises CompileError if no input has tokens."""
-        plan, found, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
+        plan, specs, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
         for value, at in self.tokens(lengths):
             info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
-            given = plan.dataset.specs.get(name)
-            spec: ShardSpec = given.spec if given is not None else ((),) * len(info.shape or ())
-            if given is None and plan.dataset.style == DATA_PARALLEL and records is not None:
+            in_plan = plan.dataset.specs.get(name)
+            spec: ShardSpec = in_plan.spec if in_plan is not None else ((),) * len(info.shape or ())
+            if in_plan is None and plan.dataset.style == DATA_PARALLEL and records is not None:
                 axes = (DATA_AXIS,) if DATA_AXIS in dict(plan.mesh) else ()
                 spec = tuple(axes if dim == records else () for dim in range(len(spec)))
             wrong = [one for one in spec if isinstance(one, int) and one > 1]
             there = spec[at] if at < len(spec) else ()
-            if given is not None and (wrong or (isinstance(there, tuple) and there)):
+            if in_plan is not None and (wrong or (isinstance(there, tuple) and there)):
                 fact = f"dataset of '{name}' {'is spelled by numbers' if wrong else 'cuts the tokens itself'}"
                 law = f"'context' cuts dim {at}, the tokens, over '{self.rules.axis}'"
-                problems.append(Problem(given.where, fact, law, "write null for that dim, and mesh axes for others"))
+                problems.append(Problem(in_plan.where, fact, law, "write null for that dim, and mesh axes for others"))
                 continue
             if taken := [dim for dim, one in enumerate(spec) if isinstance(one, tuple) and self.rules.axis in one]:
                 fact = f"'{self.rules.axis}' cuts '{name}' dim {taken[0]} already"
@@ -214,8 +214,8 @@ class _Context(Rewriting[Typed]):
                 problems.append(problem)
             named = [one if isinstance(one, tuple) else () for one in spec]
             named[at] = () if self.is_folded else (self.rules.axis,)  # each rank takes its two runs of a whole input
-            found[name] = DatasetSpec(tuple(named), self.rules.where())
-        if not found and not problems:
+            specs[name] = DatasetSpec(tuple(named), self.rules.where())
+        if not specs and not problems:
             sizes = ", ".join(map(str, lengths))
             law = f"the attentions are over {sizes} tokens: an input of so many is cut"
             problems.append(
@@ -223,7 +223,7 @@ class _Context(Rewriting[Typed]):
             )
         if problems:
             raise CompileError(problems)
-        return found
+        return specs
 
     def tokens(self, lengths: Mapping[int | str, None]) -> Iterator[tuple[ir.Value, int]]:
         """Yields each input that has tokens, with their dim."""
@@ -274,7 +274,7 @@ class _Context(Rewriting[Typed]):
         if form is not None:
             home = 0 if form.causal and not self.is_folded else Fraction(keys, p)
             units["ring"] = ring, 2 * ring + home, Fraction(2 * keys, p)
-        found: dict[Way, _Cost] = {}
+        costs: dict[Way, _Cost] = {}
         limit = self.rules.memory
         for way, (forward, backward, kept) in units.items():
             refused: tuple[str, ...] = ()
@@ -289,8 +289,8 @@ class _Context(Rewriting[Typed]):
                 fact = f"'{way}' of '{self.paths[attention.product]}' keeps {size_text(bytes_kept)} on a rank"
                 refused = fact, f"'memory' is {size_text(limit)}", "raise 'memory', or cut over more ranks"
             text = "unknown" if whole is None else str(share_of(received * unit, whole))
-            found[way] = _Cost(received, f"{text} bytes", refused)
-        return found
+            costs[way] = _Cost(received, f"{text} bytes", refused)
+        return costs
 
     @cached_property
     def largest(self) -> TypicalSizes:
@@ -456,7 +456,7 @@ class _Context(Rewriting[Typed]):
         """Replaces an attention by a ring."""
         form, old = self.ring_form(attention), attention.product.outputs[0]
         assert form is not None
-        made = self.like(old, self.free(f"{name_of(old)}.ring"))
+        ringed = self.like(old, self.free(f"{name_of(old)}.ring"))
         scoring = form.scoring
         inputs = [form.query, form.keys, form.values, *([scoring.mask] if scoring.mask is not None else [])]
         numbers = ir.convenience.convert_attributes(
@@ -467,7 +467,7 @@ class _Context(Rewriting[Typed]):
                 "fold": self.ranks if self.is_folded else 0,
             }
         )
-        self.put(attention.product, RING, inputs, [made], ".ring", numbers, OWN)
+        self.put(attention.product, RING, inputs, [ringed], ".ring", numbers, OWN)
         for k, guard in enumerate(scoring.guards):
             info = self.values[old]
             zero = self.constant(
@@ -475,9 +475,9 @@ class _Context(Rewriting[Typed]):
             )
             kept = self.like(old, self.free(f"{name_of(old)}.kept{k}"))
             self.values[kept] = info
-            self.put(attention.product, "Where", [guard, zero, made], [kept], f".kept{k}")
-            made = kept
-        self.take_place(made, old, attention.product)
+            self.put(attention.product, "Where", [guard, zero, ringed], [kept], f".kept{k}")
+            ringed = kept
+        self.take_place(ringed, old, attention.product)
 
 
 @dataclass(frozen=True)
@@ -506,7 +506,7 @@ class _RingForm:
 
 def _scoring(attention: Attention) -> _Scoring | None:
     """Returns the scale, the mask and the guards of an attention; None if its ops are others, or in another order."""
-    made, value, is_share = _Scoring(), attention.scores.outputs[0], False
+    scoring, value, is_share = _Scoring(), attention.scores.outputs[0], False
     for node in attention.between:
         first, *rest = (one for one in node.inputs if one is not None)
         other = rest[0] if len(rest) == 1 and value is first else first
@@ -517,21 +517,21 @@ def _scoring(attention: Attention) -> _Scoring | None:
             case "Softmax", False:
                 is_share = True
             case "Where", True if value is rest[1] and _number(rest[0]) == 0 and _is_for_queries(first):
-                made = replace(made, guards=(*made.guards, first))
-            case _ if is_share or made.mask is not None:
+                scoring = replace(scoring, guards=(*scoring.guards, first))
+            case _ if is_share or scoring.mask is not None:
                 return None
             case "Mul", _ if number is not None:
-                made = replace(made, scale=made.scale * number)
+                scoring = replace(scoring, scale=scoring.scale * number)
             case "Div", _ if number is not None and value is first:
-                made = replace(made, scale=made.scale / number)
+                scoring = replace(scoring, scale=scoring.scale / number)
             case "Add", _ if len(rest) == 1:
-                made = replace(made, mask=other)
+                scoring = replace(scoring, mask=other)
             case "Where", _ if value is rest[0] and (hidden := _number(rest[1])) is not None:
-                made = replace(made, mask=first, hidden=hidden)
+                scoring = replace(scoring, mask=first, hidden=hidden)
             case _:
                 return None
         value = node.outputs[0]
-    return made
+    return scoring
 
 
 def _is_for_queries(condition: ir.Value) -> bool:
@@ -681,12 +681,12 @@ def _of_sizes(
     if computation is None:
         return None
     most = 0
-    for one, by_elements in computation.sources.items():
-        if one.const_value is None or not by_elements:
+    for known, by_elements in computation.sources.items():
+        if known.const_value is None or not by_elements:
             continue
-        array = one.const_value.numpy().ravel()
+        array = known.const_value.numpy().ravel()
         finite = np.abs(array[np.isfinite(array)].astype(np.float64)) if array.dtype.kind in "biuf" else np.zeros(0)
-        roles = {(use.node.op_type, use.idx) for use in one.uses() if use.node in computation.nodes}
+        roles = {(use.node.op_type, use.idx) for use in known.uses() if use.node in computation.nodes}
         if roles <= {("Slice", 1), ("Slice", 2)}:  # an end beyond all others
             finite = finite[finite < 1 << 31]
         elif roles <= {(op, k) for op in ("Equal", "Mul", "Where") for k in range(3)} and (array <= 1).all():
@@ -704,12 +704,12 @@ def _of_sizes(
         return -(-max(0, least - rest) // step) * step + rest
 
     arrays = {}
-    for one in computation.sources:
-        if one.const_value is None:
-            dims = [None] if one.shape is None else [size_of(dim) for dim in one.shape]
-            if None in dims or one.dtype is None:
+    for known in computation.sources:
+        if known.const_value is None:
+            dims = [None] if known.shape is None else [size_of(dim) for dim in known.shape]
+            if None in dims or known.dtype is None:
                 return None
-            arrays[name_of(one)] = np.zeros([dim for dim in dims if dim is not None], one.dtype.numpy())
+            arrays[name_of(known)] = np.zeros([dim for dim in dims if dim is not None], known.dtype.numpy())
     try:
         return computation.run(arrays)
     except Exception:

@@ -112,40 +112,42 @@ class _Rewritten(Rewriting[Typed]):
         self._replace(node, made)
         return True
 
-    def _regroup(self, node: ir.Node, source: ir.Value, made: ir.Value, at: _Followed) -> bool:
-        """Adds a node that regroups the elements into the dims of `made`, in the same order; returns whether one op can."""
-        here, there = dims_of(source), dims_of(made)
+    def _regroup(self, node: ir.Node, source: ir.Value, target_value: ir.Value, at: _Followed) -> bool:
+        """Adds a node that regroups the elements into the dims of `target_value`, in the same order; returns whether one op can."""
+        here, there = dims_of(source), dims_of(target_value)
         if here is None or there is None:
             return False
         ones = [k for k, dim in enumerate(there) if dim == 1]
         others = [dim for dim in there if dim != 1]
         if len(others) == len(here) and all(at.same(a, b) for a, b in zip(here, others, strict=True)):
             if not ones:
-                self.put(node, "Identity", [source], [made], ".regrouped")
+                self.put(node, "Identity", [source], [target_value], ".regrouped")
             else:
                 axes = self.constant(f"{self.paths[node]}.axes", ones)
-                self.put(node, "Unsqueeze", [source, axes], [made], ".regrouped")
+                self.put(node, "Unsqueeze", [source, axes], [target_value], ".regrouped")
             return True
         target = [int(dim) if dim.is_Integer else -1 for dim in there]
         if target.count(-1) > 1 or 0 in target:
             return False
-        self.put(node, "Reshape", [source, self.constant(f"{self.paths[node]}.dims", target)], [made], ".regrouped")
+        self.put(
+            node, "Reshape", [source, self.constant(f"{self.paths[node]}.dims", target)], [target_value], ".regrouped"
+        )
         return True
 
     def _by_record(self, node: ir.Node, depth: int) -> None:
         """Removes the record number from the index tuples: each record is looked up by its own tuple (`batch_dims`)."""
-        out, given = node.outputs[0], node.inputs[1]
-        assert given is not None
-        assert given.shape is not None
-        path, last, joined = self.paths[node], len(given.shape) - 1, given.producer()
+        out, indices = node.outputs[0], node.inputs[1]
+        assert indices is not None
+        assert indices.shape is not None
+        path, last, joined = self.paths[node], len(indices.shape) - 1, indices.producer()
         parts = [] if joined is None or joined.op_type != "Concat" else list(joined.inputs)
         if len(parts) == 2 and (dims_of(parts[0]) or [0])[-1] == 1:
             rest = parts[1]
         else:
-            rest = self.like(given, f"{path}.within", {last: depth - 1})
+            rest = self.like(indices, f"{path}.within", {last: depth - 1})
             bounds = {"from": 1, "to": depth, "along": last}
             begins = [self.constant(f"{path}.{name}", [number]) for name, number in bounds.items()]
-            self.put(node, "Slice", [given, *begins], [rest], ".within")
+            self.put(node, "Slice", [indices, *begins], [rest], ".within")
         made = self.like(out, name_of(out))
         self.put(node, "GatherND", [node.inputs[0], rest], [made], batch_dims=1)
         self._replace(node, made)
@@ -198,13 +200,13 @@ class _Followed:
         node = value.producer()
         if node is None or node.op_type != "Concat" or axis_of(node, len(sizes), 0) != len(sizes) - 1:
             return [_column(self.of(value), k) for k in range(int(sizes[-1]))]
-        found: list[Counting | None] = []
+        countings: list[Counting | None] = []
         for part in node.inputs:
             width = (dims_of(part) or [None])[-1]
             if width is None or not width.is_Integer:
                 return []
-            found += [_column(self.of(part), k) for k in range(int(width))]
-        return found
+            countings += [_column(self.of(part), k) for k in range(int(width))]
+        return countings
 
     def _of(self, value: ir.Value, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
         tensor = ir.convenience.get_const_tensor(value)
@@ -239,13 +241,13 @@ class _Followed:
         if source is None:
             return None
         steps = iter([(step, size) for step, size in zip(source.steps, source.sizes, strict=True) if size != 1])
-        found = []
+        steps_kept = []
         for size in sizes:
             step, own = (_ZERO, size) if size == 1 else next(steps, (_ZERO, None))
             if own != size:
                 return None
-            found.append(step)
-        return None if next(steps, None) is not None else Counting(source.begin, tuple(found), sizes)
+            steps_kept.append(step)
+        return None if next(steps, None) is not None else Counting(source.begin, tuple(steps_kept), sizes)
 
     def as_before(self, node: ir.Node, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
         return self.aligned(self.of(node.inputs[0]), sizes)
@@ -255,15 +257,15 @@ class _Followed:
         order = node.attributes.get_ints("perm") or [*reversed(range(len(sizes)))]
         return None if source is None else Counting(source.begin, tuple(source.steps[k] for k in order), sizes)
 
-    def aligned(self, one: Counting | None, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
+    def aligned(self, counting: Counting | None, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
         """Broadcasts an operand's counting to these dims; None where a size differs that is not 1."""
-        if one is None or len(one.sizes) > len(sizes):
+        if counting is None or len(counting.sizes) > len(sizes):
             return None
-        ahead = len(sizes) - len(one.sizes)
-        if any(have not in (1, want) for have, want in zip(one.sizes, sizes[ahead:], strict=True)):
+        ahead = len(sizes) - len(counting.sizes)
+        if any(have not in (1, want) for have, want in zip(counting.sizes, sizes[ahead:], strict=True)):
             return None
-        steps = tuple(_ZERO if size == 1 else step for step, size in zip(one.steps, one.sizes, strict=True))
-        return Counting(one.begin, (_ZERO,) * ahead + steps, sizes)
+        steps = tuple(_ZERO if size == 1 else step for step, size in zip(counting.steps, counting.sizes, strict=True))
+        return Counting(counting.begin, (_ZERO,) * ahead + steps, sizes)
 
 
 _Rule = Callable[[_Followed, ir.Node, tuple[sympy.Expr, ...]], Counting | None]

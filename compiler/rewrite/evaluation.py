@@ -35,13 +35,15 @@ class Computation:
     @cached_property
     def sources(self) -> dict[ir.Value, bool]:
         """Maps each input and constant to whether its elements are read."""
-        found = dict[ir.Value, bool]()
+        elements_read = dict[ir.Value, bool]()
         for node, by_elements in self.nodes.items():
             below = by_elements and node.op_type != "Shape"
-            found |= {
-                one: below or found.get(one, False) for one in node.inputs if one is not None and one.producer() is None
+            elements_read |= {
+                one: below or elements_read.get(one, False)
+                for one in node.inputs
+                if one is not None and one.producer() is None
             }
-        return found
+        return elements_read
 
     @cached_property
     def run(self) -> Callable[[Mapping[str, npt.NDArray[Any]]], npt.NDArray[Any]]:
@@ -51,14 +53,16 @@ class Computation:
         from onnx import helper
 
         inputs, constants = list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
-        for one, by_elements in self.sources.items():
-            constant = one.const_value
+        for source, by_elements in self.sources.items():
+            constant = source.const_value
             if constant is None:
-                kind = ir.DataType(one.dtype or ir.DataType.INT64).value
-                inputs.append(helper.make_tensor_value_info(name_of(one), kind, None))
+                kind = ir.DataType(source.dtype or ir.DataType.INT64).value
+                inputs.append(helper.make_tensor_value_info(name_of(source), kind, None))
             else:
                 array = constant.numpy() if by_elements else np.zeros(constant.shape.numpy(), constant.dtype.numpy())
-                constants.append(ir.serde.serialize_tensor(ir.Tensor(array, dtype=constant.dtype, name=name_of(one))))
+                constants.append(
+                    ir.serde.serialize_tensor(ir.Tensor(array, dtype=constant.dtype, name=name_of(source)))
+                )
         nodes, output = [ir.serde.serialize_node(node) for node in self.nodes], onnx.ValueInfoProto()
         output.name = name_of(self.value)
         body = helper.make_graph(nodes, "value", inputs, [output], constants)

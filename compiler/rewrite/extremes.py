@@ -68,17 +68,17 @@ def _decompose_collectives(model: ir.Model, training: Training, known: Known) ->
         axis, size = node.attributes.get_string("axis", ""), node.attributes.get_int("size", 1)
         along: dict[str, int | str] = {"axis": axis, "size": size}
         dtype = (shaped[node].dtype or ir.DataType.FLOAT).value
-        made = [
+        plain_nodes = [
             _node("", "Equal", [x, old], {}, same),
             _node("", "Cast", [same], {"to": dtype}, ones),
             _node(OWN, "AllReduce", [ones], {**along, "reduce": "sum"}, count),
             _node(OWN, EXTREME, [x, old, same, count], {}, whole),
             _node(OWN, SPREAD, [whole], along, y),
         ]
-        for one, word in zip(made, ("same", "ones", "count", "whole", "spread"), strict=True):
+        for one, word in zip(plain_nodes, ("same", "ones", "count", "whole", "spread"), strict=True):
             one.name = f"{path}.{word}"
             one.metadata_props.update(node.metadata_props)
-        model.graph.insert_after(node, made)
+        model.graph.insert_after(node, plain_nodes)
 
 
 def _node(

@@ -134,23 +134,23 @@ class Folding:
 
     def _natural(self) -> dict[ir.Node, ir.Node]:
         """Maps each node that needs the natural order to the op that does not know another: itself, or one that is computed from it."""
-        found = dict[ir.Node, ir.Node]()
+        causes = dict[ir.Node, ir.Node]()
         for node, rule in reversed([*self.rules.items()]):
             if not self._is_alike(node, rule):
-                found[node] = node
-            for out in node.outputs if node not in found else ():
+                causes[node] = node
+            for out in node.outputs if node not in causes else ():
                 for use in out.uses() if out in self.dims else ():
                     if _is_size(use.node):
                         continue
                     if use.node not in self.rules:  # a body
-                        found.setdefault(node, node)
-                    elif use.node in found:
-                        found.setdefault(node, found[use.node])
-        return found
+                        causes.setdefault(node, node)
+                    elif use.node in causes:
+                        causes.setdefault(node, causes[use.node])
+        return causes
 
     def _is_alike(self, node: ir.Node, rule: Rule) -> bool:
         """Whether a node treats all places of its tokens alike."""
-        made = {letter for letters in rule.outputs for letter in letters or ""}
+        output_letters = {letter for letters in rule.outputs for letter in letters or ""}
         reduces = node.op_type.startswith("Reduce") and node.domain == ""
 
         def fits(letter: str) -> bool:
@@ -158,7 +158,7 @@ class Folding:
                 return node.op_type in _SYMMETRIC or (reduces and letter != WHOLE)
             if rule.local is None or reduces:
                 return letter not in rule.units
-            return node.op_type in _SIZED and letter in made and letter not in rule.units
+            return node.op_type in _SIZED and letter in output_letters and letter not in rule.units
 
         return all(
             fits(letter) for (value, dim), letter in self._letters(node, rule) if dim in self.dims.get(value, ())
@@ -167,23 +167,23 @@ class Folding:
     def _reordered(self, value: ir.Value, node: ir.Node, *, back: bool) -> ir.Value:
         """Returns a value in the other order, with the nodes that make it before `node`."""
         if (value, back) not in self.moved:
-            made = value
+            reordered = value
             for dim in self.dims[value]:
                 order = self._order(value, dim, node, back)
-                source, made = (
-                    made,
+                source, reordered = (
+                    reordered,
                     self.work.like(value, self.work.free(f"{name_of(value)}.{'back' if back else 'fold'}")),
                 )
                 if not back:
-                    made.meta[FOLDED] = self.ranks, tuple(one for one in self.dims[value] if one <= dim)
-                gather = self._put(node, "Gather", [source, order], made, axis=dim)
+                    reordered.meta[FOLDED] = self.ranks, tuple(one for one in self.dims[value] if one <= dim)
+                gather = self._put(node, "Gather", [source, order], reordered, axis=dim)
                 gather.metadata_props[ORDER] = f"{'back' if back else 'fold'} {self.ranks}"
                 rows, ids = (rule_of(gather).inputs[k] or "" for k in (0, 1))
                 from_input = not back and value.is_graph_input()
                 gather.meta[CONTEXT] = ContextMark(
                     self.axis, rows[dim], ids if from_input else "", f"{self.where} context", from_input
                 )
-            self.moved[value, back] = made
+            self.moved[value, back] = reordered
         return self.moved[value, back]
 
     def _returned(self, value: ir.Value, maker: ir.Node) -> ir.Value:

@@ -37,12 +37,12 @@ def in_microbatches(program: Annotated) -> Annotated:
         return program
     count = rules.microbatches
     symbols = _symbols(program, count)
-    found = Flow(program, count)
-    _refuse(program, found)
+    flow = Flow(program, count)
+    _refuse(program, flow)
     graph = program.model.graph
     before = {value: program.values[value].shape for value in program.values}
-    part = _smaller(program, found, count)
-    records = {value: one.dim for value in (*graph.inputs, *graph.outputs) if (one := found.shard(value)) is not None}
+    part = _smaller(program, flow, count)
+    records = {value: one.dim for value in (*graph.inputs, *graph.outputs) if (one := flow.shard(value)) is not None}
     for value, dim in records.items():
         size = value.shape[dim] if value.is_graph_input() and value.shape is not None else None
         if value.shape is not None and isinstance(size, int):
@@ -51,13 +51,13 @@ def in_microbatches(program: Annotated) -> Annotated:
         for out in node.outputs:
             out.metadata_props.pop(SYM_DATA_KEY, None)
     part = inferred(replace(part, symbols={**program.symbols, **symbols}))
-    _hold(part, found, before, count)
+    _hold(part, flow, before, count)
     return replace(part, batch_dims=records)
 
 
 def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
     """Returns the symbols of a microbatch that differ from those of the batch."""
-    rules, graph, given = program.plan.pipeline, program.model.graph, program.batch_dims
+    rules, graph, dims_of_inputs = program.plan.pipeline, program.model.graph, program.batch_dims
     assert rules is not None
     tensors = [value for value in graph.inputs if isinstance(value.type, ir.TensorType)]
     law = f"a batch is cut into {count} microbatches"
@@ -71,10 +71,10 @@ def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
         for value in tensors
         if value.shape is None
     ]
-    if not given and not problems:
+    if not dims_of_inputs and not problems:
         problems = [Problem(rules.where, "no input has a dim for the records of a batch", law, "leave out `pipeline`")]
     symbols: dict[str, SymbolInfo] = {}
-    for value, dim in given.items():
+    for value, dim in dims_of_inputs.items():
         size = value.shape[dim] if value.shape is not None else None
         name = str(size.value) if isinstance(size, ir.SymbolicDim) else ""
         if name in symbols:
@@ -104,7 +104,7 @@ def _indivisible(value: ir.Value, dim: int, name: str, facts: Facts, where: str,
     )
 
 
-def _refuse(program: Annotated, found: Flow) -> None:
+def _refuse(program: Annotated, flow: Flow) -> None:
     """Raises CompileError for nodes before an output that cannot run by microbatches, and for outputs whose records are not contiguous."""
     rules, graph = program.plan.pipeline, program.model.graph
     assert rules is not None
@@ -114,9 +114,9 @@ def _refuse(program: Annotated, found: Flow) -> None:
         if wanted.isdisjoint(node.outputs):
             continue
         wanted.update(program.reads[node])
-        if node in found.mixing:
-            named.append(f"{program.paths[node]} ({node.op_type}) {found.mixing[node]}")
-    apart = [value.name for value in graph.outputs if (one := found.shard(value)) is not None and one.stride != 1]
+        if node in flow.mixing:
+            named.append(f"{program.paths[node]} ({node.op_type}) {flow.mixing[node]}")
+    apart = [value.name for value in graph.outputs if (one := flow.shard(value)) is not None and one.stride != 1]
     named = [*named[::-1], *(f"output '{name}' has no dim of records alone" for name in apart)]
     if not named:
         return
@@ -133,12 +133,12 @@ def _refuse(program: Annotated, found: Flow) -> None:
     )
 
 
-def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
+def _smaller(program: Annotated, flow: Flow, count: int) -> Annotated:
     """Returns the program with the local form of every node that reads or makes records, and with constants of records cut."""
     work = Rewriting(program)
-    for value, shard in found.same_records.items():
+    for value, shard in flow.same_records.items():
         tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-        if tensor is None or found.shard(value) is None:
+        if tensor is None or flow.shard(value) is None:
             continue
         array = tensor.numpy()
         less = array.take(range(array.shape[shard.dim] // count), shard.dim)
@@ -146,7 +146,7 @@ def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
         value.replace_all_uses_with(made)
         if (producer := value.producer()) is not None:
             work.drop([producer])
-    for node, (rule, letter) in found.cut.items():
+    for node, (rule, letter) in flow.cut.items():
         if rule.local is not None:
             _localize(work, node, rule, letter, count)
     return work.done()
@@ -162,8 +162,8 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
     there = {name_of(value): value for value in node.inputs if value is not None}
     there |= {name: work.constant(_free(work, name), array) for name, array in local.constants.items()}
     own = local.nodes.index(itself)
-    for one in local.nodes[:own]:
-        _put(work, node, one, there)
+    for local_node in local.nodes[:own]:
+        _put(work, node, local_node, there)
     node.resize_inputs(len(itself.inputs))
     for k, value in enumerate(itself.inputs):
         node.replace_input_with(k, None if value is None else there[name_of(value)])
@@ -178,8 +178,8 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
     out.name = _free(work, name_of(itself.outputs[0]))
     out.replace_all_uses_with(made, replace_graph_outputs=True)
     at = node
-    for one in local.nodes[own + 1 :]:
-        at = _put(work, at, one, there, behind=True)
+    for local_node in local.nodes[own + 1 :]:
+        at = _put(work, at, local_node, there, behind=True)
 
 
 def _free(work: Rewriting[Annotated], name: str) -> str:
@@ -188,13 +188,17 @@ def _free(work: Rewriting[Annotated], name: str) -> str:
 
 
 def _put(
-    work: Rewriting[Annotated], at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False
+    work: Rewriting[Annotated], at: ir.Node, local_node: ir.Node, there: dict[str, ir.Value], behind: bool = False
 ) -> ir.Node:
     """Inserts a node of a local form before another, or after it; `there` maps names to its operands, and gets its results."""
-    outputs = [there.setdefault(name, ir.Value(name=_free(work, name))) for name in map(operand_name, one.outputs)]
-    inputs = [None if value is None else there[name_of(value)] for value in one.inputs]
+    outputs = [
+        there.setdefault(name, ir.Value(name=_free(work, name))) for name in map(operand_name, local_node.outputs)
+    ]
+    inputs = [None if value is None else there[name_of(value)] for value in local_node.inputs]
     name = name_of(outputs[0]) + (".of_batch" if behind else "")
-    node = ir.Node(one.domain, one.op_type, inputs, one.attributes.values(), outputs=outputs, name=name)
+    node = ir.Node(
+        local_node.domain, local_node.op_type, inputs, local_node.attributes.values(), outputs=outputs, name=name
+    )
     node.metadata_props.update(at.metadata_props)
     node.meta.update(at.meta)
     work.paths[node] = name

@@ -96,10 +96,10 @@ def enter_parameters(model: ir.Model, learned: Mapping[ir.Value, object]) -> Non
 
 
 def _enter(model: ir.Model, like: ir.Node, reader: ir.Node, value: ir.Value) -> ir.Value:
-    made = ir.Value(name=f"{value.name}.local.{reader.name}", type=value.type, shape=value.shape)
+    entered = ir.Value(name=f"{value.name}.local.{reader.name}", type=value.type, shape=value.shape)
     rank = len(value.shape) if value.shape is not None else 0
     attributes = [ir.AttrStrings("axes", list(axes_named(like))), ir.AttrInt64s("pieces", [1] * rank)]
-    node = ir.Node(OWN, ENTER, [value], attributes, outputs=[made], name=f"{reader.name}.{value.name}", version=1)
+    node = ir.Node(OWN, ENTER, [value], attributes, outputs=[entered], name=f"{reader.name}.{value.name}", version=1)
     node.metadata_props.update({**reader.metadata_props, LINE: like.metadata_props.get(LINE, "")})
     model.graph.insert_before(reader, node)
-    return made
+    return entered

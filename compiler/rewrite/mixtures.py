@@ -95,13 +95,13 @@ def _floats(node: ir.Node, k: int) -> ir.Value | None:
     if name not in known:
         known[name] = _unpacked(packed.const_value, scales.const_value, bits, block, name, str(node.name))
     tensor, blocks = known[name]
-    made = ir.Value(
+    floats = ir.Value(
         name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
     )
-    made.meta[EXPERT_BLOCKS] = blocks
+    floats.meta[EXPERT_BLOCKS] = blocks
     assert isinstance(node.graph, ir.Graph)
-    node.graph.register_initializer(made)
-    return made
+    node.graph.register_initializer(floats)
+    return floats
 
 
 def _unpacked(
@@ -142,16 +142,16 @@ def with_dense_experts(model: ir.Model) -> ir.Model:
         build = NodeBuilder(graph, f"{node.outputs[0].name}.by_expert")
         ids = build.op("ids", "Reshape", [product.picked.ids, build.constant("flat", [-1, 1])])
         rows = build.op("rows", "Reshape", [node.inputs[column], build.constant("matrix", [-1, size])])
-        made: ir.Value | None = None
+        total: ir.Value | None = None
         for expert, tensors in enumerate(zip(blocks.blocks.numpy(), blocks.scales.numpy(), strict=True)):
             operands = [
                 _constant(graph, f"{build.path}.{expert}.{word}", one) for word, one in zip("bs", tensors, strict=True)
             ]
             (one,) = build.node(f"{expert}.product", "MatMulNBits", [rows, *operands], 1, CONTRIB, **how)
             chosen = build.op(f"{expert}.rows", "Equal", [ids, build.constant(str(expert), [expert])])
-            made = one if made is None else build.op(f"{expert}.sum", "Where", [chosen, one, made])
+            total = one if total is None else build.op(f"{expert}.sum", "Where", [chosen, one, total])
         shape = build.constant("shape", [-1, columns, 1] if column else [-1, 1, columns])
-        whole = build.op("whole", "Reshape", [made, shape])
+        whole = build.op("whole", "Reshape", [total, shape])
         build.put(after=node)
         ir.convenience.replace_all_uses_with(node.outputs[0], whole, replace_graph_outputs=True)
         graph.remove(node, safe=True)

@@ -208,7 +208,7 @@ class _Unpacking(Rewriting[Typed]):
 
     def _shards(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
         """Returns a weight's parts as weights of their own."""
-        found, begin = [], 0
+        shards, begin = [], 0
         tensor, shape = value.const_value, tuple(value.shape.numpy()) if value.shape is not None else ()
         assert tensor is not None
         around = value.meta.get(PART)
@@ -223,10 +223,10 @@ class _Unpacking(Rewriting[Typed]):
             else:
                 part.meta[PART] = around.within(dim, begin, size)
             self.graph.register_initializer(part)
-            found.append(part)
+            shards.append(part)
             begin += size
-        self.split[value] = found
-        return found
+        self.split[value] = shards
+        return shards
 
     def _take_out(self, node: ir.Node, k: int) -> bool:
         """Makes the readers of a Split, Slice or Gather read the parts that it takes; returns False if it takes others."""
@@ -245,13 +245,13 @@ class _Unpacking(Rewriting[Typed]):
     def _outlet(self, node: ir.Node, outlet: Outlet, parts: list[ir.Value], dim: int) -> ir.Value:
         if len(parts) == 1 and not outlet.drops:
             return parts[0]
-        made = self.like(outlet.value, name_of(outlet.value))
+        joined = self.like(outlet.value, name_of(outlet.value))
         if outlet.drops:
             axes = self.constant(f"{outlet.value.name}.axes", [dim])
-            self.put(node, "Squeeze", [parts[0], axes], [made])
+            self.put(node, "Squeeze", [parts[0], axes], [joined])
         else:
-            self.put(node, "Concat", parts, [made], axis=dim)
-        return made
+            self.put(node, "Concat", parts, [joined], axis=dim)
+        return joined
 
     def _clone(self, node: ir.Node, packed: Sequence[int], after: int) -> bool:
         """Writes the node once for each part; returns False if a part of its result is not a whole number of elements."""
@@ -260,9 +260,9 @@ class _Unpacking(Rewriting[Typed]):
         dim, parts = self.parts[value]
         rule = rule_of(node)
         letter = (rule.inputs[packed[0]] or "")[dim]
-        made = out.shape[after] if out.shape is not None else None
+        extent = out.shape[after] if out.shape is not None else None
         total = sum(_extent(part, dim) for part in parts)
-        if not isinstance(made, int) or any(_extent(part, dim) * made % total for part in parts):
+        if not isinstance(extent, int) or any(_extent(part, dim) * extent % total for part in parts):
             return False
         places = [
             None if not letters or letter not in letters or letter == WHOLE else letters.index(letter)
@@ -283,9 +283,9 @@ class _Unpacking(Rewriting[Typed]):
         results = []
         for k, size in enumerate(sizes):
             inputs = [each[k] for each in operands]
-            result = self.like(out, f"{out.name}.{k}", {after: size * made // total})
+            result = self.like(out, f"{out.name}.{k}", {after: size * extent // total})
             if node.op_type == "Reshape":
-                inputs[1] = self._target(node, after, size * made // total, k)
+                inputs[1] = self._target(node, after, size * extent // total, k)
             attributes = list(node.attributes.values())
             self.put(node, node.op_type, inputs, [result], f".{k}", attributes, node.domain)
             results.append(result)
@@ -304,14 +304,14 @@ class _Unpacking(Rewriting[Typed]):
 
     def _target(self, node: ir.Node, after: int, size: int, k: int) -> ir.Value:
         """Returns a Reshape's target with the extent of a part."""
-        given, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
-        assert given is not None
+        old_target, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
+        assert old_target is not None
         numbers = constant_ints(node, 1)
         if numbers is not None and not has_computed_target(node):
             return self.constant(f"{name}.part_target", [size if at == after else n for at, n in enumerate(numbers)])
         places = self.constant(f"{name}.part_place", [after])
-        sizes, made = self.constant(f"{name}.part_size", [size]), self.like(given, f"{name}.part_target")
-        self.put(node, "ScatterElements", [given, places, sizes], [made], f".target.{k}")
+        sizes, made = self.constant(f"{name}.part_size", [size]), self.like(old_target, f"{name}.part_target")
+        self.put(node, "ScatterElements", [old_target, places, sizes], [made], f".target.{k}")
         return made
 
     def _joined(self, node: ir.Node, value: ir.Value | None) -> ir.Value:

@@ -67,28 +67,28 @@ def precision(program: Typed) -> Typed:
         fact = f"no operator of the model computes in {rules.compute}"
         law = "products of floating-point tensors do: MatMul, Gemm, Einsum, Conv, recurrent layers and attention"
         raise CompileError(Problem(rules.where(), fact, law, "take 'precision' out, or keep less"))
-    told = [f"{rules.where()}: {_STORAGE}"] if rules is not None and rules.compute == "bfloat16" else []
+    warnings = [f"{rules.where()}: {_STORAGE}"] if rules is not None and rules.compute == "bfloat16" else []
     if rules is not None and training is None:
-        told += [
+        warnings += [
             f"{rules.where()}: 'precision.{key}' is of a training, and there is no 'train'"
             for key in ("loss_scale", "messages")
             if key in rules.model_fields_set
         ]
-    return work.done(warnings=(*program.warnings, *told))
+    return work.done(warnings=(*program.warnings, *warnings))
 
 
 def _nodes_to_keep(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
     """Returns the nodes that stay in float32."""
-    found: set[ir.Node] = set()
+    kept_nodes: set[ir.Node] = set()
     problems = []
     for k, pattern in enumerate(rules.keep):
         hit = matched_nodes(program, pattern)
-        found.update(hit)
+        kept_nodes.update(hit)
         if not hit:
             problems.append(nothing_matched(program, pattern, rules.where("keep", k)))
     if problems:
         raise CompileError(problems)
-    return frozenset(found)
+    return frozenset(kept_nodes)
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,13 @@ class _Typing(Rewriting[Typed]):
             before = self.types.get(value)
             if before is None or value.dtype == before or before not in _KINDS:
                 continue
-            made = self._as(value, before, node, 0)
+            cast = self._as(value, before, node, 0)
             for inner in graphs_of(body):
                 for reader in inner:
                     for k, operand in enumerate(reader.inputs):
                         if operand is value:
-                            reader.replace_input_with(k, made)
-                inner.outputs[:] = [made if out is value else out for out in inner.outputs]
+                            reader.replace_input_with(k, cast)
+                inner.outputs[:] = [cast if out is value else out for out in inner.outputs]
 
     def _groups(self, node: ir.Node) -> list[_Group]:
         """Returns the groups of tensor operands and outputs that share one type each."""
@@ -259,15 +259,15 @@ class _Typing(Rewriting[Typed]):
                 _Group((), outputs, frozenset())
             ]
         allowed = {one.type_param_str: frozenset(one.allowed_type_strs) for one in schema.type_constraints}
-        found: dict[str, tuple[list[int], list[int]]] = {}
+        by_kind: dict[str, tuple[list[int], list[int]]] = {}
         for side, formals, actual in ((0, schema.inputs, node.inputs), (1, schema.outputs, node.outputs)):
             for k, value in enumerate(actual):
                 if value is not None and formals and self._is_float(value):
                     kind = formals[min(k, len(formals) - 1)].type_str
-                    found.setdefault(kind, ([], []))[side].append(k)
+                    by_kind.setdefault(kind, ([], []))[side].append(k)
         return [
             _Group(tuple(inputs), tuple(outputs), allowed.get(kind, frozenset((kind,))))
-            for kind, (inputs, outputs) in found.items()
+            for kind, (inputs, outputs) in by_kind.items()
         ]
 
     def _is_float(self, value: ir.Value) -> bool:
@@ -278,24 +278,24 @@ class _Typing(Rewriting[Typed]):
         known = self.casts.get((value, kind))
         if known is not None:
             return known
-        made = self._cast_value(value, kind, self.free(f"{value.name}.{_word(kind)}"))
-        self.casts[value, kind] = made
+        converted = self._cast_value(value, kind, self.free(f"{value.name}.{_word(kind)}"))
+        self.casts[value, kind] = converted
         tensor = None if value in self.learned else ir.convenience.get_const_tensor(value)
         if tensor is not None:
-            made.const_value = _cast_tensor(tensor, kind)
-            self.graph.register_initializer(made)
-            self.weak.add(made)
+            converted.const_value = _cast_tensor(tensor, kind)
+            self.graph.register_initializer(converted)
+            self.weak.add(converted)
             if value.is_initializer() and not value.uses():
                 self.graph.initializers.pop(name_of(value), None)
-            return made
+            return converted
         if value in self.weak:
-            self.weak.add(made)
+            self.weak.add(converted)
         producer = value.producer()
         there = producer is not None and kind in HALVES and value not in self.weak
         path = f"{self.paths[producer]}.{_word(kind)}" if there and producer is not None else ""
         path = path or f"{self.paths[reader]}.{_word(kind)}" + (f".input{k}" if k else "")
-        self._put_cast(value, made, path, reader)
-        return made
+        self._put_cast(value, converted, path, reader)
+        return converted
 
     def _put_cast(self, value: ir.Value, made: ir.Value, path: str, before: ir.Node | None) -> None:
         node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(made.dtype or FLOAT))], outputs=[made], name=path)

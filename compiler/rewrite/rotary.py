@@ -17,8 +17,8 @@ from partc.compiler.rewrite.rewriting import Rewriting
 def repeat_tables(program: Typed) -> Typed:
     """Returns the program with an Expand before every table of one record that serves more records."""
     work = Rewriting(program)
-    found = [node for node in work.graph if node.op_type == "RotaryEmbedding" and node.domain in ("", "ai.onnx")]
-    for node in found:
+    embeddings = [node for node in work.graph if node.op_type == "RotaryEmbedding" and node.domain in ("", "ai.onnx")]
+    for node in embeddings:
         source = dims(node.inputs[0])
         if operand(node, 3) is not None or source is None or source[0] == 1 or node.device_configurations:
             continue
@@ -27,7 +27,7 @@ def repeat_tables(program: Typed) -> Typed:
             shape = dims(table)
             if table is not None and shape is not None and len(shape) == 3 and shape[0] == 1:
                 node.replace_input_with(k, _repeated(work, node, table))
-    return work.done() if found else program
+    return work.done() if embeddings else program
 
 
 def _repeated(work: Rewriting[Typed], node: ir.Node, table: ir.Value) -> ir.Value:
@@ -40,12 +40,12 @@ def _repeated(work: Rewriting[Typed], node: ir.Node, table: ir.Value) -> ir.Valu
     rest = work.constant(f"{name}.rest", [1, 1])
     work.put(node, "Concat", [records, rest], [target], f".{table.name}.target", axis=0)
     known = work.values[data].shape
-    made = work.like(table, f"{name}.repeated")
+    repeated = work.like(table, f"{name}.repeated")
     assert data.shape is not None
     assert table.shape is not None
-    made.shape = ir.Shape([data.shape[0], *table.shape.dims[1:]])
+    repeated.shape = ir.Shape([data.shape[0], *table.shape.dims[1:]])
     rest_known = work.values[table].shape
     shape = None if known is None or rest_known is None else (known[0], *rest_known[1:])
-    work.values[made] = replace(work.values[table], shape=shape)
-    work.put(node, "Expand", [table, target], [made], f".{table.name}.repeated")
-    return made
+    work.values[repeated] = replace(work.values[table], shape=shape)
+    work.put(node, "Expand", [table, target], [repeated], f".{table.name}.repeated")
+    return repeated

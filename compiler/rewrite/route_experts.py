@@ -45,7 +45,7 @@ def route_experts(program: Annotated) -> Annotated:
 
 def _chosen(program: Annotated) -> tuple[dict[ir.Value, tuple[list[ir.Node], ExpertsRule]], list[Problem]]:
     """Maps each choice of experts to its products and the last rule that matches one; a problem per rule that matches none."""
-    found: dict[ir.Value, tuple[list[ir.Node], ExpertsRule]] = {}
+    by_choice: dict[ir.Value, tuple[list[ir.Node], ExpertsRule]] = {}
     problems: list[Problem] = []
     for rule in program.plan.experts:
         nodes = matched_nodes(program, rule.pattern)
@@ -53,7 +53,7 @@ def _chosen(program: Annotated) -> tuple[dict[ir.Value, tuple[list[ir.Node], Exp
         for experts in dict.fromkeys(node.inputs[2] for node in products):
             assert experts is not None
             alike = dict.fromkeys(use.node for use in experts.uses() if _is_product(use.node))
-            found[experts] = [node for node in program.model.graph if node in alike], rule
+            by_choice[experts] = [node for node in program.model.graph if node in alike], rule
         if not nodes:
             problems.append(nothing_matched(program, rule.pattern, rule.where))
         elif not products:
@@ -63,7 +63,7 @@ def _chosen(program: Annotated) -> tuple[dict[ir.Value, tuple[list[ir.Node], Exp
             known = next((path.rpartition(".")[0] or path for path in paths), "")
             help = f"name a layer of experts, such as '{known}'" if known else "take the line out"
             problems.append(Problem(rule.where, fact, law, help))
-    return found, problems
+    return by_choice, problems
 
 
 def _is_product(node: ir.Node) -> bool:
@@ -147,16 +147,16 @@ class _Region:
         (rows,) = self.entering
         count = next(value.shape[0] for node in self.products if (value := node.inputs[1]) is not None and value.shape)
         name = f"{work.paths[first]}.route"
-        made = [
+        routed = [
             work.like(value, work.free(f"{name}{word}"))
             for value, word in ((rows, ""), (self.experts, ".experts"), (self.experts, ".places"))
         ]
-        for out in made[1:]:
+        for out in routed[1:]:
             out.type = ir.TensorType(ir.DataType.INT64)
             work.values[out] = replace(work.values[out], type="tensor(int64)", item_bytes=8)
-        self._mark(work.put(first, TO_EXPERTS, [rows, self.experts], made, ".route", domain=OWN, experts=count))
-        self._replace(rows, made[0])
-        _, ids, places = made
+        self._mark(work.put(first, TO_EXPERTS, [rows, self.experts], routed, ".route", domain=OWN, experts=count))
+        self._replace(rows, routed[0])
+        _, ids, places = routed
         self._replace(self.experts, ids)
         for out in inside:
             readers = [(use.node, use.idx) for use in out.uses() if use.node not in self.nodes]
@@ -208,7 +208,7 @@ class _Region:
 
     def _reach(self, *, forward: bool) -> set[ir.Node]:
         """The products, and the nodes that depend on one (`forward`) or on which one depends."""
-        found, waiting = {*self.products}, list(self.products)
+        reached, waiting = {*self.products}, list(self.products)
         while waiting:
             node = waiting.pop()
             values = node.outputs if forward else node.inputs
@@ -217,10 +217,10 @@ class _Region:
                     () if value is None else _readers(value) if forward else [value.producer()]
                 )
                 for other in nodes:
-                    if other is not None and other not in found:
-                        found.add(other)
+                    if other is not None and other not in reached:
+                        reached.add(other)
                         waiting.append(other)
-        return found
+        return reached
 
     def _has_rows(self, value: ir.Value) -> bool:
         """Whether the first dim of a value is the rows."""

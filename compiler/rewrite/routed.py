@@ -69,14 +69,14 @@ class _Routing(Rewriting[Typed]):
 
     def picked(self, value: ir.Value | None) -> Picked | None:
         """The gathered matrices that a value is; None if it is not a router's choice among the matrices of a constant."""
-        found = picked(value)
-        shape, extents = (dims(found.weights), dims(found.ids)) if found else (None, None)
-        if found is None or shape is None or extents is None or found.weights not in self.constants:
+        choice = picked(value)
+        shape, extents = (dims(choice.weights), dims(choice.ids)) if choice else (None, None)
+        if choice is None or shape is None or extents is None or choice.weights not in self.constants:
             return None
-        is_index = _is(found.nodes[0], "GatherND")
+        is_index = _is(choice.nodes[0], "GatherND")
         if len(shape) != _DIMS or len(extents) != 1 + is_index or (is_index and extents[1] != 1):
             return None
-        return found if isinstance(shape[0], int) and _are_choices(found.ids, shape[0]) else None
+        return choice if isinstance(shape[0], int) and _are_choices(choice.ids, shape[0]) else None
 
     def unquantized(self) -> Iterator[Problem]:
         """Yields a problem for each weight that the plan quantizes and that a node still reads as floats."""

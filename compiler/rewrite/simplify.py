@@ -90,14 +90,14 @@ class _Lean:
 
     def _product_transposed(self, index: int) -> None:
         (op,) = self.now[index]
-        (given,) = op.reads
-        product = self._producer(given, "Gemm")
-        if product is None or self.reads[given] != 1 or len(product.reads) != 2:
+        (operand,) = op.reads
+        product = self._producer(operand, "Gemm")
+        if product is None or self.reads[operand] != 1 or len(product.reads) != 2:
             return
         if [*op.node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
             return
         first, second = (product.node.attributes.get_int(side, 0) for side in ("transA", "transB"))
-        before = self.producers[given]
+        before = self.producers[operand]
         swapped = _with(op, product.reads[::-1], op.makes[0], op.label, product.node)
         swapped.node.attributes["transA"] = ir.AttrInt64("transA", 1 - second)
         swapped.node.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
@@ -106,31 +106,31 @@ class _Lean:
 
     def _spread_by_itself(self, index: int) -> None:
         (op,) = self.now[index]
-        made, source = op.makes[0], op.reads[0]
-        readers = self.readers.get(made, set())
-        inner = [one for at in readers for one in self.now[at] if made in one.reads]
-        if self.reads.get(made, 0) != sum(one.reads.count(made) for one in inner):
+        spread, source = op.makes[0], op.reads[0]
+        readers = self.readers.get(spread, set())
+        inner = [one for at in readers for one in self.now[at] if spread in one.reads]
+        if self.reads.get(spread, 0) != sum(one.reads.count(spread) for one in inner):
             return
-        if not inner or not all(self._broadcasts(one, made) for one in inner):
+        if not inner or not all(self._broadcasts(one, spread) for one in inner):
             return
         for at in sorted(readers):
-            self._place(at, tuple([_reading(one, made, source) for one in self.now[at]]))
+            self._place(at, tuple([_reading(one, spread, source) for one in self.now[at]]))
 
     def _in_pairs(self, index: int) -> None:
         """Replaces a Sum of several operands by Adds, the large ones first: onnxruntime takes less time for these."""
-        found: list[Compute] = []
+        adds: list[Compute] = []
         for op in self.now[index]:
             if not op.is_op("Sum") or len(op.reads) < 3:
-                found.append(op)
+                adds.append(op)
                 continue
             made = op.makes[0]
             terms = sorted(op.reads, key=lambda one: not _same(one, made))
             total = terms[0]
             for at, term in enumerate(terms[1:], 2):
                 following = made if at == len(terms) else made.derived_untyped(f".of{at}")
-                found.append(_with(op, [total, term], following, following, op_type="Add"))
+                adds.append(_with(op, [total, term], following, following, op_type="Add"))
                 total = following
-        self._place(index, tuple(found))
+        self._place(index, tuple(adds))
 
     def _broadcasts(self, op: Compute, value: Value) -> bool:
         """Whether the op gives the same result from the operand of the Expand that made `value`: another operand is as large."""

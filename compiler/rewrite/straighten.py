@@ -60,17 +60,17 @@ def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
     first = _producer(turn.inputs[0], "Reshape") if turn is not None else None
     if turn is None or first is None or first.inputs[0] is None or len(list(turn.outputs[0].uses())) > 1:
         return None
-    source, merged, made = (value.shape for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
+    source, merged, target_shape = (value.shape for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
     turned = turn.outputs[0].shape
-    if source is None or merged is None or made is None or turned is None or turn.outputs[0].is_graph_output():
+    if source is None or merged is None or target_shape is None or turned is None or turn.outputs[0].is_graph_output():
         return None
     order = _order(turn, len(merged))
     inner = len(merged) - 1
-    if not inner or order[0] != 0 or len(made) <= len(merged) or len(source) <= inner:
+    if not inner or order[0] != 0 or len(target_shape) <= len(merged) or len(source) <= inner:
         return None
     if any(node.device_configurations for node in (first, turn, last)):
         return None  # annotations are for these nodes
-    kept = all(same(source[-k], merged[-k]) and same(turned[-k], made[-k]) for k in range(1, inner + 1))
+    kept = all(same(source[-k], merged[-k]) and same(turned[-k], target_shape[-k]) for k in range(1, inner + 1))
     return (first, turn, last) if kept and not _copies_a_dim(last) else None
 
 
@@ -113,11 +113,13 @@ def _straight(work: Rewriting[Typed], first: ir.Node, turn: ir.Node, last: ir.No
 
 def _target(work: Rewriting[Typed], last: ir.Node, back: list[int]) -> ir.Value:
     """Returns the target of `last` with its entries in the order of the dims before the Transpose."""
-    given = last.inputs[1]
-    assert given is not None
+    old_target = last.inputs[1]
+    assert old_target is not None
     numbers, path = constant_ints(last, 1), work.paths[last]
     if numbers is not None:
         return work.constant(f"{path}.regrouped_to", [numbers[axis] for axis in back])
-    made = work.like(given, f"{path}.regrouped_to")
-    work.put(last, "Gather", [given, work.constant(f"{path}.regrouped_order", back)], [made], ".regrouped_to", axis=0)
+    made = work.like(old_target, f"{path}.regrouped_to")
+    work.put(
+        last, "Gather", [old_target, work.constant(f"{path}.regrouped_order", back)], [made], ".regrouped_to", axis=0
+    )
     return made

@@ -140,13 +140,13 @@ class _Map:
     def _shard(self, node: ir.Node, place: Place) -> tuple[int, ...]:
         """Returns the shard's index along each dim, for a coordinate."""
         at = dict(zip(self.sizes, place, strict=True))
-        found = []
+        numbers = []
         for axes in specs(node):
             number = 0
             for axis in axes:
                 number = number * self.sizes[axis] + at[axis]
-            found.append(number)
-        return tuple(found)
+            numbers.append(number)
+        return tuple(numbers)
 
     def _leave(self, node: ir.Node) -> None:
         y, out = node.inputs[0], node.outputs[0]
@@ -164,14 +164,16 @@ class _Map:
     def _node(self, node: ir.Node) -> None:
         for place in self.places:
             inputs = [None if value is None else self.here(value, place) for value in node.inputs]
-            made = [
+            outputs = [
                 ir.Value(name=f"{out.name}@{'.'.join(map(str, place))}" if out.name else "") for out in node.outputs
             ]
             name = f"{node.name}@{'.'.join(map(str, place))}"
             attributes = list(node.attributes.values())
-            copy = ir.Node(node.domain, node.op_type, inputs, attributes, outputs=made, name=name, version=node.version)
+            copy = ir.Node(
+                node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name, version=node.version
+            )
             self.nodes.append(copy)
-            self.copies.update({(out, place): one for out, one in zip(node.outputs, made, strict=True)})
+            self.copies.update({(out, place): one for out, one in zip(node.outputs, outputs, strict=True)})
 
     def _collective(self, node: ir.Node) -> None:
         x, out = node.inputs[0], node.outputs[0]

@@ -103,18 +103,18 @@ def with_times(costs: Costs, times: Mapping[str, float], clock: str = "s") -> Co
     Where there is no `2W`, `2B` is the time of the whole backward pass, of which B and W have the parts that they had. ValueError
     for a key that names no task of these stages, and for a time below 0.
     """
-    some, single = list(costs.stages), dict(costs.measured)
+    stage_costs, single = list(costs.stages), dict(costs.measured)
     for key, time in times.items():
         task = parse(f"{key}0" if key[-1:].isalpha() else key)
-        if task.stage >= len(some):
-            raise ValueError(f"{key}: the stages are 0 to {len(some) - 1}")
+        if task.stage >= len(stage_costs):
+            raise ValueError(f"{key}: the stages are 0 to {len(stage_costs) - 1}")
         if not 0 <= time < float("inf"):
             raise ValueError(f"{key}: {time} is not a time")
         if key[-1:].isalpha():
-            some[task.stage] = _with_time(some[task.stage], task.kind, time, f"{task.stage}W" in times)
+            stage_costs[task.stage] = _with_time(stage_costs[task.stage], task.kind, time, f"{task.stage}W" in times)
         else:
             single[task] = time
-    return replace(costs, stages=tuple(some), measured=single, clock=clock)
+    return replace(costs, stages=tuple(stage_costs), measured=single, clock=clock)
 
 
 def _with_time(cost: StageCost, kind: Kind, time: float, apart: bool) -> StageCost:

@@ -54,15 +54,15 @@ def readers(task: Task, stages: Stages) -> tuple[int, ...]:
 def message_counts(schedule: Schedule) -> dict[tuple[str, str], int]:
     """Between which homes how many messages go in a step, both ways together: 2m over an edge of a chain, 4m in a V."""
     stages = schedule.stages
-    found: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     pairs: dict[tuple[int, ...], tuple[str, str]] = {}
     for task in {task for row in schedule.rows for task in row}:
         for reader in readers(task, stages):
             ends = sorted([stages.stage_ranks[task.stage], stages.stage_ranks[reader]])
             key = (*ends[0], -1, *ends[1])
-            found[key] += 1
+            counts[key] += 1
             pairs[key] = (stages.label(*ends[0]), stages.label(*ends[1]))
-    return {pairs[key]: found[key] for key in sorted(found)}
+    return {pairs[key]: counts[key] for key in sorted(counts)}
 
 
 GRAMMAR = 2

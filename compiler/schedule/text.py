@@ -64,12 +64,12 @@ def _misnamed(rows: Sequence[str], stages: Stages, places: Sequence[str]) -> lis
                 f"write {len(labels)} {'row' if len(labels) == 1 else 'rows'}",
             )
         ]
-    found = []
+    faults = []
     for place, row, label in zip(places, rows, labels, strict=True):
         name, colon, _ = row.rpartition(":")
         if colon and " ".join(name.split()) != label:
             law = f"the rows are those of {', '.join(labels)}, in this order"
-            found.append(
+            faults.append(
                 Problem(place, f"the row of {label} is named '{name.strip()}'", law, f"write '{label}:', or no name")
             )
-    return found
+    return faults

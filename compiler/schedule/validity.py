@@ -159,13 +159,13 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
     cycle, stages = precedence(schedule).cycle, schedule.stages
     place = {(task, home): cell for home, row in enumerate(schedule.rows) for cell, task in enumerate(row)}
     reading = [k for k, task in enumerate(cycle) if cycle[(k + 1) % len(cycle)] in stages.needs(task)]
-    told: list[tuple[int, int, str, str]] = []
+    steps_told: list[tuple[int, int, str, str]] = []
     for k, after in zip(reading, [*reading[1:], *reading[:1]], strict=True):
         task, read, behind = cycle[k], cycle[(k + 1) % len(cycle)], cycle[after]
         home = min(stages.stage_ranks[task.stage])
         shared = set(stages.stage_ranks[read.stage]) & set(stages.stage_ranks[behind.stage])
         on = f" on {stages.label(min(shared))}" if shared else ""
-        told.append(
+        steps_told.append(
             (
                 home,
                 place[task, home],
@@ -173,10 +173,10 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
                 "" if read == behind else f"which comes after {behind}{on}",
             )
         )
-    if told:
-        start = told.index(min(told))
-        home, cell, *_ = told[start]
-        steps = [text for _, _, *texts in (*told[start:], *told[:start]) for text in texts if text]
+    if steps_told:
+        start = steps_told.index(min(steps_told))
+        home, cell, *_ = steps_told[start]
+        steps = [text for _, _, *texts in (*steps_told[start:], *steps_told[:start]) for text in texts if text]
         fact = f"{schedule.rows[home][cell]} never runs: {', '.join(steps)}"
         help = "move one of these tasks to another place of its row to break the cycle"
         yield WrongCell(home, cell, fact, "rows must not wait for each other", help)

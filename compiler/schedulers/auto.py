@@ -66,18 +66,18 @@ def auto(
     if not within(one_microbatch(stages, costs), limits):
         raise LimitError(f"one microbatch keeps {one_microbatch(stages, costs)}, and the limits are {limits}")
     bound = lower_bound(stages, microbatches, costs, limits, split)
-    found: list[tuple[float, float, int, Schedule]] = []
+    candidates: list[tuple[float, float, int, Schedule]] = []
     for schedule in _candidates(stages, microbatches, costs, limits, split):
         kept, known = peaks(schedule, costs), precedence(schedule)
         if not known.cycle and within(kept, limits):
-            found.append((simulate(schedule, costs, known).total, sum(kept), len(found), schedule))
-            if found[-1][0] <= bound * (1 + costs.precision):
+            candidates.append((simulate(schedule, costs, known).total, sum(kept), len(candidates), schedule))
+            if candidates[-1][0] <= bound * (1 + costs.precision):
                 break
     scale = bound or 1.0
-    found.sort(key=lambda one: (round(one[0] / scale, 9), *one[1:3]))
-    best = found[0][-1]
-    if found[0][0] > bound * (1 + costs.precision):
-        better = [improve(one[-1], costs, limits, bound, _EXCHANGES) for one in found[:_IMPROVED]]
+    candidates.sort(key=lambda one: (round(one[0] / scale, 9), *one[1:3]))
+    best = candidates[0][-1]
+    if candidates[0][0] > bound * (1 + costs.precision):
+        better = [improve(one[-1], costs, limits, bound, _EXCHANGES) for one in candidates[:_IMPROVED]]
         best = min(better, key=lambda one: round(simulate(one, costs).total / scale, 9))
     rows = _joined(best, costs, limits, simulate(best, costs).total).rows
     schedule = Schedule("auto", stages, microbatches, rows)
@@ -148,7 +148,7 @@ def improve(schedule: Schedule, costs: Costs, limits: Sequence[float], bound: fl
     forbidden: deque[tuple[Task, Task]] = deque(maxlen=_TABU)
     size = max(1, sum(map(len, schedule.rows)))
     while work > 0 and least > bound * (1 + TOLERANCE):
-        found: tuple[float, float, Schedule, Timing, tuple[Task, Task]] | None = None
+        exchange: tuple[float, float, Schedule, Timing, tuple[Task, Task]] | None = None
         for first, second, other in _exchanged(now, timing):
             work -= size
             if work < 0:
@@ -158,11 +158,11 @@ def improve(schedule: Schedule, costs: Costs, limits: Sequence[float], bound: fl
                 continue
             times = simulate(other, costs, known)
             allowed = (second, first) not in forbidden or times.total < least * (1 - TOLERANCE)
-            if allowed and (found is None or (times.total, sum(kept)) < found[:2]):
-                found = times.total, sum(kept), other, times, (first, second)
-        if found is None:
+            if allowed and (exchange is None or (times.total, sum(kept)) < exchange[:2]):
+                exchange = times.total, sum(kept), other, times, (first, second)
+        if exchange is None:
             break
-        total, _, now, timing, pair = found
+        total, _, now, timing, pair = exchange
         forbidden.append(pair)
         if total < least * (1 - TOLERANCE):
             best, least = now, total

@@ -85,18 +85,18 @@ def _block(
 
     def put(s: int, kind: Kind, ready: float, length: float) -> bool:
         begin: float | None = ready
-        some = [periods[home] for home in stages.stage_ranks[s]]
+        homes = [periods[home] for home in stages.stage_ranks[s]]
         while begin is not None:
-            later = [one.next_clear(begin, length) for one in some]
+            later = [one.next_clear(begin, length) for one in homes]
             if any(time is None for time in later):
                 return False
             latest = max(time for time in later if time is not None)
-            if latest <= begin or len(some) == 1:
+            if latest <= begin or len(homes) == 1:
                 begins[s, kind], ends[s, kind] = latest, latest + length
-                for one in some:
+                for one in homes:
                     one.taken.append((latest, latest + length))
                 return True
-            begin = latest if latest < ready + len(some) * period else None
+            begin = latest if latest < ready + len(homes) * period else None
         return False
 
     def hop(s: int, t: int, gap: float) -> float:

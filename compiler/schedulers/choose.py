@@ -170,7 +170,7 @@ def _within_limit(schedule: Schedule, limit: Limit | None, costs: Costs, where: 
 def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, schedule: Schedule | None = None) -> str:
     """The homes whose saved bytes exceed the limit, and by how much; without a schedule, those of one microbatch."""
     counts = peaks(schedule, costs.in_microbatches(stages)) if schedule is not None else (1.0,) * stages.rows
-    some = []
+    texts = []
     for home, one in enumerate(kept):
         besides = costs.constant_memory(home)
         if within([one + besides], [limit.amount]):
@@ -181,8 +181,8 @@ def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, sch
                 f", and {amount_text(besides, limit.unit)} of parameters, state, batch and one task" if besides else ""
             )
             text += f" ({amount_text(counts[home], MICROBATCHES)}{more})"
-        some.append(text)
-    return first_of(some, _SHOWN)
+        texts.append(text)
+    return first_of(texts, _SHOWN)
 
 
 def _remedy(limit: Limit, stages: Stages, costs: Costs) -> str:

@@ -95,17 +95,17 @@ class _Fill:
 
     def _ready(self, task: Task) -> float | None:
         """The time at which a task's operands are there; None while it is not known."""
-        stages, found = self.order.stages, 0.0
+        stages, ready = self.order.stages, 0.0
         for need in stages.needs(task):
             if need not in self.ended:
                 return None
-            found = max(found, self.ended[need] + self.costs.travel(stages, task.stage, need.stage))
+            ready = max(ready, self.ended[need] + self.costs.travel(stages, task.stage, need.stage))
         homes = stages.stage_ranks[task.stage]
         if len(homes) > 1:
             if any(not self.todo[home] or self.todo[home][0] != task for home in homes):
                 return None
-            found = max(found, *(self.free[home] for home in homes))
-        return found
+            ready = max(ready, *(self.free[home] for home in homes))
+        return ready
 
     def _fits(self, task: Task) -> bool:
         """Whether the limits have room for a forward pass."""

@@ -70,7 +70,7 @@ def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
     members: dict[int, list[ir.Node]] = {k: [] for k in range(-1, len(sets))}
     for node in work.of:
         members[of[node]].append(node)
-    found, counted = [], set[ir.Value]()
+    blocks, counted = [], set[ir.Value]()
     for k, nodes in members.items():
         weights = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
         later = {
@@ -82,8 +82,8 @@ def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
         sharding, size = Sharding.of(work, places), max(map(work.bytes, later), default=0.0)
         counts = Counter((work.of[node], node in sharding.nodes) for node in nodes)
         likeness = frozenset(counts.items()), sharding.weights, sharding.forward, sharding.backward, own
-        found.append(Block(tuple(nodes), counts, sharding, own, size, likeness))
-    return found
+        blocks.append(Block(tuple(nodes), counts, sharding, own, size, likeness))
+    return blocks
 
 
 def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate) -> Chain:
@@ -100,15 +100,15 @@ def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate
     return Chain(seconds, memory, between)
 
 
-def _cost(estimates: Estimates, block: Block, one: Candidate, way: Placing) -> tuple[float, float]:
+def _cost(estimates: Estimates, block: Block, candidate: Candidate, way: Placing) -> tuple[float, float]:
     """Seconds of a step, and bytes, of a block."""
-    degrees, processor = one.degrees, estimates.processor(one.degrees.ranks)
+    degrees, processor = candidate.degrees, estimates.processor(candidate.degrees.ranks)
     trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
-    records = degrees.dp * one.microbatches * (degrees.tp if way is Placing.RECORDS else 1)
+    records = degrees.dp * candidate.microbatches * (degrees.tp if way is Placing.RECORDS else 1)
     total = kept = 0.0
     for (work, is_sharded), many in block.counted.items():
         shards = degrees.tp if way is Placing.SHARDED and is_sharded else 1
-        again = 1 + one.recompute if trains else 1
+        again = 1 + candidate.recompute if trains else 1
         forward = again * work.seconds(processor, records, shards)
         total += (
             many
@@ -121,23 +121,25 @@ def _cost(estimates: Estimates, block: Block, one: Candidate, way: Placing) -> t
         total += sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
     cut = block.sharding.weights if way is Placing.SHARDED else 0.0
     own = block.weights - cut + cut / degrees.tp
-    seconds = total * one.microbatches + estimates.after(one, own, degrees.tp if way is Placing.RECORDS else 1)
+    seconds = total * candidate.microbatches + estimates.after(
+        candidate, own, degrees.tp if way is Placing.RECORDS else 1
+    )
     return seconds, own * (2 + (estimates.slots or 0) if trains else 1) + kept
 
 
-def _between(estimates: Estimates, block: Block, one: Candidate) -> np.ndarray:
+def _between(estimates: Estimates, block: Block, candidate: Candidate) -> np.ndarray:
     """Seconds between a block and the next one, by their ways; what is not handed on as it is, the compiler must bring."""
-    size, tp = block.hands_on / one.degrees.dp / one.microbatches, one.degrees.tp
+    size, tp = block.hands_on / candidate.degrees.dp / candidate.microbatches, candidate.degrees.tp
     cut, whole = layout_of((tp,), ((0,),)), layout_of((tp,), ((),))
-    link, found = estimates.link(1, tp), np.zeros((len(Placing), len(Placing)))
+    link, seconds = estimates.link(1, tp), np.zeros((len(Placing), len(Placing)))
     gathered = _seconds(cut, whole, size, link) + (
         _seconds(whole, cut, size, link) if estimates.slots is not None else 0
     )
-    found[Placing.RECORDS, Placing.SHARDED] = one.microbatches * gathered
-    found[Placing.RECORDS, Placing.WHOLE] = found[Placing.WHOLE, Placing.RECORDS] = found[
+    seconds[Placing.RECORDS, Placing.SHARDED] = candidate.microbatches * gathered
+    seconds[Placing.RECORDS, Placing.WHOLE] = seconds[Placing.WHOLE, Placing.RECORDS] = seconds[
         Placing.SHARDED, Placing.RECORDS
     ] = np.inf
-    return found
+    return seconds
 
 
 def _seconds(source: Layout, target: Layout, size: float, link: Link) -> float:

@@ -99,14 +99,14 @@ def divisors(number: int) -> list[int]:
 
 def degrees_of(ranks: int, fixed: Fixed, experts: int = 1) -> list[Degrees]:
     """All degrees of as many ranks or a divisor of them, those of more ranks first; `experts`: a divisor of those of all layers."""
-    found = [
+    degrees = [
         Degrees(tp, used // tp // stages, stages, ep)
         for used in reversed(divisors(ranks))
         for stages in divisors(used)
         for tp in divisors(used // stages)
         for ep in divisors(math.gcd(used // tp // stages, experts))
     ]
-    return [one for one in found if fixed.allows(one)]
+    return [one for one in degrees if fixed.allows(one)]
 
 
 def candidates(
@@ -144,7 +144,7 @@ def candidates(
 def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:
     """Maps names to the usual choices. `most`: among how many ranks a layer can be shared at most."""
     tensor = max(one for one in divisors(ranks) if one <= min(most, _NODE))
-    found = {
+    usual = {
         "one rank": Degrees(),
         "data parallel": Degrees(dp=ranks),
         "tensor parallel": Degrees(tp=ranks),
@@ -152,17 +152,17 @@ def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[
         "Megatron": Degrees(tensor, ranks // tensor),
     }
     for half in divisors(ranks)[1:2]:
-        found |= {
+        usual |= {
             "data parallel, stages": Degrees(dp=ranks // half, stages=half),
             "tensor parallel, stages": Degrees(tp=ranks // half, stages=half),
         }
-    made: dict[str, Candidate] = {}
-    for name, degrees in found.items():
+    distinct: dict[str, Candidate] = {}
+    for name, degrees in usual.items():
         count = _usual_microbatches(degrees, records)
         one = Candidate(degrees, count, "1f1b" if trains and count > 1 else "")
-        if one not in made.values() and (records is not None or degrees.dp == degrees.stages == 1):
-            made[name] = one
-    return {name: one for name, one in made.items() if records is None or records % one.degrees.dp == 0}
+        if one not in distinct.values() and (records is not None or degrees.dp == degrees.stages == 1):
+            distinct[name] = one
+    return {name: one for name, one in distinct.items() if records is None or records % one.degrees.dp == 0}
 
 
 def _usual_microbatches(degrees: Degrees, records: int | None) -> int:

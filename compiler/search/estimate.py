@@ -104,11 +104,11 @@ class Reductions:
         return self._calls[key]
 
     def _counted(self, kinds: Sequence[_Kind], tp: int, over: int) -> Calls:
-        found, filling = Calls(), Filling[str](self.limit)
+        calls, filling = Calls(), Filling[str](self.limit)
 
         def fill(op: str, bytes: float) -> None:
             if (full := filling.add(op, bytes)) is not None:
-                found[op, full] += 1
+                calls[op, full] += 1
 
         for at, shape, item in kinds:
             dim, bytes = _divided(at, shape, item, tp, over)
@@ -118,10 +118,10 @@ class Reductions:
                 fill(REDUCE_SCATTER, bytes)
                 fill(ALL_GATHER, bytes / over)
             else:
-                found[REDUCE_SCATTER, bytes] += 1
-                found[ALL_GATHER, bytes / over] += 1
-        found.update(filling.open.items())
-        return found
+                calls[REDUCE_SCATTER, bytes] += 1
+                calls[ALL_GATHER, bytes / over] += 1
+        calls.update(filling.open.items())
+        return calls
 
 
 _SCRATCH = 1.25
@@ -146,7 +146,7 @@ class StoredUnits:
         The parameters of a unit that the backward pass reads are gathered again, but not if all is one microbatch and the backward pass
         begins with the unit.
         """
-        found, at = Calls(), dict(places) if tp > 1 else {}
+        counts, at = Calls(), dict(places) if tp > 1 else {}
         for k, members in enumerate(self.units.values()):
             whole, again = dict[object, float](), dict[object, float]()
             for value, shape, item in members:
@@ -156,10 +156,10 @@ class StoredUnits:
                 if dim is not None and (k > 0 or by_microbatch) and _is_read_again(value):
                     again[kind] = again.get(kind, 0.0) + bytes
             for kind, bytes in whole.items():
-                found[ALL_REDUCE if kind is None else REDUCE_SCATTER, bytes] += 1
+                counts[ALL_REDUCE if kind is None else REDUCE_SCATTER, bytes] += 1
             gathered = [bytes for kind, bytes in whole.items() if kind is not None]
-            found.update((ALL_GATHER, bytes / dp) for bytes in (*gathered, *again.values()))
-        return found
+            counts.update((ALL_GATHER, bytes / dp) for bytes in (*gathered, *again.values()))
+        return counts
 
     def bytes(self, places: Sequence[Place], tp: int, dp: int) -> tuple[float, float]:
         """Returns the bytes of parameters that no rank can have a shard of, and the most bytes of units at once: two units as gathered, the
@@ -341,23 +341,23 @@ class Estimates:
         messages = {(stage - 1, stage): seconds for stage, seconds in enumerate(sends)}
         return simulate(schedule, Costs(tuple(costs), messages=messages), known).total
 
-    def _updated(self, one: Candidate, sharding: Sharding) -> float:
+    def _updated(self, candidate: Candidate, sharding: Sharding) -> float:
         """Returns the seconds of a stage's update; if shards are updated, also of all parameters not divided by dp."""
-        degrees, own = one.degrees, self._own(sharding, one)
-        if one.shards_update and degrees.dp > 1:
+        degrees, own = candidate.degrees, self._own(sharding, candidate)
+        if candidate.shards_update and degrees.dp > 1:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
             own += rest * (degrees.dp - 1) / degrees.stages
-        return self._update(one, own)
+        return self._update(candidate, own)
 
-    def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
+    def _reduced(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Returns the seconds in which a stage's gradients are reduced, and in which the updated shards are gathered."""
-        degrees = one.degrees
+        degrees = candidate.degrees
         if self.slots is None or degrees.dp == 1:
             return 0.0, 0.0
-        key = one.zero, sharding.nodes, degrees.tp, degrees.dp
+        key = candidate.zero, sharding.nodes, degrees.tp, degrees.dp
         if key not in self._all_reduced:
-            calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, one.zero)
+            calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, candidate.zero)
             gathers = Calls({call: many for call, many in calls.items() if call[0] == ALL_GATHER})
             each = self.processor(degrees.ranks).session  # a collective that begins ends the session of what it is of
             before = calls - gathers
@@ -441,17 +441,17 @@ class Estimates:
         more = 0.0 if candidate.schedule == "zbv" else ahead * (1 - 1 / candidate.stages_each)
         under_way = min(candidate.microbatches, degrees.stages + more)
         part = degrees.dp * candidate.microbatches * degrees.stages
-        made = self._made(sharding, degrees.tp)
+        made_bytes = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
-            return own + made * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * candidate.microbatches)
+            return own + made_bytes * _FORWARD_ACTIVATIONS / part + session_bytes(nodes, nodes * candidate.microbatches)
         nodes *= 4 if candidate.recompute else 3
         slots = self.slots / (degrees.dp if candidate.zero else 1)
         held = own * (2 + slots)
         if candidate.stored:
             whole, most = self.reductions.units.bytes(sharding.places, degrees.tp, degrees.dp)
             held = (whole + (own * degrees.stages - whole) / degrees.dp) / degrees.stages * (2 + self.slots) + most
-        kept = made * (_FORWARD_ACTIVATIONS * 2 if candidate.recompute else 1.0)
+        kept = made_bytes * (_FORWARD_ACTIVATIONS * 2 if candidate.recompute else 1.0)
         sessions = session_bytes(nodes, nodes * candidate.microbatches)
         return held + kept * under_way / part + sessions
 
@@ -501,16 +501,16 @@ class Estimates:
         """Returns the link between `count` ranks that are `stride` apart."""
         return self.machine.link([stride * k for k in range(max(2, count))])
 
-    def _sums(self, sharding: Sharding, one: Candidate) -> float:
+    def _sums(self, sharding: Sharding, candidate: Candidate) -> float:
         """Returns the seconds of the AllReduces over `tp` of all layers for one microbatch."""
-        degrees = one.degrees
+        degrees = candidate.degrees
         if degrees.tp == 1:
             return 0.0
-        link, records = self.link(1, degrees.tp), degrees.dp * one.microbatches
+        link, records = self.link(1, degrees.tp), degrees.dp * candidate.microbatches
         given = [*sharding.forward]
         if self.slots is not None:
-            given += [*sharding.backward, *(sharding.forward if one.recompute else ())]
-        key = sharding.nodes, degrees.tp, records, one.recompute
+            given += [*sharding.backward, *(sharding.forward if candidate.recompute else ())]
+        key = sharding.nodes, degrees.tp, records, candidate.recompute
         if key not in self._all_sums:
             sizes = Counter(given)
             some = (
@@ -520,37 +520,37 @@ class Estimates:
             self._all_sums[key] = sum(some)
         return self._all_sums[key]
 
-    def _apart(self, sharding: Sharding, one: Candidate) -> int:
+    def _apart(self, sharding: Sharding, candidate: Candidate) -> int:
         """Returns the number of sessions that communication adds.
 
         One ends at each Route and Return; one comes after each sum over `tp`, and one of weights' gradients in the backward pass.
         """
-        routed = 2 * len(self.work.experts) * (1 + (self.slots is not None)) if one.degrees.ep > 1 else 0
-        if one.degrees.tp == 1:
+        routed = 2 * len(self.work.experts) * (1 + (self.slots is not None)) if candidate.degrees.ep > 1 else 0
+        if candidate.degrees.tp == 1:
             return routed
-        forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
+        forward = len(sharding.forward) * (2 if candidate.recompute and self.slots is not None else 1)
         return routed + forward + 2 * len(sharding.backward) * (self.slots is not None)
 
-    def after(self, one: Candidate, own: float, beside: int = 1) -> float:
+    def after(self, candidate: Candidate, own: float, beside: int = 1) -> float:
         """Returns the seconds of the reduction and update of `own` bytes of parameters; `beside`: the number of tp ranks that have the
         same.
         """
         if self.slots is None:
             return 0.0
-        update, count = self._update(one, own), one.degrees.dp * beside
-        link, many = self.link(1 if beside > 1 else one.degrees.tp, count), max(1.0, own / self.reductions.mean)
-        if one.shards_update:
+        update, count = self._update(candidate, own), candidate.degrees.dp * beside
+        link, many = self.link(1 if beside > 1 else candidate.degrees.tp, count), max(1.0, own / self.reductions.mean)
+        if candidate.shards_update:
             ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)
             return update + many * sum(link.collective(op, count, given) for op, given in ops)
         return update + many * link.collective(ALL_REDUCE, count, own / many)
 
-    def _update(self, one: Candidate, own: float) -> float:
+    def _update(self, candidate: Candidate, own: float) -> float:
         """Returns the seconds of the update of `own` bytes of parameters, by the optimizer's function."""
         if self.optimizer is None:
             return 0.0
         trained = sum(item * math.prod(shape) for _, shape, item in self.reductions.parameters)
-        updated = own / max(1.0, self.weights) * trained / (one.degrees.dp if one.shards_update else 1)
-        processor = self.processor(one.degrees.ranks)
+        updated = own / max(1.0, self.weights) * trained / (candidate.degrees.dp if candidate.shards_update else 1)
+        processor = self.processor(candidate.degrees.ranks)
         if (key := (updated, id(processor))) not in self._updates:
             form = self.optimizer.form
             family = form.function if form.function in FAMILIES else _USUAL
@@ -560,4 +560,4 @@ class Estimates:
             flat = max(2, round(updated / _ITEM))
             operands = [Operand((flat if name in tensors else 1,), _ITEM) for name in update.input]
             self._updates[key] = function_seconds(update, operands, processor, SHARD)
-        return self.turns(one.degrees.ranks) * self._updates[key]
+        return self.turns(candidate.degrees.ranks) * self._updates[key]

@@ -174,14 +174,14 @@ class Search:
     @cached_property
     def repeated(self) -> tuple[str, ...]:
         """Patterns of the outermost modules in lists, such as `layers.*`: recomputation is module by module."""
-        found: dict[str, set[str]] = {}
+        members_by_pattern: dict[str, set[str]] = {}
         for path in self.program.paths.values():
             parts = path.split(".")
             at = next((k for k, part in enumerate(parts) if part.isdigit()), None)
             if at is not None:
                 prefix = ".".join(parts[: at + 1])
-                found.setdefault(template(prefix), set()).add(prefix)
-        return tuple(pattern for pattern, members in found.items() if len(members) > 1)
+                members_by_pattern.setdefault(template(prefix), set()).add(prefix)
+        return tuple(pattern for pattern, members in members_by_pattern.items() if len(members) > 1)
 
     @cached_property
     def linked(self) -> list[Linked]:
@@ -222,13 +222,13 @@ class Search:
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate of a candidate."""
-        found = self.estimates.of(candidate, self._sharded(candidate.degrees.tp)[1], self._parts(candidate.stages))
+        estimate = self.estimates.of(candidate, self._sharded(candidate.degrees.tp)[1], self._parts(candidate.stages))
         if not candidate.by_module:
-            return found
+            return estimate
         modules = self.modules(candidate.degrees)
         seconds, bytes = modules.difference(modules.ways)
         return Estimate(
-            found.seconds + seconds / candidate.degrees.stages, found.bytes + bytes / candidate.degrees.stages
+            estimate.seconds + seconds / candidate.degrees.stages, estimate.bytes + bytes / candidate.degrees.stages
         )
 
     def modules(self, degrees: Degrees) -> Modules:

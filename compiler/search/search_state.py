@@ -102,7 +102,7 @@ class SearchState:
         """The simulated candidates, each with the ratio of its simulated to its estimated seconds."""
         return [(one.candidate, one.seconds / self.search.estimate(one.candidate).seconds) for one in self.played]
 
-    def likely(self, one: Candidate, estimate: Estimate, rows: Sequence[tuple[Candidate, float]]) -> float:
+    def likely(self, candidate: Candidate, estimate: Estimate, rows: Sequence[tuple[Candidate, float]]) -> float:
         """The seconds that a candidate hardly takes less than, by its estimate and by `rows`, how far those of what was played were off.
 
         Estimates of candidates of the same degrees err alike that are all of one microbatch, or all of several.
@@ -111,8 +111,8 @@ class SearchState:
         def kind(one: Candidate) -> tuple[bool, bool, bool, bool]:
             return one.microbatches > 1, one.zero, one.stored, one.degrees.tp * one.degrees.stages > 1
 
-        alike = [(other, ratio) for other, ratio in rows if kind(other) == kind(one)]
-        if same := [ratio for other, ratio in alike if other.degrees == one.degrees]:
+        alike = [(other, ratio) for other, ratio in rows if kind(other) == kind(candidate)]
+        if same := [ratio for other, ratio in alike if other.degrees == candidate.degrees]:
             return estimate.seconds * min(same)
         return (
             estimate.seconds * min([ratio for _, ratio in alike] or [1.0, *(ratio for _, ratio in rows)]) * (1 - _ERROR)
@@ -126,18 +126,18 @@ class SearchState:
 @uncollected()
 def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> SearchState:
     """Plays candidates, to find so many; UsageError where the limit of time, in seconds since it `began`, is over before one is found."""
-    found = SearchState(search, memory, wanted)
+    state = SearchState(search, memory, wanted)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
     most = max(_FEWEST, wanted, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else max(_MOST, wanted)
-    for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
+    for candidate in itertools.chain([_WHOLE], _in_turn(state, most)):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
-            found.cut_short = True
+            state.cut_short = True
             break
         try:
             proposal = search.proposal(candidate)
         except CompileError as error:
-            found.refused[candidate] = error.problems[0].fact
+            state.refused[candidate] = error.problems[0].fact
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
@@ -145,18 +145,18 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
-            found.played.append(
+            state.played.append(
                 SimulatedPlan(
                     candidate, search.estimate(candidate), step.played.seconds, given, peak, proposal.with_head
                 )
             )
         longest = max(longest, time.monotonic() - begin)
-    if found.cut_short and found.best is None:
+    if state.cut_short and state.best is None:
         fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
         raise UsageError(
             f"{fact}\n  help: give it more, such as --time {2 * (time.monotonic() - began + longest) + 1:.0f}s"
         )
-    return found
+    return state
 
 
 def play_program(search: Search, done: Complete) -> Simulation:

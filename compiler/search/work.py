@@ -64,13 +64,13 @@ class ModelWork:
         known: dict[object, Work] = {}
         self.of: dict[ir.Node, Work] = {}
         for node in program.model.graph:
-            given, made = (list(map(self._operand, some)) for some in (node.inputs, node.outputs))
+            inputs, outputs = (list(map(self._operand, some)) for some in (node.inputs, node.outputs))
             weights = float(sum(map(stored_bytes, read.get(node, ()))))
             attributes = tuple(sorted((name, str(one)) for name, one in node.attributes.items()))
-            key = node.domain, node.op_type, attributes, tuple(given), tuple(made), weights
+            key = node.domain, node.op_type, attributes, tuple(inputs), tuple(outputs), weights
             if key not in known:
-                bytes = sum(one.bytes for one in made if one is not None)
-                known[key] = Work(cost_of(node, given, made), weights, bytes)
+                bytes = sum(one.bytes for one in outputs if one is not None)
+                known[key] = Work(cost_of(node, inputs, outputs), weights, bytes)
             self.of[node] = known[key]
         self._order = {node: k for k, node in enumerate(self.of)}
         self.experts = self._experts()

@@ -66,17 +66,17 @@ def gathers_of_uneven_sizes(
 ) -> list[Problem]:
     """Returns a problem for each sharded value that a reader gathers because one of the reader's sizes is not divisible by the shards."""
     by_path = {program.paths[instance.node]: choice for instance, choice in choices.items()}
-    found: dict[Problem, None] = {}
-    for one in gathered:
-        letters = one.choice.rule.inputs[one.k]
-        letter = WHOLE if letters is None else letters[one.dim]
-        if letter == WHOLE or letter in one.choice.rule.replicated or letter in one.choice.axes:
+    problems: dict[Problem, None] = {}
+    for gather in gathered:
+        letters = gather.choice.rule.inputs[gather.k]
+        letter = WHOLE if letters is None else letters[gather.dim]
+        if letter == WHOLE or letter in gather.choice.rule.replicated or letter in gather.choice.axes:
             continue
-        number = uneven(one.instance, one.choice, letter, one.shards)
-        where = _line(by_path, one.why)
+        number = uneven(gather.instance, gather.choice, letter, gather.shards)
+        where = _line(by_path, gather.why)
         if number is not None and where:
-            found[_indivisible(program, one, number, where)] = None
-    return list(found)
+            problems[_indivisible(program, gather, number, where)] = None
+    return list(problems)
 
 
 def _line(by_path: Mapping[str, NodeSharding], decided: str) -> str:
@@ -128,11 +128,9 @@ def _unknown_size(
     return None
 
 
-def _warning(program: Placed, one: Gathered, lost: tuple[ir.Value, int | None]) -> str:
+def _warning(program: Placed, gather: Gathered, lost: tuple[ir.Value, int | None]) -> str:
     of, place = lost
     what = f"the rank of '{of.name}'" if place is None else f"dim {place} of '{of.name}'"
     law, remedy = how_lost(program, of, place)
-    path = program.paths[one.instance.node]
-    return (
-        f"'{one.value.name}' is replicated along dim {one.dim} for {path}, since {what} is not known: {law}; {remedy}"
-    )
+    path = program.paths[gather.instance.node]
+    return f"'{gather.value.name}' is replicated along dim {gather.dim} for {path}, since {what} is not known: {law}; {remedy}"

@@ -27,15 +27,15 @@ def carry_layouts(choices: Mapping[NodeOnGroup, NodeSharding]) -> None:
 def wrong_bodies(program: Placed) -> Iterator[Problem]:
     """Yields the reasons why bodies cannot run between borders: several groups, a state that changes its shape."""
     open_ = list[ir.Node]()
-    told = set[ir.Node]()
+    reported = set[ir.Node]()
     for node in program.model.graph:
         if is_border(node) and node.op_type == BEGIN:
             open_.append(node)
         for begin in open_:
-            if begin in told or program.placement[node].groups == program.placement[begin].groups:
+            if begin in reported or program.placement[node].groups == program.placement[begin].groups:
                 continue
             if program.placement[node].rule not in (fmt.CONSTANT, fmt.SHAPE_ARITHMETIC, fmt.MADE_OF_INPUTS):
-                told.add(begin)
+                reported.add(begin)
                 path = _path(program, begin)
                 ranks = [_listed(program.placement[one].groups) for one in (begin, node)]
                 fact = f"'{program.paths[node]}' runs on {ranks[1]}, and the {kind_of(begin)} around it ('{path}') on {ranks[0]}"

@@ -266,15 +266,15 @@ class Flow:
         """Follows record numbers: a microbatch counts its own records from 0, so the numbers are only valid to look up its own records."""
         if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
             self._counts[node.outputs[0]] = node
-        found = {
+        numbers = {
             k: self._counts[value] for k, value in enumerate(node.inputs) if value is not None and value in self._counts
         }
         data = node.inputs[0] if node.inputs else None
         if node.op_type in _LOOKUPS and data is not None and self.shard(data) is not None:
-            found.pop(1, None)
-        if not found or node.op_type in ("Shape", "Size"):
+            numbers.pop(1, None)
+        if not numbers or node.op_type in ("Shape", "Size"):
             return
-        origin = next(iter(found.values()))
+        origin = next(iter(numbers.values()))
         if node.op_type in _LOOKUPS or not all(_is_integer(out) for out in node.outputs):
             self.mixing.setdefault(origin, "numbers the records of the batch")
         else:

@@ -74,20 +74,20 @@ def _share(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> bool
 
 def _scatter(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> list[int]:
     """Pins a scattered layout on a node's outputs that are partial sums, for their readers; returns the outputs."""
-    found = []
+    scattered = []
     choice = done.choices[instance]
     for k, letters in enumerate(choice.rule.outputs):
-        made = choice.output(k)
-        if letters is None or made is None or not made.partial or (instance, k) in done.pinned.outputs:
+        layout = choice.output(k)
+        if letters is None or layout is None or not layout.partial or (instance, k) in done.pinned.outputs:
             continue
-        axes = tuple(axis for axis, how in made.partial if how == "sum")
+        axes = tuple(axis for axis, how in layout.partial if how == "sum")
         letter = _first(instance, choice, letters[:-1], axes, done)
-        if letter is None or len(axes) < len(made.partial):
+        if letter is None or len(axes) < len(layout.partial):
             continue
-        cuts = tuple(axes if dim == letters.index(letter) else cut for dim, cut in enumerate(made.cuts))
-        done.pinned.outputs[instance, k] = (Layout(made.mesh, cuts), _why(rule))
-        found.append(k)
-    return found
+        cuts = tuple(axes if dim == letters.index(letter) else cut for dim, cut in enumerate(layout.cuts))
+        done.pinned.outputs[instance, k] = (Layout(layout.mesh, cuts), _why(rule))
+        scattered.append(k)
+    return scattered
 
 
 def _first(instance: NodeOnGroup, choice: NodeSharding, letters: str, axes: Axes, done: Propagation) -> str | None:

@@ -117,15 +117,15 @@ class Propagation:
         neighbours: Callable[[NodeOnGroup], Iterator[Vote]],
     ) -> bool:
         """Updates the instances flagged in `asked`, and flags in `again` the neighbours of those that changed; returns whether any did."""
-        found = False
+        changed = False
         for place in places:
             if asked[place]:
                 asked[place] = False
                 instance = self.instances[place]
                 if self._hear(instance, neighbours):
-                    found = True
+                    changed = True
                     self._mark(place, instance, *again)
-        return found
+        return changed
 
     def _mark(self, place: int, instance: NodeOnGroup, by_inputs: bytearray, by_outputs: bytearray) -> None:
         """Flags the neighbours of an instance that has changed."""

@@ -38,13 +38,19 @@ def through(node: ir.Node, k: int, dim: int) -> int | None:
         return None
     rule = rule_of(node)
     letters = rule.inputs[k] if k < len(rule.inputs) else None
-    made = rule.outputs[0]
+    output_letters = rule.outputs[0]
     letter = letters[dim] if letters and dim < len(letters) else WHOLE
-    if letter == WHOLE or letter in rule.replicated or letter in rule.units or made is None or letter not in made:
+    if (
+        letter == WHOLE
+        or letter in rule.replicated
+        or letter in rule.units
+        or output_letters is None
+        or letter not in output_letters
+    ):
         return None
     if rule.local is not None and node.op_type not in _PLAIN:
         return None
-    return made.index(letter)
+    return output_letters.index(letter)
 
 
 def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
@@ -88,15 +94,15 @@ def _ends(value: ir.Value, dim: int) -> Iterator[Fraction]:
 
 
 def _split(node: ir.Node, dim: int, size: int) -> list[Outlet] | None:
-    found, begin = [], 0
+    parts_found, begin = [], 0
     for out in node.outputs:
         shape = dims(out)
         length = shape[dim] if shape is not None else None
         if not isinstance(length, int):
             return None
-        found.append(Outlet(out, Fraction(begin, size), Fraction(begin + length, size)))
+        parts_found.append(Outlet(out, Fraction(begin, size), Fraction(begin + length, size)))
         begin += length
-    return found if begin == size else None
+    return parts_found if begin == size else None
 
 
 def _slice(node: ir.Node, dim: int, size: int, rank: int) -> list[Outlet] | None:

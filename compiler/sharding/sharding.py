@@ -128,25 +128,25 @@ def shard(program: Placed) -> Sharded:
     strings = {value for value, info in program.values.items() if "string" in info.type and is_text(value)}
     choices = {instance: NodeSharding(_rule(instance.node, strings), meshes[instance.group]) for instance in instances}
     laws = _Laws(program)
-    given, problems = seed(program, choices, rules)
-    given.units, unmatched = stored_units(program)
+    pinned, problems = seed(program, choices, rules)
+    pinned.units, unmatched = stored_units(program)
     problems += unmatched
     problems += seed_local_maps(program, choices)
     if not problems:
-        derived = Propagation(instances, choices, given, program.paths, laws.weigh, laws.divides_in(choices))
+        derived = Propagation(instances, choices, pinned, program.paths, laws.weigh, laws.divides_in(choices))
         derived.run()
         shard_heads(program, choices)
         levels = prefer(rules, derived)
         replicate_cheap_values(program, derived)
         ask_shards(derived)
         carry_layouts(choices)
-        unmet, told = not_taken(program, choices, given, laws.refusal)
-        problems = [*unmet, *laws.violations(choices, given), *parted_experts(program, choices)]
-        told += gathered_inside(program, choices, rules)
+        unmet, warnings = not_taken(program, choices, pinned, laws.refusal)
+        problems = [*unmet, *laws.violations(choices, pinned), *parted_experts(program, choices)]
+        warnings += gathered_inside(program, choices, rules)
         gathered = list(gathered_dims(choices, derived))
-        told += gathers_of_unknown_sizes(program, gathered)
+        warnings += gathers_of_unknown_sizes(program, gathered)
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
-        wheres += [where for _, where in (*given.arriving.values(), *given.stored.values(), *given.outputs.values())]
+        wheres += [where for _, where in (*pinned.arriving.values(), *pinned.stored.values(), *pinned.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
         uneven = gathers_of_uneven_sizes(program, choices, gathered, laws.uneven)
         found = [*problems, *(uneven if program.strict else ())]
@@ -154,11 +154,11 @@ def shard(program: Placed) -> Sharded:
             [replace(problem, where=lines.get(problem.where, problem.where)) for problem in some]
             for some in (found, uneven)
         )
-        told += [] if program.strict else map(str, uneven)
-        program = replace(program, warnings=(*program.warnings, *told, *levels))
+        warnings += [] if program.strict else map(str, uneven)
+        program = replace(program, warnings=(*program.warnings, *warnings, *levels))
     if problems:
         raise CompileError(problems)
-    return program.into(Sharded, choices=choices, pinned=given)
+    return program.into(Sharded, choices=choices, pinned=pinned)
 
 
 def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
@@ -193,7 +193,7 @@ def experts_alone(program: Placed) -> Iterator[Problem]:
 
 def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[Problem]:
     """Yields a problem for sharded experts that would not get all of their rows exactly once: the first fault of each line of the plan."""
-    told = set[str]()
+    reported = set[str]()
     for instance, choice in choices.items():
         if BY_EXPERT not in (node := instance.node).meta:
             continue
@@ -215,8 +215,8 @@ def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding])
                 fact = f"'{path}' takes rows of experts otherwise than '{program.paths[maker]}' gives them"
                 law = "between the products of experts each row is with the rank of its expert"
                 help = "give the nodes between no sharding and no ranks of their own"
-        if fact and where not in told:
-            told.add(where)
+        if fact and where not in reported:
+            reported.add(where)
             yield Problem(where, fact, law, help)
 
 
@@ -294,16 +294,16 @@ class _Laws:
         sizes = [size for _, _, size in self.dims(instance, choice, letter) if isinstance(size, int)]
         return next((size for size in sizes if size % shards), None)
 
-    def violations(self, choices: dict[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[Problem]:
+    def violations(self, choices: dict[NodeOnGroup, NodeSharding], pinned: Pinned) -> Iterator[Problem]:
         """Yields a problem for every given sharding that is not proven to give equal shards."""
         for instance, choice in choices.items():
             for letter, shards in choice.cut.items():
                 where = choice.why.get(letter, "").split(" ")[0]
                 if refusal := self.refusal(instance, choice, letter, shards, where):
                     yield refusal
-        weights_and_inputs = (given.arriving | given.stored).items()
+        weights_and_inputs = (pinned.arriving | pinned.stored).items()
         lying = [(there.value, there.group, layout, where) for there, (layout, where) in weights_and_inputs]
-        lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
+        lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in pinned.outputs.items()]
         for value, group, layout, where in lying:
             for dim in range(len(layout.cuts)):
                 shards = layout.num_shards(dim)
@@ -379,19 +379,19 @@ def replicate_cheap_values(program: Placed, done: Propagation) -> None:
 
 def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) -> list[str]:
     """Returns the factors of a node whose shards a reader on the same ranks needs in another layout."""
-    found: dict[str, None] = {}
+    disputed: dict[str, None] = {}
     for k, value in enumerate(instance.node.outputs):
-        letters, made = choice.rule.outputs[k], choice.output(k)
-        if letters is None or made is None:
+        letters, layout = choice.rule.outputs[k], choice.output(k)
+        if letters is None or layout is None:
             continue
         for reader, operand in done.readers.get((value, len(instance.group)), ()):
             if reader.group != instance.group:
                 continue
             wanted = done.choices[reader].input(operand)
             for dim, letter in enumerate(letters):
-                if letter in choice.axes and not _slices(made, wanted, dim):
-                    found[letter] = None
-    return list(found)
+                if letter in choice.axes and not _slices(layout, wanted, dim):
+                    disputed[letter] = None
+    return list(disputed)
 
 
 def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
@@ -413,15 +413,15 @@ def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]
         if value.is_graph_input()
     }
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}
-    found: dict[ir.Node, float] = {}
+    bytes_of: dict[ir.Node, float] = {}
     for node in program.model.graph:
         if node in among:
             inputs = frozenset[ir.Value]().union(*(below.get(value, frozenset()) for value in program.reads[node]))
             if node.op_type in ("Shape", "Size"):
                 inputs = frozenset()  # a size is known wherever a shard is: nothing is gathered for it
-            found[node] = sum(cut[value] for value in inputs)
+            bytes_of[node] = sum(cut[value] for value in inputs)
             below.update(dict.fromkeys(node.outputs, inputs))
-    return found
+    return bytes_of
 
 
 Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
@@ -429,24 +429,24 @@ Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
 
 
 def not_taken(
-    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, refusal: Refusal
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], pinned: Pinned, refusal: Refusal
 ) -> tuple[list[Problem], list[str]]:
     """Returns the problems and warnings of given shardings that no op of their region takes."""
     entering: dict[tuple[object, Layout, str], list[tuple[NodeOnGroup, int]]] = {}
-    for (instance, k), (layout, where) in given.inputs.items():
+    for (instance, k), (layout, where) in pinned.inputs.items():
         entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))
     problems: list[Problem] = []
-    told: list[str] = []
+    warnings: list[str] = []
     for (_, layout, where), readers in entering.items():
         if any(have is not None and normal(have) == layout for have in (choices[i].input(k) for i, k in readers)):
             continue
-        laws = [why for i, k in readers for why in _laws(choices[i], i, k, given.inputs[i, k][0], where, refusal)]
+        laws = [why for i, k in readers for why in _laws(choices[i], i, k, pinned.inputs[i, k][0], where, refusal)]
         problems += laws
         if not laws:
-            told += [
+            warnings += [
                 text for i, k in readers[:1] if (text := _needs_replicated(program, choices[i], i, k, layout, where))
             ]
-    return problems, told
+    return problems, warnings
 
 
 def _laws(

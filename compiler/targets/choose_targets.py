@@ -75,20 +75,20 @@ def _is_communication(program: Sharded, node: ir.Node) -> bool:
 
 
 def _of_nodes(program: Sharded, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, str]:
-    found: dict[ir.Node, str] = {}
-    made: dict[ir.Value, str] = {}
+    by_node: dict[ir.Node, str] = {}
+    by_value: dict[ir.Value, str] = {}
     for node in program.model.graph:
         placed = program.placement.get(node)
         if placed is not None and placed.rule in _FLOATING:
             continue
         target = ruled.get(node, DEVICE)
         if node not in ruled and program.training is not None and program.training.adds(program.paths[node]):
-            target = next((made[value] for value in node.inputs if value in made), DEVICE)
+            target = next((by_value[value] for value in node.inputs if value in by_value), DEVICE)
         if not all(_is_tensor(value) for value in (*program.reads[node], *node.outputs)):
             target = CPU
-        found[node] = target
-        made |= dict.fromkeys(node.outputs, target)
-    return found
+        by_node[node] = target
+        by_value |= dict.fromkeys(node.outputs, target)
+    return by_node
 
 
 def _is_tensor(value: ir.Value) -> bool:

@@ -68,22 +68,24 @@ _PLAIN = frozenset(
 
 def with_constants(part: RankProgram) -> RankProgram:
     """The program with constants in place of ops Constant."""
-    found: dict[Value, Value] = {}
+    constants: dict[Value, Value] = {}
     bodies: dict[Body, Body] = {}
     for body in part.bodies:
-        inside = [step for step in _without(body.steps, body.outputs, found) if not isinstance(step, Call)]
+        inside = [step for step in _without(body.steps, body.outputs, constants) if not isinstance(step, Call)]
         bodies[body] = replace(body, steps=tuple(inside))
     given = {*part.live_out, *(value for step in part.steps if isinstance(step, Call) for value in step.inputs)}
-    steps = _without(part.steps, given, found)
-    if not found:
+    steps = _without(part.steps, given, constants)
+    if not constants:
         return part
-    bodies = {old: replace(new, steps=tuple(_over(step, found) for step in new.steps)) for old, new in bodies.items()}
+    bodies = {
+        old: replace(new, steps=tuple(_over(step, constants) for step in new.steps)) for old, new in bodies.items()
+    }
     steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
-    return replace(part, steps=tuple(_over(step, found) for step in steps))
+    return replace(part, steps=tuple(_over(step, constants) for step in steps))
 
 
-def _without(steps: Sequence[Op], given: Collection[Value], found: dict[Value, Value]) -> list[Op]:
-    """The ops without constants, whose values `found` gets as constants; but for those that are `given` to others."""
+def _without(steps: Sequence[Op], given: Collection[Value], constants: dict[Value, Value]) -> list[Op]:
+    """The ops without constants, whose values `constants` gets as constants; but for those that are `given` to others."""
     kept: list[Op] = []
     for step in steps:
         array = _array(step) if isinstance(step, Compute) and not step.captured else None
@@ -91,7 +93,7 @@ def _without(steps: Sequence[Op], given: Collection[Value], found: dict[Value, V
             kept.append(step)
         else:
             (value,) = step.makes
-            found[value] = replace(value, constant=array)
+            constants[value] = replace(value, constant=array)
     return kept
 
 
@@ -129,18 +131,18 @@ def copy_between_targets(program: Scheduled) -> Complete:
     """The programs of ranks with copies, their ops and tensors of the state with targets; as it is where no target is named."""
     if not program.targets:
         return program.into(Complete)
-    made: dict[Hashable, RankProgram] = {}
+    by_share_key: dict[Hashable, RankProgram] = {}
     parts: list[RankProgram] = []
     number = ir.Value(name="scalar", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     step = program.other_programs.get(ProgramKind.STEP)
     program = replace(program, values={**program.values, number: ValueInfo("tensor(float)", (), 4)})
     for part in program.parts:
-        if part.share_key not in made:
+        if part.share_key not in by_share_key:
             own = without_unread(with_shapes_of_inputs(program, with_constants(part)))
             there = () if step is None else step.parts[part.rank].state
             found = placed(program, own, {one.version.across: one.target for one in there if one.target})
-            made[part.share_key] = _Copying(program, own, found, number).done()
-        parts.append(replace(made[part.share_key], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
+            by_share_key[part.share_key] = _Copying(program, own, found, number).done()
+        parts.append(replace(by_share_key[part.share_key], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
     return program.into(Complete, parts=tuple(parts))
 
 
@@ -182,14 +184,16 @@ class _TargetCopies:
 
 
 class _Copying:
-    def __init__(self, program: Scheduled, part: RankProgram, found: TargetAssignment, number: ir.Value) -> None:
-        self.program, self.part, self.assignment = program, part, found
+    def __init__(self, program: Scheduled, part: RankProgram, assignment: TargetAssignment, number: ir.Value) -> None:
+        self.program, self.part, self.assignment = program, part, assignment
         self.typed: dict[Value, tuple[ir.Value, Shape]] = dict.fromkeys(part.scalars, (number, ()))
         calls = [step for step in part.steps if isinstance(step, Call)]
-        self.calls = {body: [call for call in calls if call.body is body] for body in found.bodies}
-        self.row = _TargetCopies(found.row, {*part.live_in}, self.typed)
-        self.bodies = {body: _TargetCopies(inner, {*body.inputs}, self.typed) for body, inner in found.bodies.items()}
-        self.requested = {body: self._wanted(body) for body in found.bodies}
+        self.calls = {body: [call for call in calls if call.body is body] for body in assignment.bodies}
+        self.row = _TargetCopies(assignment.row, {*part.live_in}, self.typed)
+        self.bodies = {
+            body: _TargetCopies(inner, {*body.inputs}, self.typed) for body, inner in assignment.bodies.items()
+        }
+        self.requested = {body: self._wanted(body) for body in assignment.bodies}
         self.outputs_at: dict[Body, dict[Value, list[str]]] = {}
         """Maps each body and output to the targets on which the body makes it."""
         self.makers = {value: step for step in part.steps for value in step.makes}
@@ -224,14 +228,14 @@ class _Copying:
         where the body does not read it.
         """
         scope = self.assignment.bodies[body]
-        found: dict[Value, dict[str, None]] = {own: {} for own in body.inputs}
+        targets: dict[Value, dict[str, None]] = {own: {} for own in body.inputs}
         for step in body.steps:
             for value, target in scope.reads(step):
-                if value in found and scope.locations[value] != ANYWHERE:
-                    found[value][target] = None
+                if value in targets and scope.locations[value] != ANYWHERE:
+                    targets[value][target] = None
         return {
             own: sorted(some, key=lambda one: one != scope.locations[own]) or [scope.locations[own]]
-            for own, some in found.items()
+            for own, some in targets.items()
         }
 
     def _note_reads(self, states: Mapping[Value, str]) -> None:
@@ -328,7 +332,7 @@ class _Writer:
         self,
         work: _Copying,
         there: _TargetCopies,
-        given: set[tuple[Value, str]],
+        existing: set[tuple[Value, str]],
         formal: Mapping[tuple[Value, str], Value] | None = None,
     ) -> None:
         self.work, self.copies, self.formal = work, there, formal or {}
@@ -336,25 +340,25 @@ class _Writer:
         """Maps each reader to the copies before it, except for those that bodies have `given`."""
         for value, targets in there.needs.items():
             for target, reader in targets.items():
-                if (value, target) not in given:
+                if (value, target) not in existing:
                     self.due.setdefault(reader, []).append((value, target))
 
     def written(self, steps: Iterable[Op], bodies: Mapping[Body, Body]) -> list[Op]:
         """The ops with their copies; calls are those of `bodies`."""
         self.makers = {value: step for step in steps for value in step.makes}
-        found: list[Op] = []
+        ops: list[Op] = []
         for step in steps:
-            found += [self._copy(value, target, step) for value, target in self.due.get(step, ())]
+            ops += [self._copy(value, target, step) for value, target in self.due.get(step, ())]
             if isinstance(step, Call):
-                found.append(self._call(step, bodies))
+                ops.append(self._call(step, bodies))
             elif isinstance(step, Comm):
-                found.append(
+                ops.append(
                     replace(step, inputs=exchanged(step.inputs, {one: self._at(one, CPU) for one in step.reads}))
                 )
             else:
                 assert isinstance(step, Compute)
-                found.append(self._on_target(step))
-        return [*found, *(self._copy(value, target, None) for value, target in self.due.get(None, ()))]
+                ops.append(self._on_target(step))
+        return [*ops, *(self._copy(value, target, None) for value, target in self.due.get(None, ()))]
 
     def _at(self, value: Value, target: str) -> Value:
         return self.formal.get((value, target)) or self.copies.at(value, target)
@@ -461,13 +465,13 @@ class _Shapes:
         if dim in self.known:
             return self.known[dim]
         if isinstance(dim, int):
-            made = Value(f"size.{dim}", constant=np.array([dim], np.int64))
+            size = Value(f"size.{dim}", constant=np.array([dim], np.int64))
         else:
             source, axis = self.dims[dim]
-            made = source.derived_untyped(f".size.{axis}")
-            self.early.append(added("Shape", [source], [made], {"start": axis, "end": axis + 1}))
-        self.known[dim] = made
-        return made
+            size = source.derived_untyped(f".size.{axis}")
+            self.early.append(added("Shape", [source], [size], {"start": axis, "end": axis + 1}))
+        self.known[dim] = size
+        return size
 
 
 def _parted(steps: Sequence[Op], inputs: set[Value]) -> tuple[list[Op], list[Op]]:

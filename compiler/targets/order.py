@@ -17,7 +17,7 @@ from partc.runtime.artifact.format import OPTIMIZER
 
 def in_runs(steps: Iterable[Op], updated: Collection[Value] = (), guard: Value | None = None) -> list[Op]:
     """The ops in order; `updated` are the tensors of the state that updates replace in their place, if `guard` is finite."""
-    found: list[Op] = []
+    ordered: list[Op] = []
     window: list[Compute | Copy] = []
     current = ""
     for step in steps:
@@ -25,9 +25,9 @@ def in_runs(steps: Iterable[Op], updated: Collection[Value] = (), guard: Value |
             window.append(step)
             continue
         some, current = _ordered(window, updated, guard, current)
-        found += [*some, step]
+        ordered += [*some, step]
         window = []
-    return [*found, *_ordered(window, updated, guard, current)[0]]
+    return [*ordered, *_ordered(window, updated, guard, current)[0]]
 
 
 def _ordered(

@@ -77,12 +77,12 @@ class Buckets:
         value: ir.Value,
         term: Value,
         shape: Shape,
-        made: Value,
+        result: Value,
         then: Callable[[], None] = lambda: None,
         kind: Hashable = None,
         unit: str = "",
     ) -> None:
-        """Adds `term`, of this shape, to its bucket, whose result for it is `made`; `then` is called when it is written.
+        """Adds `term`, of this shape, to its bucket, whose result for it is `result`; `then` is called when it is written.
 
         Values of one `kind`, which are processed in the same way afterwards, are adjacent in a bucket. Values of a `unit` have their own
         bucket, which is full once it is closed (`close`).
@@ -100,7 +100,7 @@ class Buckets:
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
-        bucket.outputs.append(made)
+        bucket.outputs.append(result)
         bucket.then.append(then)
         bucket.kinds.append(kind)
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
@@ -129,14 +129,14 @@ class Buckets:
         first = {kind: place for place, kind in reversed([*enumerate(bucket.kinds)])}
         order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
         values = [bucket.values[k] for k in order]
-        terms, made = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
+        terms, outputs = [bucket.terms[k] for k in order], [bucket.outputs[k] for k in order]
         then = [bucket.then[k] for k in order]
         if self.packed:
-            sums = packed_sum(self.comm, self.packed, bucket.move, terms, made, bucket.elements, cause)
+            sums = packed_sum(self.comm, self.packed, bucket.move, terms, outputs, bucket.elements, cause)
             self._finish()
             self._waiting = [sums, *then]
             return
-        self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
+        self.comm.fused(bucket.move, values, terms, outputs, bucket.elements, cause)
         for one in then:
             one()
 

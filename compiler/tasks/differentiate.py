@@ -76,7 +76,7 @@ def differentiate(program: Localized) -> Localized:
         for one in sums.gradients
         if one.ids is None
     }
-    found = replace(
+    localized = replace(
         local,
         gradients=tuple(sums.gradients),
         accumulated=tuple(sums.accumulated),
@@ -84,18 +84,18 @@ def differentiate(program: Localized) -> Localized:
     )
     training = program.training
     training = replace(training, notes=replace(training.notes, tables=tuple(map(str, backward.tables))))
-    return replace(program, local=found, training=training)
+    return replace(program, local=localized, training=training)
 
 
 def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Value]:
     """Maps each primal that has a cotangent to the cotangent's value: `h` to `h.grad`."""
-    found: dict[ir.Value, ir.Value] = {}
+    cotangents: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
             name = first_free(f"{value.name}.grad", program.own_names.__contains__)
-            found[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
-            found[value].meta.update({key: one for key, one in value.meta.items() if key in (BY_EXPERT, FOLDED)})
-    return found
+            cotangents[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
+            cotangents[value].meta.update({key: one for key, one in value.meta.items() if key in (BY_EXPERT, FOLDED)})
+    return cotangents
 
 
 class Backward:
@@ -182,19 +182,19 @@ class Backward:
             self.job.constant(group, seed, np.full(shape, number * factor, kind.numpy()))
             return
         state = self.job.number(STATE)
-        given = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
+        state_value = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
         values = ValueMap()
         own = values.of(seed, ir.TensorType(kind), ir.Shape(shape))
-        made = seed_nodes(values.of(state), own, np.full(shape, number, np.float32))
-        for one in (*made.constants, *(out for node in made.nodes for out in node.outputs)):
+        written = seed_nodes(values.of(state), own, np.full(shape, number, np.float32))
+        for one in (*written.constants, *(out for node in written.nodes for out in node.outputs)):
             if one not in values:
                 values[one] = self.job.derived_on(group, seed, name_of(one).removeprefix(name_of(own)))
-        for one, array in made.constants.items():
+        for one, array in written.constants.items():
             self.job.constant(group, values[one], array)
-        self.job.declare(group, state, *given)
-        kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
+        self.job.declare(group, state, *state_value)
+        kept = State(state, replicated_on(state_value[0], group), None, STATE, "scale", initial=scale.first)
         self.job.state.add(group, state, kept)
-        self.comm.append(group, *values.ops(made.nodes))
+        self.comm.append(group, *values.ops(written.nodes))
 
     def _node(self, instance: NodeOnGroup) -> None:
         """Differentiates a node on a group, if an output has a cotangent and an input depends on a parameter."""
@@ -236,31 +236,31 @@ class Backward:
         wanted = {*operands.values(), *(self.at[version] for version in around.values())}
         tables = {operands[k] for k, version in read.items() if version.value in self.row_terms}
         try:
-            found = [
+            gradients = [
                 self.node_gradients.find(instance, form, ranks, dys, wanted, tables)
                 for form, ranks in self.forms[instance]
             ]
         except NoGradient as error:
             self._refuse(node, str(error))
-        handle = found[0].form.handle
-        given: dict[str, tuple[ShardedValue, Layout]] = {}
+        handle = gradients[0].form.handle
+        versions: dict[str, tuple[ShardedValue, Layout]] = {}
         for k, version in {operands[k]: (k, version) for k, version in read.items()}.values():
             layout = dual_of_input(self.program, instance, k)
-            given[handle(operands[k])] = version, passing.through(layout) if passing else layout
+            versions[handle(operands[k])] = version, passing.through(layout) if passing else layout
         for version in around.values():
-            given.setdefault(handle(self.at[version]), (version, version.layout))
-        spellings = {name: self.cotangent_names.spellings(instance, *one) for name, one in given.items()}
+            versions.setdefault(handle(self.at[version]), (version, version.layout))
+        spellings = {name: self.cotangent_names.spellings(instance, *one) for name, one in versions.items()}
         looked_up = [*map(handle, tables)]
         for name in looked_up:
             rows, keys = [named_rows(spelling) for spelling in spellings.pop(name)], row_keys(name)
             spellings |= {keys.ids: [one.ids for one in rows], keys.rows: [one.rows for one in rows]}
-        made = self.node_gradients.write(instance, found, spellings)
-        for name, (version, layout) in given.items():
+        results = self.node_gradients.write(instance, gradients, spellings)
+        for name, (version, layout) in versions.items():
             if name in looked_up:
                 keys, term = row_keys(name), ShardedValue(version.value, version.group, normal(layout))
-                self.row_terms[version.value].append(RowTerm(term, Rows(made[keys.ids], made[keys.rows])))
-            elif name in made:
-                self._give(version, layout, made[name])
+                self.row_terms[version.value].append(RowTerm(term, Rows(results[keys.ids], results[keys.rows])))
+            elif name in results:
+                self._give(version, layout, results[name])
 
     def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
         """Maps each output of a node to its cotangent, in the required layout; also returns the partial sums that pass through the node.
@@ -271,15 +271,15 @@ class Backward:
         passing: Passing | None = None
         for k, value in enumerate(instance.node.outputs):
             home = output_layout_of(self.program, instance, k)
-            given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
-            if not given:
+            cotangents = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
+            if not cotangents:
                 continue
             if takes_extreme(self.program, instance, k):
                 fact = f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient"
                 self._refuse(instance.node, fact, "leave that dim whole")
-            layout, passing = dual_layout(self.program, instance, k, given if passes else {})
+            layout, passing = dual_layout(self.program, instance, k, cotangents if passes else {})
             target = ShardedValue(self.cotangents[value], home.group, normal(layout))
-            dys[self.at[home]] = self.sums.total(given, target)
+            dys[self.at[home]] = self.sums.total(cotangents, target)
         return dys, passing
 
     def _served(self, instance: NodeOnGroup) -> None:
@@ -310,17 +310,17 @@ class Backward:
 
     def _pushed(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
         """Writes the Push for a node's Pull: the table's gradient as rows, or added up; for experts' borders a Route or Return."""
-        read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
+        read, output = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         layout = dual_of_input(self.program, instance, 0)
         spellings = self.cotangent_names.spellings(instance, read, layout)
         choice = self.program.choices.get(instance)
         if choice is not None and choice.rule.dealt:
             dx, value = self.job.value(instance.group, *spellings), self.cotangents[read.value]
             ends = (
-                ShardedValue(self.cotangents[made.value], made.group, made.layout),
+                ShardedValue(self.cotangents[output.value], output.group, output.layout),
                 ShardedValue(value, read.group, layout),
             )
-            write_dual(self.comm, instance, (dys[self.at[made]], dx), ends)
+            write_dual(self.comm, instance, (dys[self.at[output]], dx), ends)
             self._give(read, layout, dx)
             return
         rows = [named_rows(spelling) for spelling in spellings]
@@ -328,7 +328,7 @@ class Backward:
             self.job.value(instance.group, *(one.ids for one in rows)),
             self.job.value(instance.group, *(one.rows for one in rows)),
         )
-        write_push(self.comm, instance, dys[self.at[made]], layout, pushed)
+        write_push(self.comm, instance, dys[self.at[output]], layout, pushed)
         if read.value in self.row_terms:
             term = ShardedValue(read.value, read.group, normal(layout))
             self.row_terms[read.value].append(RowTerm(term, Rows(*pushed)))
@@ -343,17 +343,17 @@ class Backward:
         """Writes the backward pass of a ring attention."""
         read = [input_layout_of(self.program, instance, k) for k in range(3)]
         layouts = [normal(dual_of_input(self.program, instance, k)) for k in range(3)]
-        given = [
+        operands = [
             ShardedValue(self.cotangents[version.value], version.group, layout)
             for version, layout in zip(read, layouts, strict=True)
         ]
-        made = [
+        results = [
             self.job.value(instance.group, *self.cotangent_names.spellings(instance, version, layout))
             for version, layout in zip(read, layouts, strict=True)
         ]
         (dy,) = dys.values()
-        write_ring_back(self.comm, instance, dy, made, [one.value for one in given])
-        for version, one, dx in zip(read, given, made, strict=True):
+        write_ring_back(self.comm, instance, dy, results, [one.value for one in operands])
+        for version, one, dx in zip(read, operands, results, strict=True):
             self.job.declare(version.group, dx, one.value, self.values.local_shape(one))
             self.contributions.setdefault(version, {}).setdefault(one, []).append(dx)
 

@@ -54,9 +54,9 @@ def _told(value: ir.Value, symbols: Collection[str]) -> Shape | None:
 
 
 def dual_layout(
-    program: Targeted, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[object]]
+    program: Targeted, instance: NodeOnGroup, k: int, cotangents: Mapping[ShardedValue, Sequence[object]]
 ) -> tuple[Layout, Passing | None]:
-    """Returns the layout in which the cotangent of output `k` is required, and the partial sums that pass; `given`: the cotangents by
+    """Returns the layout in which the cotangent of output `k` is required, and the partial sums that pass; `cotangents`: the cotangents by
     layout.
 
     A node that depends on parameters alone (a transposed weight) passes partial sums on, since the parameter's gradient is reduced anyway,
@@ -65,9 +65,9 @@ def dual_layout(
     """
     wanted = _dual_of_output(program, instance, k)
     passes = program.placement[instance.node].follows or CONTEXT in instance.node.meta
-    if not passes or len(given) != 1 or len(instance.node.outputs) != 1:
+    if not passes or len(cotangents) != 1 or len(instance.node.outputs) != 1:
         return wanted, None
-    (version,) = given
+    (version,) = cotangents
     common = on_common_mesh(wanted, version.layout) if version.group == instance.group else None
     if common is None or common[0].cuts != common[1].cuts or not {*common[0].partial} <= {*common[1].partial}:
         return wanted, None

@@ -76,21 +76,21 @@ class GradientNorm(UpdateWriter):
         if rules is not None and rules.parts and training is not None:  # which are ready first differs with the ranks
             places = {parameter: place for place, parameter in enumerate(training.parameters)}
             gradients = sorted(gradients, key=lambda one: places[one.parameter])
-        for one in gradients:
-            if one.parameter in seen:
+        for gradient in gradients:
+            if gradient.parameter in seen:
                 continue
-            seen.add(one.parameter)
-            group = one.owner.group
-            squares = self.job.derived_on(group, one.value, ".squares")
-            self.target = self.program.update_targets.get(one.parameter, "")
-            dim = self._row_dim(one)
+            seen.add(gradient.parameter)
+            group = gradient.owner.group
+            squares = self.job.derived_on(group, gradient.value, ".squares")
+            self.target = self.program.update_targets.get(gradient.parameter, "")
+            dim = self._row_dim(gradient)
             if dim is None:
-                self._add_squares(group, one, squares)
+                self._add_squares(group, gradient, squares)
             else:
-                rows.append((one, squares, self._row_squares(one, dim)))
+                rows.append((gradient, squares, self._row_squares(gradient, dim)))
             self.target = ""
-            shards = (one.share if dim is None else one.owner).holders
-            apart = len(shards) == len(one.share.group)  # every rank has a shard of its own
+            shards = (gradient.share if dim is None else gradient.owner).holders
+            apart = len(shards) == len(gradient.share.group)  # every rank has a shard of its own
             holding = "" if apart else self.comm.group(tuple(ranks for _, ranks in shards))
             terms.setdefault(group, {}).setdefault(holding, []).append(squares)
         self._add_rows(rows)
@@ -171,21 +171,23 @@ class GradientNorm(UpdateWriter):
     def _add_rows(self, rows: Sequence[tuple[Gradient, Value, Value]]) -> None:
         """Gathers the sums of rows of all shards, and adds them on every rank."""
         buckets, whole = Buckets(self.comm, 1 << 62, "norm"), list[tuple[Gradient, Value, Value]]()
-        for one, squares, sums in rows:
-            share, owner = (self._of_rows(one, version) for version in (one.share, one.owner))
-            moves = lower(share.layout, owner.layout, one.share.group, one.owner.group)
+        for gradient, squares, sums in rows:
+            share, owner = (self._of_rows(gradient, version) for version in (gradient.share, gradient.owner))
+            moves = lower(share.layout, owner.layout, gradient.share.group, gradient.owner.group)
             if not moves:
-                whole.append((one, squares, sums))
+                whole.append((gradient, squares, sums))
                 continue
-            made = self.job.derived_on(one.owner.group, one.value, ".squares.gathered")
-            self._declare(one.owner.group, made, ir.Value(name="", type=one.parameter.type, shape=share.value.shape))
+            gathered = self.job.derived_on(gradient.owner.group, gradient.value, ".squares.gathered")
+            self._declare(
+                gradient.owner.group, gathered, ir.Value(name="", type=gradient.parameter.type, shape=share.value.shape)
+            )
             shape = self.values.local_shape(share)
             assert shape is not None
-            buckets.add(cast(Fused, moves[0]), share.value, sums, shape, made)
-            whole.append((one, squares, made))
+            buckets.add(cast(Fused, moves[0]), share.value, sums, shape, gathered)
+            whole.append((gradient, squares, gathered))
         buckets.flush()
-        for one, squares, sums in whole:
-            self._emit(one.owner.group, "ReduceSum", [sums], squares, keepdims=0)
+        for gradient, squares, sums in whole:
+            self._emit(gradient.owner.group, "ReduceSum", [sums], squares, keepdims=0)
 
     def _of_rows(self, gradient: Gradient, version: ShardedValue) -> ShardedValue:
         """Returns the version of a gradient's sums of rows for a version of the gradient."""
@@ -202,16 +204,16 @@ class GradientNorm(UpdateWriter):
             self._sums[gradient.parameter], version.group, normal(Layout(layout.mesh, (layout.cuts[dim],)))
         )
 
-    def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
+    def _add_squares(self, group: Group, gradient: Gradient, total: Value) -> None:
         """Writes the sum of a gradient's squares, a float32 like all norms."""
-        dtype = one.parameter.dtype
+        dtype = gradient.parameter.dtype
         if dtype in (None, ir.DataType.FLOAT):
-            self._emit(group, "ReduceSumSquare", [one.value], made, keepdims=0)
+            self._emit(group, "ReduceSumSquare", [gradient.value], total, keepdims=0)
             return
-        wide = self.job.derived_on(group, made, f".{dtype.name.lower()}")
+        wide = self.job.derived_on(group, total, f".{dtype.name.lower()}")
         self._declare(group, wide, ir.Value(name="", type=ir.TensorType(dtype), shape=ir.Shape(())))
-        self._write(group, computed("ReduceSumSquare", [one.value], [wide], keepdims=0))
-        self._emit(group, "Cast", [wide], made, to=ir.DataType.FLOAT.value)
+        self._write(group, computed("ReduceSumSquare", [gradient.value], [wide], keepdims=0))
+        self._emit(group, "Cast", [wide], total, to=ir.DataType.FLOAT.value)
 
     def _counted(self, group: Group, holders: str, squares: Sequence[Value]) -> Value:
         """Writes the sum of squares of shards that several ranks have, on the first of these; 0 on the others."""

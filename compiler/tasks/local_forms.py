@@ -58,7 +58,7 @@ def local_forms(comm: CommLowering, versions: ValueVersions, instance: NodeOnGro
         or not (unknown_to_runtimes or cut or not (rule.factors or COPIES_DIMS in node.meta))
     ):
         return [(operands.form([renamed(node, operands.inputs, operands.outputs)]), group)]
-    found: list[tuple[LocalForm, Mapping[str, int], list[int]]] = []
+    forms: list[tuple[LocalForm, Mapping[str, int], list[int]]] = []
     numbers = (
         {letter: shards_along(choice.mesh, axes) for letter, axes in choice.axes.items()} if choice is not None else {}
     )
@@ -71,17 +71,17 @@ def local_forms(comm: CommLowering, versions: ValueVersions, instance: NodeOnGro
         alike = left
         for row, number in rows:
             alike = [index for index in alike if row[index] == number]
-        found.append((form, asked, [group[index] for index in alike]))
+        forms.append((form, asked, [group[index] for index in alike]))
         those = {*alike}
         left = [index for index in left if index not in those]
     if choice is not None:
-        letters = dict.fromkeys(letter for _, asked, _ in found for letter in asked)
+        letters = dict.fromkeys(letter for _, asked, _ in forms for letter in asked)
         axes = tuple(axis for letter in letters for axis in choice.axes[letter])
         # The sets of ranks that differ in what the rule has asked for, each in the order of shards.
         sets = comm.subgroups(choice.mesh, axes, group)
-        if merged := by_place([(one, ranks) for one, _, ranks in found], sets):
+        if merged := by_place([(one, ranks) for one, _, ranks in forms], sets):
             return [(merged, group)]
-    return [(form, tuple(ranks)) for form, _, ranks in found]
+    return [(form, tuple(ranks)) for form, _, ranks in forms]
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class _Operands:
                 taken.add(handles[value])
             return handles[value]
 
-        read, made = versions.read[instance], versions.definitions[instance]
+        read, defined = versions.read[instance], versions.definitions[instance]
         inputs = [handle(None if copy is None else operand_as(comm, instance, k, copy)) for k, copy in enumerate(read)]
-        outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
+        outputs = [handle(table.at[version]) if version.value.name else "" for version in defined]
         captured = {
             name_of(value): handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
         }
-        listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True))
+        listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, defined, strict=True))
         there = {name: version for name, version in listed.items() if version is not None and name}
         return _Operands(
             node,

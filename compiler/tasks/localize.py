@@ -144,8 +144,8 @@ def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -
     return tuple([(_put(comm, versions.definitions[instance], form, ranks), ranks) for form, ranks in forms])
 
 
-def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
-    """Writes the local form of a node that makes `made` on its ranks; returns the form as written, or that of a larger group."""
+def _put(comm: CommLowering, defined: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
+    """Writes the local form of a node that makes `defined` on its ranks; returns the form as written, or that of a larger group."""
     node, job = form.source, comm.job
     written = job.forms.setdefault(node, [])
     outputs = {form.values[name] for name in form.outputs}
@@ -161,7 +161,7 @@ def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, rank
     job.append(new, form.ops)
     for name, constant in form.constants.items():
         job.constant(new, values[name], constant)
-    for version in [one for one in made if one.value.name]:
+    for version in [one for one in defined if one.value.name]:
         job.declare(new, comm.values.at[version], comm.values.local_value(version), comm.values.local_shape(version))
     return form
 

@@ -126,17 +126,17 @@ class NodeGradients:
         key = asked.key(places)
         if key is None:
             places = Places({name: name for name in (*there, *form.inner)})
-            found = self._differentiated(asked, {name: one for name, one in form.captured.items() if name != one})
+            backward = self._differentiated(asked, {name: one for name, one in form.captured.items() if name != one})
         else:
             if key not in self._found:
                 try:
                     self._found[key] = self._differentiated(asked.over(places))
                 except NoGradient as error:
                     raise NoGradient(places.text(str(error))) from None
-            found = self._found[key]
+            backward = self._found[key]
         if own:
-            found = replace(found, forward=[*form.nodes])
-        return NodeGradient(form, ranks, found, {places[name]: one for name, one in there.items()}, places)
+            backward = replace(backward, forward=[*form.nodes])
+        return NodeGradient(form, ranks, backward, {places[name]: one for name, one in there.items()}, places)
 
     def _differentiated(self, requested: Requested, around: Mapping[str, str] | None = None) -> Found:
         """Returns the requested gradient of some nodes; `around`: maps the outer names in their bodies to handles."""
@@ -179,47 +179,49 @@ class NodeGradients:
 
     def _made(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
         """Returns the outputs of a node with their local types on its group."""
-        found: list[ir.Value] = []
+        outputs: list[ir.Value] = []
         for k in (k for k, out in enumerate(instance.node.outputs) if out.name):
             version = output_layout_of(self.program, instance, k)
             value, shape = self.values.local_value(version), self.values.local_shape(version)
             own_shape = value is not version.value or version.layout.is_replicated
             known = ir.Shape(shape) if shape is not None else value.shape if own_shape else None
-            found.append(ir.Value(name=form.handle(self.at[version]), type=value.type, shape=known))
-        return found
+            outputs.append(ir.Value(name=form.handle(self.at[version]), type=value.type, shape=known))
+        return outputs
 
     def _scope(self) -> Scope:
         return Scope(reserved=self.job.reserved, known=self.known)
 
     def write(
-        self, instance: NodeOnGroup, found: Sequence[NodeGradient], spellings: Mapping[str, Sequence[str]]
+        self, instance: NodeOnGroup, gradients: Sequence[NodeGradient], spellings: Mapping[str, Sequence[str]]
     ) -> dict[str, Value]:
         """Writes the gradients found for a node on all its ranks; maps each operand's handle to its cotangent.
 
         New values are named by one of the `spellings`. A cotangent is one value in all forms.
         """
         everywhere = 0
-        for one in found:
-            everywhere |= ranks_of(one.ranks)
-        cotangents: list[dict[str, Value]] = [{} for _ in found]
+        for gradient in gradients:
+            everywhere |= ranks_of(gradient.ranks)
+        cotangents: list[dict[str, Value]] = [{} for _ in gradients]
         for name, hints in spellings.items():
-            own = [(one.cotangent_places.get(name, ""), one, some) for one, some in zip(found, cotangents, strict=True)]
+            own = [
+                (one.cotangent_places.get(name, ""), one, some) for one, some in zip(gradients, cotangents, strict=True)
+            ]
             nameless = [(dx, some) for dx, one, some in own if dx in one.backward_places and dx not in some]
             if nameless:
                 dx_value = self.job.value(everywhere, *hints)
                 for dx, some in nameless:
                     some[dx] = dx_value
         made: dict[str, Value] = {}
-        for one, some in zip(found, cotangents, strict=True):
-            values = self._write(instance, one, some)
-            made |= {name: values[dx] for name, dx in one.cotangent_places.items()}
+        for gradient, some in zip(gradients, cotangents, strict=True):
+            values = self._write(instance, gradient, some)
+            made |= {name: values[dx] for name, dx in gradient.cotangent_places.items()}
         return made
 
     def _write(
         self, instance: NodeOnGroup, gradient: NodeGradient, cotangents: Mapping[str, Value]
     ) -> dict[str, Value]:
         """Writes the backward ops of one form, and adds to its forward ops the outputs that these read; maps handles to all values."""
-        form, found, ranks = gradient.form, gradient.backward, ranks_of(gradient.ranks)
+        form, backward, ranks = gradient.form, gradient.backward, ranks_of(gradient.ranks)
         path, group = self.program.paths[instance.node], facts_of(instance.group).text
         values = {**gradient.values, **cotangents}
         texts = {
@@ -231,7 +233,7 @@ class NodeGradients:
             values[texts[text]] = self.job.value(ranks, text, f"{text}.{path}", f"{text}.{path}@{group}")
         forward = [
             self._extended(op, node, ranks, values, gradient.places)
-            for op, node in zip(form.ops, found.forward, strict=True)
+            for op, node in zip(form.ops, backward.forward, strict=True)
         ]
         tail = self._early(instance.node, gradient, ranks, values)
         for name, array in gradient.constants.items():
@@ -240,9 +242,9 @@ class NodeGradients:
             rest = tail if k == len(form.ops) - 1 else []
             if after is not before or rest:
                 self.job.replace(ranks, before, [(after, ranks), *rest])
-        self.comm.append(ranks, *over_values(found.nodes, instance.node, values))
+        self.comm.append(ranks, *over_values(backward.nodes, instance.node, values))
         known = {*[gradient.places[name] for name in form.inner], *gradient.values}
-        for name, value in found.scope.values.items():
+        for name, value in backward.scope.values.items():
             if name in values and name not in known and ranks & ~self.job.listed.ranks(values[name]):
                 if value not in self._typed:
                     self._typed[value] = typed(self.values, self.program.symbols, value)
@@ -262,16 +264,16 @@ class NodeGradients:
         (found,) = over_values([node], op.source, {**values, **op.captured})
         return replace(found, captured=op.captured, label=op.label, task=op.task, target=op.target)
 
-    def _early(self, source: ir.Node, one: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
+    def _early(self, source: ir.Node, gradient: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
         """Writes the shapes of values of the forward pass on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
-        for node in one.backward.early:
+        for node in gradient.backward.early:
             name = name_of(node.outputs[0])
             assert node.inputs[0] is not None
             given = values[name_of(node.inputs[0])]
             if given not in self._shapes:
                 self._shapes[given] = self.job.value(
-                    ranks, *[one.places.text(text) for text in (name, f"{name}.primal")]
+                    ranks, *[gradient.places.text(text) for text in (name, f"{name}.primal")]
                 )
             made = values[name] = self._shapes[given]
             self.job.extend(ranks, made)

@@ -148,21 +148,21 @@ class _PackedSum:
         self, packed: tuple[Value, Value], shape: Sequence[int], before: Cuts, after: Cuts
     ) -> tuple[Value, Value]:
         """Moves codes and scales to another layout; `shape` is the shape of the codes, except along `others`, where shards differ."""
-        made = []
-        for given, kind, numbers in zip(
+        moved = []
+        for part, kind, numbers in zip(
             packed, (ir.DataType.INT8, ir.DataType.FLOAT), (1, self.rules.block), strict=True
         ):
             apart = [math.prod(self.mesh[axis] for axis in self.others if axis in cut) for cut in before]
             whole = [size * times for size, times in zip([*shape[:-1], shape[-1] // numbers], apart, strict=True)]
-            value = self._value(str(given), kind, whole)
+            value = self._value(str(part), kind, whole)
             source, target = (ShardedValue(value, self.group, Layout(self.mesh, cuts)) for cuts in (before, after))
             local = [int(size) for size in self.comm.values.local_shape(source) or ()]
-            leaves = self.comm.job.derived_on(self.group, given, ".leaving")
-            self._write("Reshape", [given, self._constant("local", local)], [leaves])
+            leaves = self.comm.job.derived_on(self.group, part, ".leaving")
+            self._write("Reshape", [part, self._constant("local", local)], [leaves])
             self.comm.declare(source, leaves)
-            arrives = self.comm.job.derived_on(self.group, given, ".arrived")
-            made.append(reshard(self.comm, source, leaves, target, arrives, self.cause))
-        codes, scales = made
+            arrives = self.comm.job.derived_on(self.group, part, ".arrived")
+            moved.append(reshard(self.comm, source, leaves, target, arrives, self.cause))
+        codes, scales = moved
         return codes, scales
 
     def _unpacked(self, packed: tuple[Value, Value], shape: Sequence[int], word: str) -> Value:

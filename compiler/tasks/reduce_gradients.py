@@ -236,7 +236,7 @@ class GradientReduction:
         self,
         value: ir.Value,
         version: ShardedValue,
-        given: Value,
+        gradient: Value,
         target: ShardedValue,
         moves: Sequence[Fused],
         defs: Sequence[ShardedValue],
@@ -250,14 +250,14 @@ class GradientReduction:
         assert shape is not None
         assert term is not None
         comm = self.comm if each else self.update
-        given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial", comm)
-        made = self.comm.job.value(to.group, f"{wanted}.scattered" if others else wanted)
-        self.comm.job.declare(to.group, made, self.comm.values.local_value(to), shape)
+        gradient = self._own(version, gradient, f"{self.at[defs[0]]}.grad.partial", comm)
+        result = self.comm.job.value(to.group, f"{wanted}.scattered" if others else wanted)
+        self.comm.job.declare(to.group, result, self.comm.values.local_value(to), shape)
         options = self.training.parameters[value]
         updated_alike = self.training.optimizer_of(value), options.weight_decay, self.training.lr_multiplier(value)
 
         def ready() -> None:
-            after, reduced = self._added_up(value, to, made) if each else (to, made)
+            after, reduced = self._added_up(value, to, result) if each else (to, result)
             if others:
                 if not each:  # what one collective puts next to others another one puts next to others of its own
                     own = self.comm.job.derived_on(after.group, reduced, ".own")
@@ -268,7 +268,7 @@ class GradientReduction:
                 self._ready(value, reduced, after, defs)
 
         unit = self._unit(value)
-        (self.parts if each else self.buckets).add(move, to.value, given, term, made, ready, updated_alike, unit)
+        (self.parts if each else self.buckets).add(move, to.value, gradient, term, result, ready, updated_alike, unit)
 
     def _ready(self, value: ir.Value, gradients: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""

@@ -157,20 +157,20 @@ class RowReduction:
 
     def _joinable(self, one: _Begun) -> Hashable | None:
         """A key that is equal for rows that can be joined in one AllGather along their first dim; None for others."""
-        given, main = one.lists[0], one.defs[0]
-        shape = given.records.rows.shape
+        placed, main = one.lists[0], one.defs[0]
+        shape = placed.records.rows.shape
         if (
             len(one.lists) > 1
-            or given.rows.group != main.group
+            or placed.rows.group != main.group
             or shape is None
             or len(shape) != 2
             or any(main.layout.cuts)
         ):
             return None
-        moves = lower(given.rows.layout, main.layout, main.group, main.group)
+        moves = lower(placed.rows.layout, main.layout, main.group, main.group)
         if len(moves) != 1 or not isinstance(moves[0], AllGather):
             return None
-        return main.group, given.rows.layout, shape[0], given.rows.value.dtype
+        return main.group, placed.rows.layout, shape[0], placed.rows.value.dtype
 
     def _joined(self, started: Sequence[_Begun]) -> Callable[[], list[_PlacedRows]]:
         """Gathers the ids of several parameters as columns of one value, and their rows side by side; what comes back takes them apart."""
@@ -190,22 +190,22 @@ class RowReduction:
 
         def apart() -> list[_PlacedRows]:
             wanted = [named_rows(one.result) for one in started]
-            made = [Rows(*(self.job.value(group, name) for name in (one.ids, one.rows))) for one in wanted]
-            parts = [self.job.derived_on(group, one.ids, ".column") for one in made]
+            separate = [Rows(*(self.job.value(group, name) for name in (one.ids, one.rows))) for one in wanted]
+            parts = [self.job.derived_on(group, one.ids, ".column") for one in separate]
             self._split(group, ids, [1] * len(started), parts)
-            self._split(group, rows, widths, [one.rows for one in made])
+            self._split(group, rows, widths, [one.rows for one in separate])
             flat = self.job.constant(
                 group, self.job.value(group, f"{started[0].result}.flat"), np.array([-1], np.int64)
             )
-            found = []
-            for given, one, part in zip(lists, made, parts, strict=True):
-                self.comm.emit(group, "Reshape", [part, flat], one.ids)
+            placed = []
+            for given, rows_of_one, part in zip(lists, separate, parts, strict=True):
+                self.comm.emit(group, "Reshape", [part, flat], rows_of_one.ids)
                 mesh, values = given.rows.layout.mesh, (given.ids.value, given.rows.value)
                 here = [ShardedValue(value, group, Layout.replicated(mesh, k + 1)) for k, value in enumerate(values)]
-                self.comm.declare(here[0], one.ids)
-                self.comm.declare(here[1], one.rows)
-                found.append(_PlacedRows(here[0], here[1], one))
-            return found
+                self.comm.declare(here[0], rows_of_one.ids)
+                self.comm.declare(here[1], rows_of_one.rows)
+                placed.append(_PlacedRows(here[0], here[1], rows_of_one))
+            return placed
 
         return apart
 
@@ -237,46 +237,48 @@ class RowReduction:
         assert shape is not None
         assert cotangent.dtype is not None
         assert gradient.ids is not None
-        made = self.job.value(group, str(gradient.value).removesuffix(".rows"))
-        sizes = self.comm.constant(group, made, "shape", [int(dim) for dim in shape])
-        axis = self.comm.constant(group, made, "axis", [1])
-        places = self.comm.derived_op(group, "Unsqueeze", [gradient.ids, axis], made, "places")
+        dense = self.job.value(group, str(gradient.value).removesuffix(".rows"))
+        sizes = self.comm.constant(group, dense, "shape", [int(dim) for dim in shape])
+        axis = self.comm.constant(group, dense, "axis", [1])
+        places = self.comm.derived_op(group, "Unsqueeze", [gradient.ids, axis], dense, "places")
         zero = ir.tensor(np.zeros(1, cotangent.dtype.numpy()))
-        zeros = self.job.derived_on(group, made, ".zeros")
+        zeros = self.job.derived_on(group, dense, ".zeros")
         self.comm.emit(group, "ConstantOfShape", [sizes], zeros, value=zero)
-        self.comm.emit(group, "ScatterND", [zeros, places, gradient.value], made, reduction="add")
-        self.comm.declare(version, made)
-        return Gradient(gradient.parameter, gradient.owner, made, gradient.share)
+        self.comm.emit(group, "ScatterND", [zeros, places, gradient.value], dense, reduction="add")
+        self.comm.declare(version, dense)
+        return Gradient(gradient.parameter, gradient.owner, dense, gradient.share)
 
     def _of_all_parts(self, group: Group, one: Rows) -> Rows:
         """The rows of all parts of a batch: an op with that of one part as its operand, which stands for those of all."""
         if self.parts == 1:
             return one
-        made: list[Value] = []
+        joined: list[Value] = []
         for given in (one.ids, one.rows):
             shape = given.shape
             whole = None if shape is None else (_times(shape[0], self.parts), *shape[1:])
-            made.append(self.job.value(group, f"{str(given).removesuffix(PARTIAL)}.parts"))
-            self.comm.emit(group, "Concat", [given], made[-1], None, axis=0)
-            self.job.declare(group, made[-1], self._value(str(made[-1]), _kind(given), whole), whole)
-            self.job.concatenated.add(group, made[-1], None)
-        return Rows(*made)
+            joined.append(self.job.value(group, f"{str(given).removesuffix(PARTIAL)}.parts"))
+            self.comm.emit(group, "Concat", [given], joined[-1], None, axis=0)
+            self.job.declare(group, joined[-1], self._value(str(joined[-1]), _kind(given), whole), whole)
+            self.job.concatenated.add(group, joined[-1], None)
+        return Rows(*joined)
 
-    def _listed(self, version: ShardedValue, given: Rows) -> _PlacedRows:
+    def _listed(self, version: ShardedValue, rows_given: Rows) -> _PlacedRows:
         """The layout of ids and rows on a group: partial values are parts of the list."""
         table, layout = version.value, version.layout
         first = (*layout.cuts[0], *(axis for axis, _ in layout.partial))
         ids, rows = normal(Layout(layout.mesh, (first,))), normal(Layout(layout.mesh, (first, *layout.cuts[1:])))
-        shape = given.ids.shape
+        shape = rows_given.ids.shape
         count = _times(shape[0], ids.num_shards(0)) if shape else None
         width = self.values[table].shape
         assert table.type is not None
         assert width is not None
         made = (
-            self._value(str(given.ids), _INT64, None if count is None else (count,)),
-            self._value(str(given.rows), table.type, None if count is None else (count, *width[1:])),
+            self._value(str(rows_given.ids), _INT64, None if count is None else (count,)),
+            self._value(str(rows_given.rows), table.type, None if count is None else (count, *width[1:])),
         )
-        return _PlacedRows(ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), given)
+        return _PlacedRows(
+            ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), rows_given
+        )
 
     def _value(self, name: str, kind: ir.TypeProtocol, shape: Shape | None) -> ir.Value:
         value = ir.Value(name=name.removesuffix(PARTIAL), type=kind, shape=None if shape is None else ir.Shape(shape))
@@ -308,25 +310,32 @@ class RowReduction:
                 *(f"{str(one).removesuffix(PARTIAL)}.all" for one in (gradients.records.ids, gradients.records.rows))
             )
         cause = f"gradient of '{home.value.name}'"
-        made = []
-        for source, target, one, out in (
+        brought = []
+        for source, target, value, out in (
             (gradients.ids, ids, gradients.records.ids, names.ids),
             (gradients.rows, rows, gradients.records.rows, names.rows),
         ):
             if source == target:
-                made.append(one)
+                brought.append(value)
                 continue
-            made.append(self._moved(source, one, target, out, cause, exact=exact))
-        return _PlacedRows(ids, rows, Rows(*made))
+            brought.append(self._moved(source, value, target, out, cause, exact=exact))
+        return _PlacedRows(ids, rows, Rows(*brought))
 
     def _moved(
-        self, source: ShardedValue, given: Value, target: ShardedValue, out: str, cause: str, *, exact: bool = False
+        self,
+        source: ShardedValue,
+        source_value: Value,
+        target: ShardedValue,
+        out: str,
+        cause: str,
+        *,
+        exact: bool = False,
     ) -> Value:
         """Brings ids or rows to another layout or group, where they are called `out`. `exact`: in their own type."""
         if self.low and not exact and source.value.dtype == ir.DataType.FLOAT:
-            return self._sent_low(source, given, target, out, cause)
+            return self._sent_low(source, source_value, target, out, cause)
         ranks = ranks_of(source.group) | ranks_of(target.group)
-        return reshard(self.comm, source, given, target, self.job.value(ranks, out), cause)
+        return reshard(self.comm, source, source_value, target, self.job.value(ranks, out), cause)
 
     def _sent_low(self, source: ShardedValue, rows: Value, target: ShardedValue, out: str, cause: str) -> Value:
         """Brings rows in bfloat16; they are in their own type then."""

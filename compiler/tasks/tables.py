@@ -59,27 +59,27 @@ def find_tables(program: Targeted, local: LocalView, needed: Collection[ir.Value
         for value in values if not stops_gradient(node) else ():
             if value in readers:
                 readers[value].append(node)
-    found, problems = list[Table](), list[Problem]()
+    tables, problems = list[Table](), list[Problem]()
     for value, nodes in readers.items():
         # A node that also reads it as something else, or in its bodies, needs all of it.
         alone = [node for node in nodes if node.inputs[0] is value and value not in node.inputs[1:]]
         lookups = [node for node in alone if value not in program.around[node] and looks_up_rows(node)]
         if lookups:
             others = [node for node in nodes if node not in lookups]
-            found.append(_Lookups(program, training, local, value, lookups, others).table())
+            tables.append(_Lookups(program, training, local, value, lookups, others).table())
             if training.parameters[value].staleness and training.optimizer_of(value).is_lazy:
                 fact = f"'{value.name}' is updated late, by {training.optimizer_of(value).type}"
                 law = "gradients wait as whole tables, and this optimizer wants the rows that were looked up"
                 where = training.parameters[value].where["staleness"]
                 problems.append(Problem(where, fact, law, "leave out 'staleness', or take another optimizer"))
-            if found[-1].why == _CUT and training.optimizer_of(value).is_lazy:
+            if tables[-1].why == _CUT and training.optimizer_of(value).is_lazy:
                 law = f"{training.optimizer_of(value).type} wants the rows that were looked up, and ranks with a part of them know no ids"
                 where = training.parameters[value].where.get("optimizer", f"parameter '{value.name}'")
                 help = "let ranks pull its rows, cut its columns, or give it another optimizer"
                 problems.append(Problem(where, f"the rows of '{value.name}' are cut", law, help))
     if problems:
         raise CompileError(problems)
-    return found
+    return tables
 
 
 _CUT = "its rows are cut"
@@ -140,16 +140,16 @@ class _Lookups:
     def _rows(self, sized: Callable[[int | str], int | None]) -> int | None:
         """The number of rows that all ranks look up in a step, of dims of these sizes; None where one is not known."""
         total = 0
-        for one in self._instances:
-            shape = self.local.comm.values.local_shape(input_layout_of(self.program, one, 1))
+        for instance in self._instances:
+            shape = self.local.comm.values.local_shape(input_layout_of(self.program, instance, 1))
             dims = [None] if shape is None else [sized(dim) for dim in shape]
             known = [dim for dim in dims if dim is not None]
             if len(known) < len(dims):
                 return None
-            layout = dual_of_input(self.program, one, 0)
+            layout = dual_of_input(self.program, instance, 0)
             terms = math.prod(layout.mesh[axis] for axis, _ in layout.partial)
-            if is_pulled(self.program, one):
-                asked = input_layout_of(self.program, one, 1).layout
+            if is_pulled(self.program, instance):
+                asked = input_layout_of(self.program, instance, 1).layout
                 terms = math.prod(asked.shards)
             total += math.prod(known) * terms
         return total * self.training.rules.accumulate

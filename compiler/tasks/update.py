@@ -97,7 +97,7 @@ class RowUpdates:
         table: ir.Value,
         slots: Sequence[ir.Value],
         scalars: dict[str, ir.Value],
-        made: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
         values: ValueMap,
     ) -> None:
         """Writes the update of a table and its slots, over values."""
@@ -110,7 +110,7 @@ class RowUpdates:
             values.of(gradient.value, table.type),
             slots,
             scalars,
-            made,
+            outputs,
             weight_decay=learned.weight_decay,
             lr_multiplier=self.training.lr_multiplier(gradient.parameter),
             clip_value=self.training.rules.clipping.value or 0.0,
@@ -195,12 +195,12 @@ class Updates(UpdateWriter):
         reported = bool(gradients) and GRADIENT_NORM in (self.training.rules.report or ())
         measured = clipped or reported
         gradients = [*gradients]
-        for k, one in enumerate(gradients):
+        for k, gradient in enumerate(gradients):
             if self.rows.wants_each_once(
-                one, measured
+                gradient, measured
             ):  # where the parameter is updated: kernels that merge are those of CPUs
-                self.target = self.program.update_targets.get(one.parameter, "")
-                gradients[k], self.target = self.rows.merged(one), ""
+                self.target = self.program.update_targets.get(gradient.parameter, "")
+                gradients[k], self.target = self.rows.merged(gradient), ""
         if measured:
             total = self.norm.of(gradients)
         if reported:
@@ -213,8 +213,8 @@ class Updates(UpdateWriter):
             shards = [self._shard(one) for one in some]
             scaled = clipped or self.training.scale is not None
             written = [self._update(one, shard, scaled) for one, shard in zip(some, shards, strict=True)]
-            for one, values in zip(some, written, strict=True):
-                self._replace(one, *values)
+            for gradient, values in zip(some, written, strict=True):
+                self._replace(gradient, *values)
         if not gradients:
             self._keep_scale(None, None)
         self.gathers.flush()
@@ -286,29 +286,29 @@ class Updates(UpdateWriter):
 
         kept = optimizer.slots_of(len(shape))
         slots = [self.job.derived_on(group, home, f".{slot}") for slot in kept]
-        made = [self.job.derived_on(group, of, ".next") for of in (shard, *slots)]
+        following = [self.job.derived_on(group, of, ".next") for of in (shard, *slots)]
         fed = {scalar: self.job.scalar(group, name) for scalar, name in self.training.scalars_of(optimizer).items()}
         if clipped:
             fed["scale"] = self.scale
         values = ValueMap()
         slot_values = [typed_as(slot, ones) for slot, ones in zip(slots, kept.values(), strict=True)]
-        outputs = [typed_as(value, ones) for value, ones in zip(made, ((), *kept.values()), strict=True)]
+        outputs = [typed_as(value, ones) for value, ones in zip(following, ((), *kept.values()), strict=True)]
         scalars = {scalar: values.of(value) for scalar, value in fed.items()}
         if gradient.ids is not None:
             self.rows.update(gradient, typed_as(shard), slot_values, scalars, outputs, values)
         else:
             self._write_update(gradient, typed_as(shard), slot_values, scalars, outputs, values)
-        for value, typed_value in zip((*slots, *made), (*slot_values, *outputs), strict=True):
+        for value, typed_value in zip((*slots, *following), (*slot_values, *outputs), strict=True):
             self._declare(group, value, typed_value)
-        return slots, made
+        return slots, following
 
-    def _replace(self, gradient: Gradient, slots: Sequence[Value], made: Sequence[Value]) -> None:
+    def _replace(self, gradient: Gradient, slots: Sequence[Value], next_values: Sequence[Value]) -> None:
         """Lists what takes the places of a parameter, which is gathered from updated shards with ZeRO, and of its optimizer's slots."""
         optimizer, tensor = self.training.optimizer_of(gradient.parameter), tensor_of(gradient.parameter)
-        following = made[0] if gradient.share == gradient.owner else self._gather(gradient, made[0])
+        following = next_values[0] if gradient.share == gradient.owner else self._gather(gradient, next_values[0])
         self._keep(gradient.owner, self.at[gradient.owner], following, tensor, "parameter")
         kept = optimizer.slots_of(len(self.values.local_shape(gradient.share) or ()))
-        for (slot, ones), state, after in zip(kept.items(), slots, made[1:], strict=True):
+        for (slot, ones), state, after in zip(kept.items(), slots, next_values[1:], strict=True):
             listed = self.job.derived(f"{tensor}.{slot}")
             lies = self._home_of_slot(gradient, listed, ones)
             self._keep(lies, state, after, listed, "optimizer", tensor, optimizer.initial(slot))
@@ -319,7 +319,7 @@ class Updates(UpdateWriter):
         shard: ir.Value,
         slots: Sequence[ir.Value],
         scalars: Mapping[str, ir.Value],
-        made: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
         values: ValueMap,
     ) -> None:
         """Writes the update of a parameter by a dense gradient: one node, or several with sums over shards between them."""
@@ -329,30 +329,32 @@ class Updates(UpdateWriter):
             values.of(gradient.value, shard.type, shard.shape),
             slots,
             scalars,
-            made,
+            outputs,
             weight_decay=self.training.parameters[gradient.parameter].weight_decay,
             lr_multiplier=self.training.lr_multiplier(gradient.parameter),
             clip_value=self.training.rules.clipping.value or 0.0,
             shape=self._shape(gradient.parameter),
             cut=self.sums.cut(gradient),
         )
-        self.sums.write(gradient, steps, made, values)
+        self.sums.write(gradient, steps, outputs, values)
 
     def _shape(self, parameter: ir.Value) -> tuple[int, ...]:
         """The shape of a whole parameter, which is known."""
         return tuple(size for size in self.values[parameter].shape or () if isinstance(size, int))
 
-    def _home_of_slot(self, one: Gradient, name: str, ones: Sequence[int]) -> ShardedValue:
+    def _home_of_slot(self, gradient: Gradient, name: str, ones: Sequence[int]) -> ShardedValue:
         """The layout of a slot: that of the parameter's share, except for dims of which the slot has one element."""
         if not ones:
-            return one.share
-        shape = self._shape(one.parameter)
+            return gradient.share
+        shape = self._shape(gradient.parameter)
         dims = {dim % len(shape) for dim in ones}
         whole = ir.Shape([1 if dim in dims else size for dim, size in enumerate(shape)])
-        listed = typed(self.values, self.program.symbols, ir.Value(name=name, type=one.parameter.type, shape=whole))[0]
-        return ShardedValue(listed, one.share.group, normal(without_dims(one.share.layout, dims)))
+        listed = typed(
+            self.values, self.program.symbols, ir.Value(name=name, type=gradient.parameter.type, shape=whole)
+        )[0]
+        return ShardedValue(listed, gradient.share.group, normal(without_dims(gradient.share.layout, dims)))
 
-    def _gather(self, gradient: Gradient, made: Value) -> Value:
+    def _gather(self, gradient: Gradient, updated: Value) -> Value:
         """Gathers the next parameter from the shares that ranks have updated."""
         after = self.job.derived_on(gradient.owner.group, self.at[gradient.owner], ".next")
         following = ir.Value(name=str(after), type=gradient.parameter.type, shape=gradient.parameter.shape)
@@ -363,22 +365,22 @@ class Updates(UpdateWriter):
         if can_join(moves):
             shape = self.values.local_shape(share)
             assert shape is not None
-            self.gathers.add(cast(Fused, moves[0]), following, made, shape, after)
+            self.gathers.add(cast(Fused, moves[0]), following, updated, shape, after)
             return after
-        return reshard(self.comm, share, made, whole, after, f"update of '{gradient.parameter.name}'")
+        return reshard(self.comm, share, updated, whole, after, f"update of '{gradient.parameter.name}'")
 
     def _keep(
         self,
         home: ShardedValue,
         value: Value,
-        made: Value | None,
+        following: Value | None,
         tensor: str,
         kind: Kind,
         parameter: str = "",
         initial: float = 0.0,
     ) -> None:
         """Lists a state tensor on the ranks of `home`."""
-        self.job.state.add(home.group, value, State(value, home, made, tensor, kind, parameter, initial))
+        self.job.state.add(home.group, value, State(value, home, following, tensor, kind, parameter, initial))
 
     def _replacing(self, version: ShardedValue, following: ir.Value) -> Value:
         """Reshards the value that replaces a state tensor, made by a forward node, to the tensor's layout."""
@@ -436,15 +438,15 @@ class Updates(UpdateWriter):
         scale = values.of(made, ir.TensorType(ir.DataType.FLOAT), ir.Shape(()))
         self._append(self.job.everyone, [clip_scale(values.of(square), scale, bound)], values)
 
-    def _divide_by_scale(self, made: Value) -> None:
+    def _divide_by_scale(self, inverse: Value) -> None:
         """Makes the inverse of the loss scale, by which gradients are multiplied."""
         scale, everyone = self.training.scale, self.job.everyone
         assert scale is not None
         if scale.dynamic:
-            self._emit(everyone, "Reciprocal", [self.job.number(STATE)], made)
+            self._emit(everyone, "Reciprocal", [self.job.number(STATE)], inverse)
             return
-        self._declare(everyone, made, number_type())
-        self.job.constant(everyone, made, np.array(1 / scale.first, np.float32))
+        self._declare(everyone, inverse, number_type())
+        self.job.constant(everyone, inverse, np.array(1 / scale.first, np.float32))
 
     def _keep_scale(self, scale: Value | None, steps: Value | None) -> None:
         """Lists the loss scale and the count of its steps on all ranks, with what takes their places."""
@@ -475,41 +477,41 @@ class ShardSums:
         cuts = one.share.layout.cuts
         return [dim for dim in range(len(cuts)) if cuts[dim] or one.parameter in self.known]
 
-    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: ValueMap) -> None:
+    def write(self, gradient: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: ValueMap) -> None:
         """Writes the steps that make a parameter's next value and slots, over values."""
-        before = self.known.get(one.parameter)
+        before = self.known.get(gradient.parameter)
         sums = [step for step in steps if isinstance(step, ShardSum)]
         for step in steps if before is None else without_terms(steps, made):
             if isinstance(step, ir.Node):
-                self.append(one.owner.group, [step], values)
+                self.append(gradient.owner.group, [step], values)
             elif before is None:
-                self.known.setdefault(one.parameter, []).append(self._summed(one, step, values))
+                self.known.setdefault(gradient.parameter, []).append(self._summed(gradient, step, values))
             elif step.total is not step.terms:
-                values[step.total] = self._brought(one, step, *before[sums.index(step)])
+                values[step.total] = self._brought(gradient, step, *before[sums.index(step)])
 
-    def _summed(self, one: Gradient, step: ShardSum, values: ValueMap) -> tuple[ShardedValue, Value]:
+    def _summed(self, gradient: Gradient, step: ShardSum, values: ValueMap) -> tuple[ShardedValue, Value]:
         """Adds terms up over the shards along the dims of a sum; the sum, and its value."""
-        group, layout, name = one.owner.group, self._layout(one, step), name_of(step.total)
+        group, layout, name = gradient.owner.group, self._layout(gradient, step), name_of(step.total)
         local = tuple(step.terms.shape or ())
         shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
         value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
         total = terms = values[step.terms]
         if step.total is not step.terms:
             total = values[step.total] = self.comm.job.value(group, name)
-            axes = tuple(axis for dim in step.dims for axis in one.share.layout.cuts[dim])
+            axes = tuple(axis for dim in step.dims for axis in gradient.share.layout.cuts[dim])
             elements = math.prod(size for size in local if isinstance(size, int))
             self.comm.job.declare(group, total, value, tuple(size for size in local if isinstance(size, int)))
             move = AllReduce(group, layout, axes, "sum")
-            self.comm.fused(move, [value], [terms], [total], elements, _cause(one, step))
+            self.comm.fused(move, [value], [terms], [total], elements, _cause(gradient, step))
         return ShardedValue(value, group, normal(layout)), total
 
-    def _brought(self, one: Gradient, step: ShardSum, first: ShardedValue, total: Value) -> Value:
+    def _brought(self, gradient: Gradient, step: ShardSum, first: ShardedValue, total: Value) -> Value:
         """Brings a sum to another group; its value there."""
-        target = ShardedValue(first.value, one.owner.group, normal(self._layout(one, step)))
+        target = ShardedValue(first.value, gradient.owner.group, normal(self._layout(gradient, step)))
         if target == first:
             return total
         made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), name_of(step.total))
-        return reshard(self.comm, first, total, target, made, _cause(one, step))
+        return reshard(self.comm, first, total, target, made, _cause(gradient, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:
         """The layout of a sum at the parameter's update: the parameter's, except for dims of which the sum has one element."""

@@ -353,26 +353,26 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
     One of the `others` becomes a parameter if a rule of its whole name says `frozen: false`.
     """
     freed = {pattern for pattern, rule in rules.parameters.items() if rule.frozen is False}
-    found: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None, "staleness": 0}
         for name in (*names, *(name for name in others if name in freed))
     }
-    places = {name: dict[str, str]() for name in found}
+    places = {name: dict[str, str]() for name in options}
     problems = [*_rates_without_base(rules)]
     for pattern, rule in rules.parameters.items():
-        hit, kept = _matching(pattern, list(found)), _matching(pattern, others)
+        hit, kept = _matching(pattern, list(options)), _matching(pattern, others)
         keys = ("frozen", "weight_decay", "lr", "optimizer", "staleness")
         said = {key: value for key in keys if (value := getattr(rule, key)) is not None}
         for name in hit:
-            found[name] |= said
+            options[name] |= said
             places[name] |= dict.fromkeys(said, rules.where("parameters", pattern))
         if not hit and not (kept and rule.frozen) and (kept or not _is_open(pattern)):
-            problems.append(_unmatched(rules, pattern, list(found), kept))
-    problems += _still(rules, found)
-    problems += _late(rules, found, places)
+            problems.append(_unmatched(rules, pattern, list(options), kept))
+    problems += _still(rules, options)
+    problems += _late(rules, options, places)
     if problems:
         raise CompileError(problems)
-    return {name: ParameterOptions(**said, where=places[name]) for name, said in found.items()}
+    return {name: ParameterOptions(**said, where=places[name]) for name, said in options.items()}
 
 
 def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:

@@ -130,17 +130,17 @@ class GraphAppender:
 
     def own_scalar(self, name: str) -> ir.Value:
         """The model's output of a name, which must be one float."""
-        found = self.output(name)
-        if (found.dtype is not None and found.dtype not in FLOATS) or (
-            found.shape is not None and any(dim != 1 for dim in found.shape.dims)
+        output = self.output(name)
+        if (output.dtype is not None and output.dtype not in FLOATS) or (
+            output.shape is not None and any(dim != 1 for dim in output.shape.dims)
         ):
-            shape = "" if found.shape is None else str(found.shape)
+            shape = "" if output.shape is None else str(output.shape)
             raise self.error(
-                f"the output '{name}' is {found.dtype.name.lower() if found.dtype else ''}{shape}",
+                f"the output '{name}' is {output.dtype.name.lower() if output.dtype else ''}{shape}",
                 "a loss or metric of the model's own is one float",
                 "take its mean in the model, or say by `type` how it is compared with labels",
             )
-        return self._divided(found)
+        return self._divided(output)
 
     def _divided(self, number: ir.Value) -> ir.Value:
         """A number of the model's own; the sum that it is divided by, as a mean over the labels that count is, is its denominator."""
@@ -189,34 +189,34 @@ class GraphAppender:
 
     def graph_input(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
         """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
-        found = next((value for value in self.graph.inputs if value.name == name), None)
-        if found is None and name in self._names:
+        port = next((value for value in self.graph.inputs if value.name == name), None)
+        if port is None and name in self._names:
             raise self.error(
                 f"'{name}' is no input of the model but a value inside of it", help="name the labels otherwise"
             )
-        if found is None:
+        if port is None:
             self._names.add(name)
             known = self._named_dims()
             shape = [dim if isinstance(dim, int) or str(dim.value) in known else None for dim in dims]
-            found = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kinds[0]))
-            self.graph.inputs.append(found)
-            return found
-        if found.dtype is not None and found.dtype not in kinds:
+            port = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kinds[0]))
+            self.graph.inputs.append(port)
+            return port
+        if port.dtype is not None and port.dtype not in kinds:
             words = " or ".join(kind.name.lower() for kind in kinds)
-            raise self.error(f"the input '{name}' is of type {found.dtype.name.lower()}", f"it must be of {words} here")
-        have = None if found.shape is None else tuple(found.shape.dims)
+            raise self.error(f"the input '{name}' is of type {port.dtype.name.lower()}", f"it must be of {words} here")
+        have = None if port.shape is None else tuple(port.shape.dims)
         if have is not None and not _fits(have, dims):
             raise self.error(
                 f"the input '{name}' is {_text(have)} in the model, and {_text(dims)} is expected",
                 "labels have the shape of the logits without the classes, targets that of the prediction",
                 "say which axis the classes are by `axis`, or change the input",
             )
-        if found.dtype in (None, kinds[0]):
-            return found
+        if port.dtype in (None, kinds[0]):
+            return port
         word = f"{name}.{kinds[0].name.lower()}"
         if f"{self.path}.{word}" in self._names:
             return next(value for value in _values(self.graph) if value.name == f"{self.path}.{word}")
-        return self.op(word, "Cast", found, to=kinds[0].value)
+        return self.op(word, "Cast", port, to=kinds[0].value)
 
     def _inferred(self, value: ir.Value) -> tuple[Dims | None, ir.DataType | None]:
         """A value's dims and type by shape inference on a copy; input dims without a name get one, so that others can share it."""

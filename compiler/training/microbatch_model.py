@@ -43,12 +43,12 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
     graph = program.model.graph
     values = {value.name: value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
     inputs = {value.name for value in graph.inputs}
-    found: dict[str, LabelRecord] = {}
+    records: dict[str, LabelRecord] = {}
 
     def add(labels: str, scores: ir.Value | None, axis: int | None, ignored: int | None) -> None:
-        known, classes = found.get(labels, LabelRecord(classes=0)), _classes(scores, axis)
+        known, classes = records.get(labels, LabelRecord(classes=0)), _classes(scores, axis)
         more = [] if ignored is None or ignored in known.ignored else [ignored]
-        found[labels] = LabelRecord(
+        records[labels] = LabelRecord(
             classes=0 if classes is None else max(known.classes, classes), ignored=[*known.ignored, *more]
         )
 
@@ -61,10 +61,10 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
     for name, metric in train.metrics.items():
         match metric.class_labels:
             case ClassLabels(of, count=int(count)) if count:
-                found[of or train.loss.labels] = LabelRecord(classes=count, metric=name)
-            case ClassLabels(str(of), output, axis, ignored) if of not in found:
+                records[of or train.loss.labels] = LabelRecord(classes=count, metric=name)
+            case ClassLabels(str(of), output, axis, ignored) if of not in records:
                 add(of, values.get(output), axis, ignored)
-    return {name: one for name, one in found.items() if name in inputs}
+    return {name: one for name, one in records.items() if name in inputs}
 
 
 def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
@@ -90,45 +90,45 @@ def in_parts(program: Annotated) -> Annotated:
     program = _arriving_whole(program, fixed)
     if training.rules.accumulate == 1 or program.kind is ProgramKind.EVALUATION:
         return replace(program, training=training)
-    found = Flow(program, training.rules.accumulate)
+    flow = Flow(program, training.rules.accumulate)
     outputs, divisors = program.model.graph.outputs, {divisor.outputs[0] for divisor in program.means}
-    own = [value for value in outputs if found.state(value) is OWN and value not in divisors]
-    found.totals.update(dict.fromkeys(value for value in own if found.follows_from_inputs(value)))
-    own = [value for value in own if value not in found.totals]
+    own = [value for value in outputs if flow.state(value) is OWN and value not in divisors]
+    flow.totals.update(dict.fromkeys(value for value in own if flow.follows_from_inputs(value)))
+    own = [value for value in own if value not in flow.totals]
     # A part's number of positions is its own, and a term of the batch's.
-    summed = [value for value in outputs if found.state(value) is OWN and value in divisors]
-    summed += [value for value, state in found.states.items() if state == SUM]
+    summed = [value for value in outputs if flow.state(value) is OWN and value in divisors]
+    summed += [value for value, state in flow.states.items() if state == SUM]
     paths, values = dict(program.paths), dict(program.values)
-    _deliver_totals(program.model.graph, found, paths, values)
-    known = replace(known, totals=tuple(name_of(value) for value in found.totals))
+    _deliver_totals(program.model.graph, flow, paths, values)
+    known = replace(known, totals=tuple(name_of(value) for value in flow.totals))
     training = replace(training, records=known)
     if program.kind is ProgramKind.TOTALS:
         return replace(program, training=training, paths=paths, values=values)
     if program.kind is ProgramKind.STREAMED_EVALUATION:
-        _hold_evaluation(program, found, own)
+        _hold_evaluation(program, flow, own)
     training = replace(training, records=replace(known, summed=frozenset(map(name_of, summed))))
-    read = {value for node in _needed_for(found.totals, program) for value in program.reads[node]}
+    read = {value for node in _needed_for(flow.totals, program) for value in program.reads[node]}
     counted = [
         value for value in program.model.graph.inputs if value in read
     ]  # fed, also where nothing else reads them
-    _give_totals(program, found, values)
-    _take_shares(found, training.rules.accumulate, paths, values)
-    if _place_masks(program.model.graph, found, training.rules.accumulate, values):
+    _give_totals(program, flow, values)
+    _take_shares(flow, training.rules.accumulate, paths, values)
+    if _place_masks(program.model.graph, flow, training.rules.accumulate, values):
         training = replace(training, scalars=(*training.scalars, PART))
     used = [value for value in training.statistics.values() if value is not None]
     drop_unread(program.model.graph, [*used, *counted])
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.records.totals)
-    if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics != MICROBATCH:
-        raise CompileError(_refused(program, found))
+    if flow.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics != MICROBATCH:
+        raise CompileError(_refused(program, flow))
     if program.plan.pipeline is not None and program.plan.pipeline.parts:
-        _hold_bits(program, found, read, training)
-    warnings = (*program.warnings, *_told(program, found, [str(value.name) for value in own]))
+        _hold_bits(program, flow, read, training)
+    warnings = (*program.warnings, *_told(program, flow, [str(value.name) for value in own]))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
 
 
-def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], training: Training) -> None:
+def _hold_bits(program: Annotated, flow: Flow, read: Collection[ir.Value], training: Training) -> None:
     """Raises CompileError for values whose bits depend on the number of ranks, although all sums over parts have one order.
 
     `read`: the values from which the whole batch's numbers are computed; they must be integers, whose sums are exact in any order.
@@ -136,7 +136,7 @@ def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], trai
     rules = program.plan.pipeline
     assert rules is not None
     facts: dict[str, str] = {}
-    if found.state(training.loss) != SUM:
+    if flow.state(training.loss) != SUM:
         facts[f"the loss '{training.loss.name}' is not a sum over records"] = "take one of train.loss, or its sum"
     for value in read:
         tensor = ir.convenience.get_const_tensor(value)
@@ -145,7 +145,7 @@ def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], trai
             facts[f"the loss divides by a sum of '{value.name}', which has fractions"] = (
                 "take weights that are whole numbers"
             )
-    for node, _ in found.shares:
+    for node, _ in flow.shares:
         path = program.paths[node]
         facts[f"{path} ({node.op_type}) adds what all parts have alike to the loss"] = "leave it out of the loss"
     if training.low_messages:
@@ -160,14 +160,14 @@ def _hold_bits(program: Annotated, found: Flow, read: Collection[ir.Value], trai
         )
 
 
-def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -> None:
+def _hold_evaluation(program: Annotated, flow: Flow, own: Iterable[ir.Value]) -> None:
     """Raises CompileError if an evaluation in microbatches differs from that of the whole batch, or needs totals that the step lacks."""
     totals = program.other_programs.get(ProgramKind.TOTALS)
     made = totals.training.records.totals if totals is not None and totals.training is not None else ()
-    facts = [f"the step makes no '{value.name}' of the whole batch" for value in found.totals if value.name not in made]
+    facts = [f"the step makes no '{value.name}' of the whole batch" for value in flow.totals if value.name not in made]
     facts += [f"'{value.name}' of a batch does not follow from those of its parts" for value in own]
-    if found.mixing:
-        raise CompileError(_refused(program, found))
+    if flow.mixing:
+        raise CompileError(_refused(program, flow))
     if facts:
         raise CompileError([Problem(program.name, fact) for fact in facts])
 
@@ -306,16 +306,16 @@ def _refused(program: Annotated, found: Flow) -> Problem:
     )
 
 
-def _told(program: Annotated, found: Flow, own: Sequence[str]) -> list[str]:
+def _told(program: Annotated, flow: Flow, own: Sequence[str]) -> list[str]:
     """Returns a warning of all nodes that see a microbatch's records in place of the batch's, and one of outputs of such nodes."""
     assert program.training is not None
     parts = f"with `accumulate: {program.training.rules.accumulate}`"
     means = (
         [f"{parts} these are means over the parts of a batch, and not of all of it: {', '.join(own)}"] if own else []
     )
-    if not found.mixing:
+    if not flow.mixing:
         return means
-    named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
+    named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in flow.mixing.items()]
     more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
     told = f"{parts} these see the records of one part of a batch at a time: {'; '.join(named[:3])}{more}"
     return [told, *means]

@@ -80,13 +80,13 @@ def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
             problems.append(Problem(rule.where, fact, help=help))
     if problems:
         raise CompileError(problems)
-    found = {}
+    served = {}
     for value in order:
         reading = [decided[use.node] for use in value.uses() if use.node in decided]
         deciding = max([*reading[:1], *([named[value]] if value in named else [])], default=None)
         if deciding is not None and rules[deciding].serves:
-            found[value] = rules[deciding]
-    return found
+            served[value] = rules[deciding]
+    return served
 
 
 @dataclass(frozen=True)

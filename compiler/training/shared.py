@@ -56,7 +56,7 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
     taken |= {operand_name(value) for node in model.graph for value in node.outputs}
     order = {node: place for place, node in enumerate(paths)}
-    found = []
+    shared = []
     for name in names:
         readers = _readers(weights[name], paths, order) if name in weights else {}
         if len(readers) < 2:
@@ -65,8 +65,8 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
         for module in list(readers)[1:]:
             own.append(_own_name(name, module, taken))
             taken.add(own[-1])
-        found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
-    return found
+        shared.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
+    return shared
 
 
 def _own_name(name: str, module: str, taken: set[str]) -> str:
@@ -95,13 +95,13 @@ def separate_shared(
     paths = node_paths(model)
     done: list[tuple[Shared, bool]] = []
     names = list(trainable)
-    for one in shared_weights(model, trainable, paths):
-        keep = said(one.name)
-        own = one.repeats if keep is None else not keep
-        done.append((one, own))
+    for weight in shared_weights(model, trainable, paths):
+        keep = said(weight.name)
+        own = weight.repeats if keep is None else not keep
+        done.append((weight, own))
         if own:
-            split(model, one, paths)
-            names[names.index(one.name) + 1 : names.index(one.name) + 1] = one.names[1:]
+            split(model, weight, paths)
+            names[names.index(weight.name) + 1 : names.index(weight.name) + 1] = weight.names[1:]
     return names, done
 
 
@@ -128,7 +128,7 @@ def split_as(model: ir.Model, names: Iterable[str]) -> None:
 def parted(model: ir.Model, names: Iterable[str]) -> list[str]:
     """Lines about weights with the numbers of another one transposed: of a tied weight an exporter that folds constants makes two."""
     seen: dict[tuple[tuple[int, ...], bytes], tuple[str, ir.TensorProtocol]] = {}
-    found = []
+    lines = []
     for name in names:
         value = model.graph.initializers.get(name)
         tensor = value.const_value if value is not None else None
@@ -138,12 +138,12 @@ def parted(model: ir.Model, names: Iterable[str]) -> list[str]:
         shape, begin = tuple(tensor.shape.numpy()), diagonal.tobytes()
         other, like = seen.get((shape[::-1], begin), (name, None))
         if like is not None and np.array_equal(like.numpy(), tensor.numpy().T):
-            found.append(
+            lines.append(
                 f"'{name}' has the numbers of '{other}' transposed, and is a parameter of its own: an exporter that folds constants parts "
                 "a weight that two modules share\n  help: export it as one, with torch by torch.onnx.export(..., optimize=False)"
             )
         seen.setdefault((shape, begin), (name, tensor))
-    return found
+    return lines
 
 
 def _diagonal(tensor: ir.TensorProtocol) -> Numbers | None:

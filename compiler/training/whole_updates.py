@@ -106,14 +106,14 @@ def adafactor(update: WholeUpdate) -> list[Step]:
         for slot, mean, following in zip(axes, means, update.outputs[1:], strict=True)
     ]
     total = update.summed(update.value("total", (-1, -2)), (-2,), (-1, -2))
-    given = {"gradient": tensors["gradient"], **now, "total": total.total}
+    operands = {"gradient": tensors["gradient"], **now, "total": total.total}
     return [
         call.node("AdafactorMeans", tensors, terms, "means"),
         *means,
         *moments,
         call.node("AdafactorTotal", now, [total.terms], "total"),
         total,
-        call.node("AdafactorDirection", given, [direction], "direction"),
+        call.node("AdafactorDirection", operands, [direction], "direction"),
         *apply,
     ]
 
@@ -139,7 +139,7 @@ def row_adagrad(update: WholeUpdate) -> list[Step]:
 
 def _scaled(
     update: WholeUpdate,
-    given: Mapping[str, ir.Value],
+    operands: Mapping[str, ir.Value],
     squares: str,
     ratio: str,
     apply: str,
@@ -149,10 +149,10 @@ def _scaled(
     made, factor = update.call.value("squares", ir.Shape([2])), update.call.value("ratio", ir.Shape([]))
     total = update.summed(made, range(len(update.shape)))
     return [
-        update.call.node(squares, given, [made], "squares"),
+        update.call.node(squares, operands, [made], "squares"),
         total,
         update.call.node(ratio, {"squares": total.total}, [factor], "ratio"),
-        update.call.node(apply, {**given, "ratio": factor}, outputs, "update"),
+        update.call.node(apply, {**operands, "ratio": factor}, outputs, "update"),
     ]
 
 
@@ -167,12 +167,12 @@ WHOLE_UPDATES: Mapping[str, Callable[[WholeUpdate], list[Step]]] = {
 
 def without_terms(steps: Sequence[Step], wanted: Collection[ir.Value]) -> list[Step]:
     """The steps that make the wanted values where the sums are given."""
-    needed, found = {*wanted}, list[Step]()
+    needed, kept_steps = {*wanted}, list[Step]()
     for step in reversed(steps):
         if isinstance(step, ShardSum):
             if step.total in needed:
-                found.append(step)
+                kept_steps.append(step)
         elif not needed.isdisjoint(step.outputs):
             needed.update(value for value in step.inputs if value is not None)
-            found.append(step)
-    return found[::-1]
+            kept_steps.append(step)
+    return kept_steps[::-1]

@@ -100,13 +100,13 @@ def key_of(folder: Path, files: Mapping[str, InFile] | None, decoder: bool, abse
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version}
+    versions = {"python": sys.version}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
 @cache
@@ -147,13 +147,13 @@ def _export(proto: onnx.ModelProto, facts: dict[str, Any], path: Path, where: st
     model.metadata_props.pop(_FACTS, None)
     declared = replace(read_declared(model, where), warnings=tuple(facts["warnings"]))
     graph = model.graph
-    given = {str(value.name): value for value in graph.inputs}
+    inputs_by_name = {str(value.name): value for value in graph.inputs}
     own = dict(graph.initializers)
     graph.initializers.clear()
     for name in facts["initializers"]:
         value = own.get(name)
         if value is None:
-            value = given[name]
+            value = inputs_by_name[name]
             graph.inputs.remove(value)
             assert value.dtype is not None
             assert value.shape is not None
@@ -233,15 +233,15 @@ def refusal(folder: Path) -> str:
 def entries() -> list[tuple[Path, int, float]]:
     """Returns each entry with its bytes and the time of its last use, the latest first."""
     folder = cache_folder()
-    found = []
+    stored = []
     for path in folder.glob(f"*{_SUFFIX}") if folder is not None and folder.is_dir() else ():
         try:
             status = path.lstat()
         except OSError:  # another process removed it
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append((path, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda one: -one[2])
+            stored.append((path, status.st_size, status.st_mtime))
+    return sorted(stored, key=lambda one: -one[2])
 
 
 def model_of(path: Path) -> str:

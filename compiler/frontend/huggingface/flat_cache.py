@@ -122,14 +122,14 @@ def _with_encoder(module: Any, where: str) -> _Step:
         inputs[ENCODER_MASK] = Input(["batch", "sequence"], "int64")
     inputs["decoder_input_ids"] = Input(["batch", "target"], "int64")
 
-    def run(given: Mapping[str, Any], pasts: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    def run(inputs: Mapping[str, Any], pasts: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         from transformers.cache_utils import EncoderDecoderCache
         from transformers.modeling_outputs import BaseModelOutput
 
         cache: Any = EncoderDecoderCache(_cache(pasts), _cache([]))
-        targets = given["decoder_input_ids"]
-        masks = [_masked(given, module, tokens.shape[1]) for tokens in (given[name], targets)]
-        states = module.get_encoder()(given[name], **masks[0]).last_hidden_state
+        targets = inputs["decoder_input_ids"]
+        masks = [_masked(inputs, module, tokens.shape[1]) for tokens in (inputs[name], targets)]
+        states = module.get_encoder()(inputs[name], **masks[0]).last_hidden_state
         made = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), argument: cache}
         logits = whole(decoder_input_ids=targets, use_cache=True, **masks[1], **made).logits
         return logits, cache.self_attention_cache.layers, cache.cross_attention_cache.layers
@@ -137,17 +137,17 @@ def _with_encoder(module: Any, where: str) -> _Step:
     return _Step(inputs, run)
 
 
-def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any]:
+def _masked(inputs: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any]:
     """Returns an additive mask over an encoder's entries, [batch, 1, 1, entries]; the model adds it to the attention scores as it is.
 
     For fused attention it has a row for each of the `tokens` that attend: that becomes ONNX's op, and onnxruntime wants those rows.
     """
     import torch
 
-    if ENCODER_MASK not in given:
+    if ENCODER_MASK not in inputs:
         return {}
     kind = next(module.parameters()).dtype
-    away = torch.where(given[ENCODER_MASK][:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
+    away = torch.where(inputs[ENCODER_MASK][:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
     is_fused = attribute(module.config, "_attn_implementation", str) == "sdpa"
     return {"attention_mask": away.expand(-1, -1, tokens, -1) if is_fused else away}
 
@@ -206,7 +206,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
 
     kind, device = type(module).__name__, next((tensor.device for tensor in module.parameters()), None)
     settings.settle(module, "experts")
-    given = {
+    arguments = {
         name: torch.ones(
             [
                 dim if isinstance(dim, int) and (dim, one.dtype) != (1, "int64") else 1 + (k > 0)
@@ -221,11 +221,11 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
     try:
         unfused, short = settings.unfused_attention(module), short_frequencies(module)
         with torch.no_grad(), quiet(), unfused, short, no_padding(module.config):
-            _, grown, *crossing = step.run(given, [])
-        found = [_tensors(layer) for layer in grown]
+            _, grown, *crossing = step.run(arguments, [])
+        by_layer = [_tensors(layer) for layer in grown]
     except Exception as error:  # a model with another kind of cache may raise anything
         raise _refusal(module, where, f"{kind} runs with no such cache: {_reason(error)}") from error
-    if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, found, strict=True)):
+    if any(type(layer).__name__ == _OF_STATES and not kept for layer, kept in zip(grown, by_layer, strict=True)):
         raise _refusal(module, where)
     setting = _BEGUN_OTHERWISE.get(attribute(module.config, "model_type", str, ""), "")
     if setting and attribute(module.config, setting, bool, False):
@@ -234,7 +234,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
         )
     if odd := sorted({type(layer).__name__ for layer in grown} - _LAYERS):
         raise _refusal(module, where, f"the cache of {kind} has layers of other kinds: {', '.join(odd)}")
-    shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in found]
+    shapes = [{name: tuple(tensor.shape) for name, tensor in layer.items()} for layer in by_layer]
     grow = [shape for layer in shapes for name, shape in layer.items() if name in _SIDES]
     if not any(shapes):
         raise _refusal(module, where, f"{kind} fills no cache")
@@ -244,7 +244,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[dict[str, tuple[
         {
             name: (
                 [shape[1], PAST, shape[3]] if name in _SIDES else [*shape[1:]],
-                str(found[k][name].dtype).removeprefix("torch."),
+                str(by_layer[k][name].dtype).removeprefix("torch."),
             )
             for name, shape in layer.items()
         }

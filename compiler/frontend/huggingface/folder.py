@@ -202,21 +202,21 @@ def _exported(
             f"write a model.py with `model = transformers.{kind}.from_pretrained({str(folder)!r})`, and compile that"
         )
         raise CompileError(Problem(where, fact, help=help_))
-    told = []
+    warnings = []
     if weights.unread:
-        told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(weights.unread)}")
+        warnings.append(f"{folder.name}: {type(module).__name__} does not read {first_of(weights.unread)}")
     if built.widened == "bfloat16":
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
-        told.append(
+        warnings.append(
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
         )
     elif built.widened:
-        told.append(
+        warnings.append(
             f"{folder.name}: float16 becomes float32, in which products with quantized weights compute, or in int8"
         )
     declared = Declared(
         symbols=names.symbols,
-        warnings=tuple(told),
+        warnings=tuple(warnings),
         tp_plan=tp_plan(module),
         start=start_tokens(module),
         decoding=decoding(module, folder),

@@ -72,19 +72,19 @@ def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbo
     next.
     """
     dims = {dim for one in inputs.values() for dim in one.shape}
-    found, most = {}, longest(model)
+    symbols, most = {}, longest(model)
     for dim, keys in _POSITIONS.items():
         sizes = [size for key in keys if (size := attribute(model.config, key, int, 0)) > 0]
         sizes = sizes if most is None else [min([*sizes[:1], most[0]])]
         least = 2 if dim == "sequence" and "labels" in inputs and _is_decoder(model) else 1
         if dim in dims and (sizes or least > 1):
-            found[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)
+            symbols[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)
     if "samples" in dims:
         least = 2  # frames
         for kernel, stride in _convolutions(model.config)[::-1]:
             least = (least - 1) * stride + kernel
-        found["samples"] = Symbol(min=least)
-    return found
+        symbols["samples"] = Symbol(min=least)
+    return symbols
 
 
 def main_outputs(names: Sequence[str]) -> list[str]:

@@ -70,19 +70,19 @@ def float_weights(config: Mapping[str, object], files: Mapping[str, InFile], fol
         raise CompileError(Problem(where, fact, "4 and 8 bits are read", _HELP))
     is_symmetric = settings.get("sym" if method == "gptq" else "zero_point") is (method == "gptq")
     packing = _Packing(bits, group, method == "gptq", form == "gptq", is_symmetric)
-    found, problems = dict(files), list[Problem]()
+    weights, problems = dict(files), list[Problem]()
     for name in [name.removesuffix(".qweight") for name in files if name.endswith(".qweight")]:
-        words = found.pop(f"{name}.qweight")
+        words = weights.pop(f"{name}.qweight")
         result = packing.weight(
-            name, words, *(found.pop(f"{name}.{kind}", None) for kind in ("qzeros", "scales", "g_idx"))
+            name, words, *(weights.pop(f"{name}.{kind}", None) for kind in ("qzeros", "scales", "g_idx"))
         )
         if isinstance(result, str):
             problems.append(Problem(folder, f"'{name}' {result}", help=_HELP))
         else:
-            found[f"{name}.weight"] = InFiles(words.file, Stored(BY_NAME["float"], result.shape), result.tensor)
+            weights[f"{name}.weight"] = InFiles(words.file, Stored(BY_NAME["float"], result.shape), result.tensor)
     if problems:
         raise CompileError(problems)
-    return found
+    return weights
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,12 @@ def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str)
 
     A scale applies to a block of `size`; without `size`, to a row or the whole tensor.
     """
-    found, problems = dict(files), list[Problem]()
+    weights, problems = dict(files), list[Problem]()
     for name, file in files.items():
         if not file.stored.dtype.name.startswith("float8"):
             continue
-        scale, shape = found.pop(f"{name}{suffix}", None), file.stored.shape
-        found.pop(f"{name.removesuffix('weight')}input_scale", None)  # scales of activations, which stay floats
+        scale, shape = weights.pop(f"{name}{suffix}", None), file.stored.shape
+        weights.pop(f"{name.removesuffix('weight')}input_scale", None)  # scales of activations, which stay floats
         rows = [[*shape[:1]], [*shape[:1], 1]]
         of_rows = scale is not None and not size and [*scale.stored.shape] in rows
         block = size if isinstance(size, list) and len(size) == 2 else [1, *shape[1:]] if of_rows else [*shape]
@@ -227,17 +227,17 @@ def _of_fp8(size: object, suffix: str, files: Mapping[str, InFile], folder: str)
             fact = f"'{name}' {[*shape]} has no {suffix[1:]} of {count}"
             problems.append(Problem(folder, fact, help=_HELP))
         else:
-            found[name] = InFiles(file.file, Stored(BY_NAME["float"], shape), _scaled(file, scale, block))
+            weights[name] = InFiles(file.file, Stored(BY_NAME["float"], shape), _scaled(file, scale, block))
     if problems:
         raise CompileError(problems)
-    return found
+    return weights
 
 
 def _of_mxfp4(files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
     """Returns the tensors, with experts in MXFP4 as floats."""
-    found, problems = dict(files), list[Problem]()
+    weights, problems = dict(files), list[Problem]()
     for name in [name.removesuffix("_blocks") for name in files if name.endswith("_blocks")]:
-        blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+        blocks, scales = weights.pop(f"{name}_blocks"), weights.pop(f"{name}_scales", None)
         shape, kinds = blocks.stored.shape, {one.stored.dtype.name for one in (blocks, scales) if one is not None}
         if scales is None or len(shape) != 4 or shape[3] * 2 != _MX_BLOCK or kinds != {"uint8"}:
             fact = f"'{name}' has blocks {[*shape]}, and not [experts, rows, blocks, {_MX_BLOCK // 2}] in uint8 with scales"
@@ -247,10 +247,10 @@ def _of_mxfp4(files: Mapping[str, InFile], folder: str) -> Mapping[str, InFile]:
             problems.append(Problem(folder, fact, help=_HELP))
         else:
             whole = (shape[0], shape[2] * _MX_BLOCK, shape[1])
-            found[name] = InFiles(blocks.file, Stored(BY_NAME["float"], whole), _of_fp4(blocks, scales, whole))
+            weights[name] = InFiles(blocks.file, Stored(BY_NAME["float"], whole), _of_fp4(blocks, scales, whole))
     if problems:
         raise CompileError(problems)
-    return found
+    return weights
 
 
 def _of_fp4(

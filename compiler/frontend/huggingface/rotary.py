@@ -25,7 +25,7 @@ _LAW = "an exported model rotates by the frequencies of short sequences"
 
 def longest(module: torch.nn.Module) -> tuple[int, str] | None:
     """Returns the most tokens of a sequence whose frequencies stay the same, and the type of positions; None where there is no limit."""
-    found = []
+    limits = []
     for one, kinds in _rotating(module):
         for layer, kind in kinds.items():
             settings = attribute(one.config, "rope_parameters", dict, {})
@@ -33,8 +33,8 @@ def longest(module: torch.nn.Module) -> tuple[int, str] | None:
             if kind != "longrope" or not isinstance(most, int):
                 most = getattr(one, "original_max_seq_len", attribute(one.config, "max_position_embeddings", int, 1))
             assert isinstance(most, int)
-            found.append((most, kind))
-    return min(found, default=None)
+            limits.append((most, kind))
+    return min(limits, default=None)
 
 
 def limit(module: torch.nn.Module, read: list[Spec], names: DimNames, where: str) -> None:
@@ -63,26 +63,26 @@ def limit(module: torch.nn.Module, read: list[Spec], names: DimNames, where: str
 def short_frequencies(module: torch.nn.Module) -> Iterator[None]:
     """A context in which the frequencies are those of short sequences, whatever the length."""
     before = [(one, one.rope_type) for one, _ in _rotating(module)]
-    for one, kinds in before:
+    for rotary, kinds in before:
         layers = kinds if isinstance(kinds, Mapping) else {None: kinds}
         for layer in layers:
             prefix = "" if layer is None else f"{layer}_"
-            getattr(one, f"{prefix}inv_freq").copy_(getattr(one, f"{prefix}original_inv_freq"))
-        one.rope_type = dict.fromkeys(layers, "default") if isinstance(kinds, Mapping) else "default"
+            getattr(rotary, f"{prefix}inv_freq").copy_(getattr(rotary, f"{prefix}original_inv_freq"))
+        rotary.rope_type = dict.fromkeys(layers, "default") if isinstance(kinds, Mapping) else "default"
     try:
         yield
     finally:
-        for one, kinds in before:
-            one.rope_type = kinds
+        for rotary, kinds in before:
+            rotary.rope_type = kinds
 
 
 def _rotating(module: torch.nn.Module) -> Iterator[tuple[Any, dict[str | None, str]]]:
     """Yields the modules of `transformers` with such positions, each with a map of layer types to position types."""
-    for one in module.modules():
-        kinds = getattr(one, "rope_type", None)
-        if kinds is None or not type(one).__module__.startswith("transformers."):
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        if kinds is None or not type(part).__module__.startswith("transformers."):
             continue
         layers = kinds if isinstance(kinds, Mapping) else {None: kinds}
         changing = {layer: kind for layer, kind in layers.items() if kind == "longrope" or "dynamic" in str(kind)}
         if changing:
-            yield one, changing
+            yield part, changing

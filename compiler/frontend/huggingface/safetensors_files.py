@@ -44,16 +44,16 @@ class InFiles(InFile):
 def read_object(path: Path, where: str) -> dict[str, object]:
     """Reads the JSON object in a file. Raises CompileError where the file has none."""
     try:
-        found = json.loads(read_regular(path, _LARGEST_JSON))
+        content = json.loads(read_regular(path, _LARGEST_JSON))
     except FileNotFoundError:
         raise CompileError(Problem(where, "no such file")) from None
     except OSError as error:
         raise CompileError(Problem(where, error.strerror or str(error))) from None
     except (ValueError, RecursionError) as error:
         raise CompileError(Problem(where, f"is not JSON: {error}", help=_AGAIN)) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CompileError(Problem(where, "holds no JSON object", help=_AGAIN))
-    return found
+    return content
 
 
 def has_weights(folder: Path) -> bool:

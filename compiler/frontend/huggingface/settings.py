@@ -59,8 +59,8 @@ def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for one, name in before:
-            _attend(one, name)
+        for model, name in before:
+            _attend(model, name)
 
 
 def remedy(message: str, module: torch.nn.Module) -> str:
@@ -75,15 +75,15 @@ def settle(module: torch.nn.Module, setting: str) -> bool:
     match setting:
         case "cache":  # encoder and decoder have copies of the configuration
             models = models if is_of_transformers(module) else []
-            for one in models:
-                one.config.use_cache = False
+            for model in models:
+                model.config.use_cache = False
         case "experts":
             models = [one for one in models if one._can_set_experts_implementation()]
-            for one in models:
-                one.set_experts_implementation("batched_mm")
+            for model in models:
+                model.set_experts_implementation("batched_mm")
         case "attention":
-            for one in models:
-                _attend(one, "eager")
+            for model in models:
+                _attend(model, "eager")
         case _:
             return False
     return bool(models)

@@ -24,14 +24,14 @@ def tp_plan(module: torch.nn.Module) -> tuple[TpPlanEntry, ...]:
     """Returns the entries of all models of `transformers` in a module, in their order; a model inside another one adds none."""
     paths = {id(one): path for path, one in module.named_modules()}
     taken: list[str] = []
-    found: list[TpPlanEntry] = []
+    entries: list[TpPlanEntry] = []
     for model in of_transformers(module):
         path = paths[id(model)]
         if any(not outer or path.startswith(f"{outer}.") for outer in taken):
             continue  # the outer model has its entries
         taken.append(path)
-        found += _entries(model, f"{path}." if path else "")
-    return tuple(found)
+        entries += _entries(model, f"{path}." if path else "")
+    return tuple(entries)
 
 
 def _entries(model: Any, prefix: str) -> Iterator[TpPlanEntry]:

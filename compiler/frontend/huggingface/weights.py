@@ -100,15 +100,17 @@ def taken(model: Any, files: Mapping[str, InFile], where: str, absent: bool = Fa
                 fact = f"'{name}' cannot be converted from {first_of([*map(repr, origin.names)])}: {error}"
                 problems.append(Problem(where, fact, help=_HELP))
                 continue
-        for made, (shape, dtype) in stored.items():
-            if made not in wanted:
-                unused.append(made)
-            elif shape != tuple(wanted[made].shape):
-                fact = f"'{made}' is {list(shape)}; the model's is {list(wanted[made].shape)}"
+        for name_in_model, (shape, dtype) in stored.items():
+            if name_in_model not in wanted:
+                unused.append(name_in_model)
+            elif shape != tuple(wanted[name_in_model].shape):
+                fact = f"'{name_in_model}' is {list(shape)}; the model's is {list(wanted[name_in_model].shape)}"
                 problems.append(Problem(where, fact, help=_HELP))
             else:
-                of_file = made, name, origin, files, wanted[made], dtype
-                tensors[made] = _absent(wanted[made], made, dtype) if absent else _tensor(model, *of_file)
+                of_file = name_in_model, name, origin, files, wanted[name_in_model], dtype
+                tensors[name_in_model] = (
+                    _absent(wanted[name_in_model], name_in_model, dtype) if absent else _tensor(model, *of_file)
+                )
     own = {id(tensors[name]): origin.names[0] for name, origin in origins.items() if name in tensors}
     decided = _share(model, wanted, tensors)
     simple = all(origin.conversion is None for origin in origins.values()) and not decided
@@ -137,7 +139,7 @@ def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) 
     renamings = [one for one in known if isinstance(one, loading.WeightRenaming)]
     conversions = [one for one in known if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in conversions for pattern in one.source_patterns}
-    found: dict[str, _Origin] = {}
+    origins: dict[str, _Origin] = {}
     unused: list[str] = []
     for own in sorted(files, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(own, renamings, conversions, model.base_model_prefix, wanted)
@@ -146,10 +148,10 @@ def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) 
         if name not in wanted:
             unused.append(own)
             continue
-        origin = found.setdefault(name, _Origin(by_pattern[pattern] if pattern is not None else None))
+        origin = origins.setdefault(name, _Origin(by_pattern[pattern] if pattern is not None else None))
         origin.names.append(own)
         origin.patterns.append(pattern or own)
-    return found, unused
+    return origins, unused
 
 
 def _converted(

@@ -178,13 +178,13 @@ class Observer:
         before = {path: _attributes(one) for path, one in self.module.named_modules()}
         yield
         self.complete = True
-        for path, one in self.module.named_modules():
-            for name, value in _attributes(one).items():
+        for path, module in self.module.named_modules():
+            for name, value in _attributes(module).items():
                 old = before.get(path, {}).get(name, value)
                 if value is old or (isinstance(value, int | float) and value == old):
                     continue
                 kind = "number" if isinstance(value, int | float) else "buffer"
-                fact = f"the forward of {type(one).__name__} changes this {kind}"
+                fact = f"the forward of {type(module).__name__} changes this {kind}"
                 self.problems.append(Problem(_where(f"{path}.{name}".lstrip(".")), fact, _NO_WRITES, _REMEDY_OF_WRITES))
 
     def answers(self, func: object, args: Sequence[Any]) -> bool:
@@ -207,7 +207,7 @@ class Observer:
         self.problems.append(Problem(self._line(), fact, _NO_HOOKS, _REMEDY_OF_HOOKS))
         return _Handle()
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, made: object, off: bool) -> None:
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: object, off: bool) -> None:
         """Tracks one call and its result; `off`: forward has turned gradients off.
 
         A change in place of a tensor that depends on parameters, while gradients are off, becomes a problem.
@@ -216,29 +216,29 @@ class Observer:
         from torch.utils._pytree import tree_leaves
 
         name = getattr(func, "__name__", "")
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if _changes(name) and given:
-            target = given[0]
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if _changes(name) and operands:
+            target = operands[0]
             if (off and self._depends(target) and not isinstance(target, _parameter())) or target in self._aliases:
                 law = "its gradient is the one before the change, which the exported graph does not have"
                 fact = f"forward changes a tensor with a gradient in place ({name}) where gradients are off"
                 help_ = "change a copy: y = torch.where(..., x.detach(), x), or (f(x) - x).detach() + x"
                 self.problems.append(Problem(self._line(), fact, law, help_))
-        depends = any(map(self._depends, given))
+        depends = any(map(self._depends, operands))
         if not depends:
             return
-        for one in tree_leaves(made):
-            if not isinstance(one, Tensor) or not one.is_floating_point():
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 continue
             if off or name == "detach":
-                if not any(one is other for other in given):
-                    self._aliases[one] = True
+                if not any(tensor is other for other in operands):
+                    self._aliases[tensor] = True
             else:
-                self._dependent[one] = True
-        if name == "detach_" and given[0] in self._dependent:
-            del self._dependent[given[0]]
+                self._dependent[tensor] = True
+        if name == "detach_" and operands[0] in self._dependent:
+            del self._dependent[operands[0]]
         if name == "__setitem__" and not off:
-            self._dependent[given[0]] = True
+            self._dependent[operands[0]] = True
 
     def detached(self, args: Sequence[Any], made: object) -> None:
         """Tracks the result of `x.data`, which changes with `x` and has no gradient."""

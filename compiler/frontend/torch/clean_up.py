@@ -220,15 +220,15 @@ def _unsqueeze(node: ir.Node) -> _Made:
 
 
 def _reshape(node: ir.Node) -> _Made:
-    x, shape, made = node.inputs[0], _constant(node, 1), node.outputs[0].shape
+    x, shape, target = node.inputs[0], _constant(node, 1), node.outputs[0].shape
     inner = None if x is None else x.producer()
     if shape is not None:
         is_flat = shape.ravel().tolist() == [-1] and inner is not None and inner.op_type == "Squeeze"
         source = inner.inputs[0] if is_flat and inner is not None and inner.domain == "" else None
         return source if source is not None and source.shape is not None and len(source.shape) == 1 else None
-    if x is None or made is None or sum(not isinstance(dim, int) for dim in made) > 1 or 0 in made.dims:
+    if x is None or target is None or sum(not isinstance(dim, int) for dim in target) > 1 or 0 in target.dims:
         return None
-    return "Reshape", [x, _integers(node, [dim if isinstance(dim, int) else -1 for dim in made])]
+    return "Reshape", [x, _integers(node, [dim if isinstance(dim, int) else -1 for dim in target])]
 
 
 _RULES: dict[str, Callable[[ir.Node], _Made]] = {

@@ -167,13 +167,13 @@ def _first_module(graph: GraphSessions, torch_model: TorchModel, values: Mapping
         calls.setdefault(path, []).append((module, [one.cpu().numpy() for one in made]))
 
     torch_model.run(values, seen)
-    given = graph.outputs_by_module()
+    exported = graph.outputs_by_module()
     wanted = {
         name: (path, array)
         for path, made in calls.items()
         if path and len(made) == 1
         for array in made[0][1]
-        if len(fitting := [name for name, rank in given.get(path, ()) if rank == array.ndim]) == 1
+        if len(fitting := [name for name, rank in exported.get(path, ()) if rank == array.ndim]) == 1
         for name in fitting
     }
     have = graph.run(values, [*wanted])

@@ -104,17 +104,17 @@ def _move(node: ir.Node, around: str, path: str, recorder: Recorder) -> None:
 
 def _tensors(marks: Mapping[int, ir.Node], shapes: Sequence[tuple[object, ...]]) -> tuple[ir.Value, ...]:
     """Returns the tensors of one side of a call; a tensor that the function does not read has no producer and no name."""
-    found = []
+    tensors = []
     for place, shape in enumerate(shapes):
         if (mark := marks.get(place)) is None:
-            found.append(
+            tensors.append(
                 ir.Value(name="", shape=ir.Shape([None if not isinstance(dim, int) else dim for dim in shape]))
             )
         else:
             (value,) = mark.inputs
             assert value is not None
-            found.append(value)
-    return tuple(found)
+            tensors.append(value)
+    return tuple(tensors)
 
 
 def _take_out(node: ir.Node) -> None:

@@ -144,7 +144,7 @@ class GraphSessions:
 
     def outputs_by_module(self) -> dict[str, list[tuple[str, int]]]:
         """Maps the path of each module to the values that its nodes make and others read, each with its number of dims."""
-        found: dict[str, list[tuple[str, int]]] = {}
+        by_module: dict[str, list[tuple[str, int]]] = {}
         scopes = {node: module_of(node) or "" for node in self.model.graph}
         outputs = set(self.model.graph.outputs)
         for node, scope in scopes.items():
@@ -156,23 +156,23 @@ class GraphSessions:
                 for depth in range(len(parts), 0, -1):
                     path = ".".join(parts[:depth])
                     if out in outputs or any(f"{one}.".startswith(f"{path}.") is False for one in readers):
-                        found.setdefault(path, []).append((out.name, len(out.shape)))
-        return found
+                        by_module.setdefault(path, []).append((out.name, len(out.shape)))
+        return by_module
 
     def rows(self, name: str) -> int | None:
         """Returns the fewest rows of the tables that an input indexes; None where it indexes none."""
         value = next((one for one in self.model.graph.inputs if one.name == name), None)
-        waiting, reached, found = [value] if value is not None else [], set[ir.Value](), list[int]()
+        waiting, reached, sizes = [value] if value is not None else [], set[ir.Value](), list[int]()
         while waiting:
-            one = waiting.pop()
-            if one in reached:
+            source = waiting.pop()
+            if source in reached:
                 continue
-            reached.add(one)
-            for node, place in one.uses():
+            reached.add(source)
+            for node, place in source.uses():
                 data = node.inputs[0]
                 if node.op_type == "Gather" and place == 1 and data is not None and data.shape is not None:
                     size = data.shape[node.attributes.get_int("axis", 0)]
-                    found += [size] if isinstance(size, int) else []
+                    sizes += [size] if isinstance(size, int) else []
                 elif node.op_type in _PASSED_ON and place == 0:
                     waiting += node.outputs
-        return min(found, default=None)
+        return min(sizes, default=None)

@@ -195,14 +195,14 @@ def _mode(observer: Observer) -> Callable[[], Any]:
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
                 traced: Callable[..., Any] = functions.get(func, func)
-                made = traced(*args, **kwargs or {})
+                result = traced(*args, **kwargs or {})
             finally:
                 _enable(on)
             off = self.off or is_inference_mode_enabled()
             if off:
                 given = {id(one) for one in tree_leaves((args, kwargs))}
-                made = tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
-            observer.note(func, args, kwargs, made, off)
-            return made
+                result = tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), result)
+            observer.note(func, args, kwargs, result, off)
+            return result
 
     return Detaching

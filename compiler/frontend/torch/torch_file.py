@@ -48,17 +48,17 @@ def restored(model: ir.Model) -> ir.Model:
         if FOLDED in value.metadata_props:
             _unfold(graph, value, taken)
     outputs = set(graph.outputs)
-    made = [
+    restored_values = [
         value
         for value in graph.initializers.values()
         if KIND not in value.metadata_props
         and (FOLDED in value.metadata_props or _COUNTED.fullmatch(value.name or "") is not None)
         and value not in outputs
     ]
-    for value in made:
+    for value in restored_values:
         if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # it shares its name with the caller's proto
             value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(value.const_value))
-    name_by_use(model, made)
+    name_by_use(model, restored_values)
     return model
 
 

@@ -179,13 +179,13 @@ def _watched(module: torch.nn.Module, seen: Seen | None) -> Iterator[None]:
         yield
         return
     hooks = []
-    for path, one in module.named_modules(remove_duplicate=False):
+    for path, submodule in module.named_modules(remove_duplicate=False):
 
         def told(inside: torch.nn.Module, given: object, made: object, path: str = path) -> None:
             leaves = [leaf for leaf in _pytree.tree_leaves(made) if hasattr(leaf, "detach")]
             seen(path, inside, [leaf.detach().clone() for leaf in leaves])
 
-        hooks.append(one.register_forward_hook(told))
+        hooks.append(submodule.register_forward_hook(told))
     try:
         yield
     finally:

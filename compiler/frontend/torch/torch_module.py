@@ -195,17 +195,17 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
     if not isinstance(declared, Mapping) or not set(declared) <= set(inputs):
         fact = f"dynamic_shapes is {declared!r}; the inputs are {', '.join(inputs)}"
         raise CompileError(Problem(where, fact, help='write dynamic_shapes = {"x": {0: "batch"}}'))
-    found: dict[str, dict[int, object]] = {}
+    by_input: dict[str, dict[int, object]] = {}
     for name, dims in declared.items():
         by_axis = isinstance(dims, Mapping)
-        found[name] = {}
+        by_input[name] = {}
         for axis, dim in dims.items() if by_axis else enumerate(dims or ()):
             if dim is None and not by_axis:
                 continue
             is_plain = dim is None or isinstance(dim, str | int | Symbol)
             # a `torch.export.Dim` has a name; `Dim.AUTO` and similar ones have none
-            found[name][int(axis)] = dim if is_plain else getattr(dim, "__name__", None)
-    return found
+            by_input[name][int(axis)] = dim if is_plain else getattr(dim, "__name__", None)
+    return by_input
 
 
 def _sizes(read: Sequence[Spec], names: DimNames) -> dict[str, int]:
@@ -317,13 +317,13 @@ def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
     """Gives the graph's inputs the declared names and dims, in the declared order. Raises CompileError where they do not fit."""
     graph = model.graph
     by_name = {value.name: value for value in graph.inputs}
-    found = [by_name.get(spec.name) for spec in read]
+    inputs = [by_name.get(spec.name) for spec in read]
     if len(read) == 1 and len(graph.inputs) == 1:
-        found = [graph.inputs[0]]
-    if any(value is None for value in found) or len(graph.inputs) != len(read):
+        inputs = [graph.inputs[0]]
+    if any(value is None for value in inputs) or len(graph.inputs) != len(read):
         fact = f"the exported graph has the inputs {', '.join(str(name) for name in by_name)}"
         raise CompileError(Problem(where, fact, f"declared are {', '.join(spec.name for spec in read)}"))
-    values = [value for value in found if value is not None]
+    values = [value for value in inputs if value is not None]
     fixed = []
     for spec, value in zip(read, values, strict=True):
         for axis, (dim, got) in enumerate(zip(spec.dims, value.shape or spec.dims, strict=True)):

@@ -95,9 +95,9 @@ class BinaryCrossEntropy(OfLogits):
         long as these ops, and so does the gradient of its Abs. The error is that of 1 + exp(-|x|), 6e-8 of an element's loss.
         """
         dtype = float_type(x)
-        one, above = to.constant("one", 1, dtype), to.op("above", "Relu", x)
+        unit, above = to.constant("one", 1, dtype), to.op("above", "Relu", x)
         under = to.op("minus_size", "Add", x, to.op("twice_below", "Mul", above, to.constant("minus_two", -2, dtype)))
-        logs = to.op("logs", "Log", to.op("sums", "Add", to.op("exponentials", "Exp", under), one))
+        logs = to.op("logs", "Log", to.op("sums", "Add", to.op("exponentials", "Exp", under), unit))
         if self.pos_weight is None:
             labelled = to.op("labelled", "Mul", x, to.op("minus_labels", "Neg", t))
             losses = to.op("losses", "Sum", above, logs, labelled)
@@ -107,7 +107,7 @@ class BinaryCrossEntropy(OfLogits):
                 last = dims[-1] if dims else "missing"
                 raise to.error(f"`pos_weight` has {p.size} numbers", f"the last dim of '{self.output}' is {last}")
             counts = to.op(
-                "counts", "Add", to.op("more", "Mul", t, to.constant("pos_weight_less_1", p - 1, dtype)), one
+                "counts", "Add", to.op("more", "Mul", t, to.constant("pos_weight_less_1", p - 1, dtype)), unit
             )
             soft = to.op("weighted", "Mul", to.op("softplus", "Add", above, logs), counts)
             labelled = to.op(

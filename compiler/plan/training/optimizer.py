@@ -38,15 +38,15 @@ class Optimizer(Options):
     @cached_property
     def hyper(self) -> Mapping[str, float]:
         """The numbers but `lr` and `weight_decay`, by name, `betas` as `beta1` and `beta2`."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for key in OPTIMIZERS[self.type].options:
             match getattr(self, key):
                 case (first, second):
                     name = _PAIRS.get(key, key)
-                    found |= {f"{name}1": first, f"{name}2": second}
+                    numbers |= {f"{name}1": first, f"{name}2": second}
                 case number if key not in ("lr", "weight_decay"):
-                    found[key] = float(number)
-        return found
+                    numbers[key] = float(number)
+        return numbers
 
     @property
     def form(self) -> Form:

@@ -142,15 +142,15 @@ class _Attended:
     def _count(self, query: ir.Value) -> None:
         """Adds `numbers`, the position of each token of the step in its sequence, and `entries`, the numbers of all entries."""
         build, none = self.build, self.build.constant("no_axes", [0])
-        zero, one = build.constant("zero", 0), build.constant("one", 1)
+        zero, unit = build.constant("zero", 0), build.constant("one", 1)
         ids = self._ids()
         source, axis = (query, 2) if ids is None else (ids, 1)  # a count from ids needs no other ops for its proof
         before, new = (
             build.op(word, "Squeeze", [build.op(f"{word}_1", "Shape", [value], start=dim, end=dim + 1), none])
             for word, value, dim in (("past", self.node.inputs[self.at], 2), ("tokens", source, axis))
         )
-        self.numbers = build.op("numbers", "Add", [build.op("steps", "Range", [zero, new, one]), before])
-        self.entries = build.op("entries", "Range", [zero, build.op("all", "Add", [before, new]), one])
+        self.numbers = build.op("numbers", "Add", [build.op("steps", "Range", [zero, new, unit]), before])
+        self.entries = build.op("entries", "Range", [zero, build.op("all", "Add", [before, new]), unit])
 
     def _ids(self) -> ir.Value | None:
         """Returns the model's input [batch, tokens] whose symbols equal those of the queries; None where there is none."""
@@ -170,22 +170,24 @@ class _Attended:
         interleaved = self.attributes.get_int("rotary_interleaved", 0)
         return build.op("rotated", "RotaryEmbedding", [value, *angles], interleaved=interleaved)
 
-    def _mask(self, given: ir.Value | None) -> ir.Value | None:
-        """Returns the mask of entries that a token attends, combined with the model's own mask `given`."""
+    def _mask(self, own_mask: ir.Value | None) -> ir.Value | None:
+        """Returns the mask of entries that a token attends, combined with the model's own mask `own_mask`."""
         build, grouped = self.build, self.node.op_type != "Attention"
         window = self.attributes.get_int("local_window_size", -1)
         if not grouped and not self.attributes.get_int("is_causal", 0):
-            return given
+            return own_mask
         numbers = build.op("queries", "Unsqueeze", [self.numbers, build.constant("queries_at", [0, 1, 3])])
         entries = build.op("keys", "Unsqueeze", [self.entries, build.constant("keys_at", [0, 1, 2])])
         seen = build.op("is_before", "LessOrEqual", [entries, numbers])
         if window >= 0:
             first = build.op("first_seen", "Sub", [numbers, build.constant("window", window - 1)])
             seen = build.op("is_seen", "And", [seen, build.op("is_near", "GreaterOrEqual", [entries, first])])
-        if given is None:
+        if own_mask is None:
             return seen
-        if given.dtype is ir.DataType.BOOL:
-            return build.op("mask", "And", [seen, given])
+        if own_mask.dtype is ir.DataType.BOOL:
+            return build.op("mask", "And", [seen, own_mask])
         return build.op(
-            "mask", "Where", [seen, given, build.op("never", "CastLike", [build.constant("far", -(1 << 30)), given])]
+            "mask",
+            "Where",
+            [seen, own_mask, build.op("never", "CastLike", [build.constant("far", -(1 << 30)), own_mask])],
         )

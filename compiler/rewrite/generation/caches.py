@@ -208,7 +208,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
     """Returns the program that computes the encoder for one slot of each run."""
     dims, prefill = program.plan.dims, program.other_programs[ProgramKind.PREFILL].generation
     assert prefill is not None
-    found = encoder.encode(build, form)
+    encoding = encoder.encode(build, form)
     graph = program.model.graph
     stacks = add_slot_adapters(graph, node_paths(program.model), program.declared.adapters, form.rows)[1]
     kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
@@ -217,7 +217,7 @@ def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepF
         dims=replace(dims, symbols={name: one for name, one in dims.symbols.items() if name in kept}),
         outputs=(),
     )
-    generation = Generation(found, prefill.record, stacks=stacks if form.rules.adapters else frozenset())
+    generation = Generation(encoding, prefill.record, stacks=stacks if form.rules.adapters else frozenset())
     return replace(program, plan=plan, paths=node_paths(program.model), generation=generation)
 
 
@@ -237,7 +237,7 @@ class Append:
 
 def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
     """Returns the caches; raises CompileError if there are none, or one has another reader."""
-    outputs, problems, found, states = {*graph.outputs}, list[Problem](), list[Append](), states_of(graph)
+    outputs, problems, appended, states = {*graph.outputs}, list[Problem](), list[Append](), states_of(graph)
     for value in (value for value in graph.inputs if value not in states):
         readers = [node for node, k in value.uses() if node.op_type == "Concat" and k == 0]
         appends = [node for node in readers if node.outputs[0] in outputs]
@@ -250,10 +250,10 @@ def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
             law = "a cache is read by the one Concat that appends to it, and by Shape"
             problems.append(Problem(name, fact, law, "export the model with its cache as past and present"))
             continue
-        found.append(Append(value, appends[0], appends[0].attributes["axis"].as_int() % len(value.shape)))
+        appended.append(Append(value, appends[0], appends[0].attributes["axis"].as_int() % len(value.shape)))
     if problems:
         raise CompileError(problems)
-    if not found and not states:
+    if not appended and not states:
         makers = (value.producer() for value in outputs)
         merged = next((node for node in makers if node is not None and node.op_type == "If"), None)
         fact = "the model has no cache"
@@ -265,12 +265,12 @@ def appends_of(graph: ir.Graph, name: str, where: str) -> list[Append]:
             "or leave out 'generate'"
         )
         raise CompileError(Problem(where, fact, law, help_))
-    return found
+    return appended
 
 
 def ids_of(graph: ir.Graph, where: str) -> ir.Value:
     """Returns the input of a step's tokens: integers [batch, tokens]."""
-    found = [
+    candidates = [
         value
         for value in graph.inputs
         if value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
@@ -280,9 +280,9 @@ def ids_of(graph: ir.Graph, where: str) -> ir.Value:
         and not isinstance(value.shape[0], int)
         and value.shape[1] in (1, *(dim for dim in value.shape if not isinstance(dim, int)))
     ]
-    if len(found) == 1:
-        return found[0]
-    fact = f"{len(found)} inputs of the model are integers [batch, tokens] of two dynamic dims"
+    if len(candidates) == 1:
+        return candidates[0]
+    fact = f"{len(candidates)} inputs of the model are integers [batch, tokens] of two dynamic dims"
     help_ = "export the model with a dynamic batch, and dynamic tokens"
     raise CompileError(Problem(where, fact, "one of them has the tokens of a step", help_))
 
@@ -370,7 +370,7 @@ class _Caches:
             dim: size for dim, size in zip(dims, form, strict=True) if isinstance(dim, ir.SymbolicDim) and dim.value
         }
         shapes = {value: value.shape or () for node in self.graph for value in node.outputs}
-        found = {
+        known_sizes = {
             value: tuple(sizes.get(dim) if isinstance(dim, ir.SymbolicDim) else None for dim in shape)
             for value, shape in shapes.items()
         }
@@ -379,8 +379,8 @@ class _Caches:
             and head.inputs[0] is not None
             and self.ranks.get(head.inputs[0]) == 3
         ):
-            found[head.inputs[0]] = (*form, None)  # whatever is known of it: its last token is scored
-        return {value: known for value, known in found.items() if any(known) and value not in self.graph.outputs}
+            known_sizes[head.inputs[0]] = (*form, None)  # whatever is known of it: its last token is scored
+        return {value: known for value, known in known_sizes.items() if any(known) and value not in self.graph.outputs}
 
     def _refuse_other_growth(self) -> None:
         """Raises CompileError with the caches that are known to grow by another number of entries than a step has tokens."""

@@ -61,57 +61,64 @@ class Encoder:
                 raise CompileError(Problem(rules.where("encoder_length"), fact, help=help_))
             return None
         mask = next((value for value in graph.inputs if value.name == ENCODER_MASK), None)
-        found = [value for value in _inputs_of(crossing) if value is not mask]
-        if len(found) != 1:
-            names = ", ".join(repr(value.name) for value in found)
-            fact = f"the keys and values that cross to the decoder are made of {len(found)} inputs: {names}"
+        encoder_inputs = [value for value in _inputs_of(crossing) if value is not mask]
+        if len(encoder_inputs) != 1:
+            names = ", ".join(repr(value.name) for value in encoder_inputs)
+            fact = f"the keys and values that cross to the decoder are made of {len(encoder_inputs)} inputs: {names}"
             law = f"an encoder has one input, beside '{ENCODER_MASK}'"
             raise CompileError(Problem(name, fact, law))
         others = [value for value in graph.outputs if value not in crossing]
-        if found[0] in _inputs_of(others, crossing):
-            fact = f"the decoder reads what is made of '{found[0].name}', and not through its keys and values alone"
+        if encoder_inputs[0] in _inputs_of(others, crossing):
+            fact = f"the decoder reads what is made of '{encoder_inputs[0].name}', and not through its keys and values alone"
             law = "keys and values of an encoder's output are outputs of the model, and all that a decoder reads of it"
             help_ = "export the model with these keys and values as outputs, as `partc export --cache` does"
             raise CompileError(Problem(name, fact, law, help_))
-        dims = [dim for value in (found[0], *crossing) for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)]
+        dims = [
+            dim
+            for value in (encoder_inputs[0], *crossing)
+            for dim in value.shape or ()
+            if isinstance(dim, ir.SymbolicDim)
+        ]
         fixed = frozenset(str(dim.value) for dim in dims)
-        tables = [node.inputs[0] for node, k in found[0].uses() if node.op_type == "Gather" and k == 1]
+        tables = [node.inputs[0] for node, k in encoder_inputs[0].uses() if node.op_type == "Gather" and k == 1]
         known = [table.shape[0] for table in tables if table is not None and table.shape is not None]
         vocabulary = min((size for size in known if isinstance(size, int)), default=None)
-        return cls(found[0], mask, crossing, _length(found[0], crossing, rules, name), fixed, vocabulary)
+        return cls(
+            encoder_inputs[0], mask, crossing, _length(encoder_inputs[0], crossing, rules, name), fixed, vocabulary
+        )
 
     def leave(self, build: NodeBuilder, form: StepForm) -> dict[ir.Value, ir.Value | None]:
         """Removes the encoder from a model, whose decoder then reads caches; maps each cache to None, since a step replaces none."""
-        graph, found = build.graph, dict[ir.Value, ir.Value | None]()
+        graph, replaced = build.graph, dict[ir.Value, ir.Value | None]()
         for value in self.crossing:
             graph.outputs.remove(value)
             cache = self._cache(build, value, form)
             ir.convenience.replace_all_uses_with(value, cache)
-            found[cache] = None
+            replaced[cache] = None
         self._mask(build, form)
         self._measured(build, self.source, form)
         drop_unread(graph)
-        return found
+        return replaced
 
     def encode(self, build: NodeBuilder, form: StepForm) -> dict[ir.Value, ir.Value | None]:
         """Reduces a model to its encoder, which writes caches; maps each cache to the value that replaces it."""
-        graph, found = build.graph, dict[ir.Value, ir.Value | None]()
+        graph, replaced = build.graph, dict[ir.Value, ir.Value | None]()
         begin = build.constant("begin_of_each", np.zeros(form.rows))
         graph.outputs.clear()
         for value in self.crossing:
             cache = self._cache(build, value, form)
             following = build.op("encoded", "TensorScatter", [cache, value, begin], axis=_GROWS)
             following.type = cache.type
-            found[cache] = following
+            replaced[cache] = following
         build.put()
         self._mask(build, form)
         for value in [value for value in graph.inputs if value not in (self.source, self.mask)]:
             self._measured(build, value, form)
-        drop_unread(graph, [value for value in found.values() if value is not None])
+        drop_unread(graph, [value for value in replaced.values() if value is not None])
         for value in (value for node in graph for value in node.outputs):
             value.shape = None  # its sizes change: the pass `shapes` infers them
         self.source.shape = ir.Shape([form.rows, *self._sizes()])
-        return found
+        return replaced
 
     def record(self, rules: GenerateRules, start: Collection[int]) -> EncoderRecord:
         """Returns the encoder's record for the manifest."""
@@ -183,29 +190,29 @@ def _crossing(graph: ir.Graph) -> tuple[ir.Value, ...]:
     return tuple(value for value in outputs if pasts.isdisjoint(_inputs_of([value])))
 
 
-def _length(given: ir.Value, crossing: Collection[ir.Value], rules: GenerateRules, name: str) -> int:
+def _length(encoder_input: ir.Value, crossing: Collection[ir.Value], rules: GenerateRules, name: str) -> int:
     """Returns the most entries of the encoder's keys and values. Raises CompileError where their shapes or the plan do not fit."""
-    dynamic = [dim for dim in (given.shape or ())[1:] if not isinstance(dim, int)]
+    dynamic = [dim for dim in (encoder_input.shape or ())[1:] if not isinstance(dim, int)]
     if len(dynamic) > 1:
-        fact = f"the encoder's input '{given.name}' has {len(dynamic)} dynamic dims behind the batch"
+        fact = f"the encoder's input '{encoder_input.name}' has {len(dynamic)} dynamic dims behind the batch"
         raise CompileError(Problem(name, fact, help="export the model with numbers for all but one of them"))
     for value in crossing:
         _, heads, entries, size = (normal_dim(dim, {}) for dim in value.shape or ())
         same = entries == dynamic[0] if dynamic else isinstance(entries, int)
         if not isinstance(heads, int) or not isinstance(size, int) or not same:
             fact = f"'{value.name}', which crosses to the decoder, has the shape {value.shape}"
-            law = f"it is [batch, heads, entries, size], with numbers for heads and size, and the entries of '{given.name}'"
+            law = f"it is [batch, heads, entries, size], with numbers for heads and size, and the entries of '{encoder_input.name}'"
             raise CompileError(Problem(name, fact, law))
     if dynamic:
         if rules.encoder_length is None:
-            fact = f"the plan says no most entries of the encoder's input '{given.name}'"
+            fact = f"the plan says no most entries of the encoder's input '{encoder_input.name}'"
             law = "ranks keep keys and values of every entry of each slot"
             raise CompileError(Problem(rules.where(), fact, law, "write generate: {encoder_length: 512, ...}"))
         return rules.encoder_length
     size = next(int(str(normal_dim((value.shape or ())[_GROWS], {}))) for value in crossing)
     if rules.encoder_length not in (None, size):
         fact = f"'encoder_length' is {rules.encoder_length}, and the model's encoder gives {size} entries"
-        law = f"its input '{given.name}' has one size"
+        law = f"its input '{encoder_input.name}' has one size"
         raise CompileError(Problem(rules.where("encoder_length"), fact, law, "leave out 'encoder_length'"))
     return size
 

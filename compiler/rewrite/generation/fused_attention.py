@@ -33,13 +33,13 @@ _SCALES = 12
 
 def head_counts(model: ir.Model) -> dict[ir.Node, int]:
     """Maps each Attention over four dims to the number of heads of its queries, where it is known."""
-    found = [node for node in model.graph if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
-    queries = [node.inputs[0] for node in found]
+    attentions = [node for node in model.graph if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
+    queries = [node.inputs[0] for node in attentions]
     if any(value is not None and value.shape is None for value in queries):
         infer_shapes(model, {})
     shapes = {
         node: value.shape
-        for node, value in zip(found, queries, strict=True)
+        for node, value in zip(attentions, queries, strict=True)
         if value is not None and value.shape is not None
     }
     return {node: shape[1] for node, shape in shapes.items() if len(shape) == 4 and isinstance(shape[1], int)}
@@ -65,32 +65,32 @@ def sights_of(
 
     Raises CompileError with every node by which a token sees later ones.
     """
-    found, known = dict[ir.Node, Sight](), dict[ir.Value | None, Sight]({None: Sight.LATER})
+    sights, known = dict[ir.Node, Sight](), dict[ir.Value | None, Sight]({None: Sight.LATER})
     for node in attentions:
         if any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]) or not is_of_cache(node.inputs[1]):
             continue
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is not None and mask not in known:
             known[mask] = sight_of(graph, mask, positions, form)
-        found[node] = Sight.UNKNOWN if node.attributes.get_int("is_causal", 0) else known[mask]
-    later = [node for node, sight in found.items() if sight is Sight.LATER] + seeing_later(graph, positions, form)
+        sights[node] = Sight.UNKNOWN if node.attributes.get_int("is_causal", 0) else known[mask]
+    later = [node for node, sight in sights.items() if sight is Sight.LATER] + seeing_later(graph, positions, form)
     if later:
         more = f" and {len(later) - 1} more" if later[1:] else ""
         whose = "their" if later[1:] else "its"
         fact = f"in {later[0].op_type} '{later[0].name}'{more} a token sees later ones: {whose} mask is not causal"
         law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
         raise CompileError(Problem(name, fact, law, "export the model with a causal mask"))
-    return found
+    return sights
 
 
 def fuse_attention(
     build: NodeBuilder,
     heads: Mapping[ir.Node, int],
     sights: Mapping[ir.Node, Sight],
-    found: dict[ir.Value, ir.Value],
+    replaced: dict[ir.Value, ir.Value],
     positions: Positions,
 ) -> list[ir.Node]:
-    """Replaces every Attention whose mask is causal; in `found`, its caches then map to the fused op's outputs.
+    """Replaces every Attention whose mask is causal; in `replaced`, its caches then map to the fused op's outputs.
 
     Returns the nodes that would be replaced if their mask were proven causal.
     """
@@ -100,7 +100,7 @@ def fuse_attention(
         if keys is None or values is None or (keys.scale is None) != (values.scale is None):
             continue
         if sight is Sight.CAUSAL:
-            _fuse(build, node, heads[node], (keys, values), found, positions)
+            _fuse(build, node, heads[node], (keys, values), replaced, positions)
         else:
             left.append(node)
     return left
@@ -152,7 +152,7 @@ def _fuse(
     node: ir.Node,
     heads: int,
     reads: tuple[_Read, _Read],
-    found: dict[ir.Value, ir.Value],
+    replaced: dict[ir.Value, ir.Value],
     positions: Positions,
 ) -> None:
     caches = [read.append.inputs[0] for read in reads]
@@ -171,8 +171,8 @@ def _fuse(
         inputs += [*[None] * (_SCALES - len(inputs)), *scales]
         texts = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
         attributes["kv_cache_bit_width"] = 8
-    made = build.node("attention", FUSED, inputs, 3, _DOMAIN, **attributes, **numbers, **texts)
-    split = build.op("heads", "Reshape", [made[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
+    outputs = build.node("attention", FUSED, inputs, 3, _DOMAIN, **attributes, **numbers, **texts)
+    split = build.op("heads", "Reshape", [outputs[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
     readers = [reader for reader, _ in node.outputs[0].uses()]
     if all(_swaps_heads(reader) for reader in readers) and not node.outputs[0].is_graph_output():
         build.put(before=node)
@@ -184,12 +184,12 @@ def _fuse(
         build.put(before=node)
         ir.convenience.replace_all_uses_with(node.outputs[0], whole)
     take_out(build.graph, node)
-    for cache, read, present in zip(caches, reads, made[1:], strict=True):
+    for cache, read, present in zip(caches, reads, outputs[1:], strict=True):
         assert cache is not None
-        following = found[cache]
+        following = replaced[cache]
         name, following.name = following.name, None
         present.name, present.type = name, following.type
-        found[cache] = present
+        replaced[cache] = present
         for one in (*read.between, read.append):
             take_out(build.graph, one)
 
@@ -207,15 +207,15 @@ def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> i
     """
     flat, producer = build.constant("flat", [0, 0, -1]), value.producer()
     if producer is not None and _swaps_heads(producer):
-        made = build.op("flat", "Reshape", [producer.inputs[0], flat])
+        flattened = build.op("flat", "Reshape", [producer.inputs[0], flat])
         build.put(before=node)
-        return made
+        return flattened
     turned = None if producer is None or producer.inputs[0] is None else producer.inputs[0].producer()
     rotates = producer is not None and producer.op_type == "RotaryEmbedding" and producer.domain in ("", "ai.onnx")
     if producer is None or turned is None or not rotates or not _swaps_heads(turned) or len(value.uses()) != 1:
-        made = build.op("flat", "Reshape", [build.op("turned", "Transpose", [value], perm=[0, 2, 1, 3]), flat])
+        flattened = build.op("flat", "Reshape", [build.op("turned", "Transpose", [value], perm=[0, 2, 1, 3]), flat])
         build.put(before=node)
-        return made
+        return flattened
     joined = build.op("flat", "Reshape", [turned.inputs[0], flat])
     build.put(before=producer)
     producer.replace_input_with(0, joined)

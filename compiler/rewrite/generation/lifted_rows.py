@@ -62,8 +62,8 @@ class Lifting:
 
     def _through(self, node: ir.Node) -> list[ir.Value] | None:
         """Returns the outputs of a reader that get one more dim, too; None where the reader has no form for that."""
-        made, data = node.outputs[0], node.inputs[0]
-        if made.is_graph_output():
+        output, data = node.outputs[0], node.inputs[0]
+        if output.is_graph_output():
             return None
         if (entry := entry_of(node)) is not None and entry.is_elementwise:
             operands = [value for value in node.inputs if value is not None]
@@ -73,20 +73,20 @@ class Lifting:
                 others = [value for value in operands if value not in lower and self.ranks.get(value, 99) == rank]
                 meets = all(self.lifted[value] == rank - 1 for value in lower)
                 return [] if meets and all(value in self.batched for value in others) else None
-            self.lifted[made] = rank
+            self.lifted[output] = rank
         elif node.op_type == "Shape" and not node.attributes.get_int("start", 0) and "end" not in node.attributes:
-            self.sizes.add(made)
+            self.sizes.add(output)
         elif node.op_type == "Expand" and node.inputs[1] in self.sizes and data not in self.sizes:
-            self.lifted[made] = self.ranks.get(made, 99)
+            self.lifted[output] = self.ranks.get(output, 99)
         elif node.op_type == "Expand" and data in self.lifted and node.inputs[1] not in self.sizes:
-            repeats = made in self.batched and self.ranks.get(made) == self.lifted[data] + 1
+            repeats = output in self.batched and self.ranks.get(output) == self.lifted[data] + 1
             return [] if repeats else None  # [tokens] for each sequence of a batch
         elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
             assert node.inputs[1] is not None
-            self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
+            self.lifted[output] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
         elif node.op_type == "Transpose" and data in self.lifted:
             order = node.attributes.get_ints("perm") or [*range(self.lifted[data])][::-1]
-            self.lifted[made] = self.lifted[data]
+            self.lifted[output] = self.lifted[data]
             perm = ir.AttrInt64s("perm", [0, *(dim + 1 for dim in order)])
             self.edits.append(lambda: node.attributes.add(perm))
         elif node.op_type == "Unsqueeze" and data in self.lifted and (axes := constant_of(node.inputs[1])) is not None:
@@ -95,14 +95,14 @@ class Lifting:
             if 0 in axes:
                 self.edits.append(lambda: self._absorb(node, [axis for axis in axes if axis]))
                 return []
-            self.lifted[made] = rank
+            self.lifted[output] = rank
             self.edits.append(lambda: self._axes(node, [axis + 1 for axis in axes]))
         elif node.op_type == "Reshape" and data in self.lifted and _first_is_one(node.inputs[1]):
             self.edits.append(lambda: _copy_first(node, self.build))
             return []
         else:
             return None
-        return [made]
+        return [output]
 
     def _axes(self, node: ir.Node, axes: list[int]) -> None:
         word = f"lifted_{'_'.join(map(str, axes))}"

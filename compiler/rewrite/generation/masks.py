@@ -46,29 +46,29 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     widths = (form.tokens, 2) if form.rules.chunk == 1 and not positions.takes_one else (form.tokens,)
     for width in widths:
         every = range(0, form.rules.length, width)
-        for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
-            found = computation.run(
+        for batch in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
+            values = computation.run(
                 {
-                    str(positions.position.name): np.asarray(some, np.int64),
-                    COUNT: np.full(len(some), width, np.int64),
-                    str(positions.ids.name): np.zeros((len(some), width), np.int64),
+                    str(positions.position.name): np.asarray(batch, np.int64),
+                    COUNT: np.full(len(batch), width, np.int64),
+                    str(positions.ids.name): np.zeros((len(batch), width), np.int64),
                 }
             )
-            if found.ndim == 5 and found.shape[2] == 1:  # queries grouped by their head of keys
-                found = found[:, :, 0]
-            found = found.reshape(
-                *[1] * (4 - found.ndim), *found.shape
+            if values.ndim == 5 and values.shape[2] == 1:  # queries grouped by their head of keys
+                values = values[:, :, 0]
+            values = values.reshape(
+                *[1] * (4 - values.ndim), *values.shape
             )  # the same for every head, and for every sequence
-            found = ~found if hides and found.dtype == np.bool_ else found
-            seen = found if found.dtype == np.bool_ else found > _NEAR
-            entries, tokens = np.arange(max(some) + width), np.arange(width)
-            wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+            values = ~values if hides and values.dtype == np.bool_ else values
+            seen = values if values.dtype == np.bool_ else values > _NEAR
+            entries, tokens = np.arange(max(batch) + width), np.arange(width)
+            wanted = entries[None, None, None] <= np.asarray(batch)[:, None, None, None] + tokens[None, None, :, None]
             fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
             if not fits or seen.shape[0] not in (1, form.rows):
                 return Sight.UNKNOWN
             if (seen & ~wanted).any():
                 return Sight.LATER
-            exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
+            exact = values.dtype == np.bool_ or ((values == 0) | (values <= _AWAY)).all()
             causal = causal and bool(exact) and bool((seen == wanted).all())
     return Sight.CAUSAL if causal else Sight.UNKNOWN
 
@@ -99,7 +99,7 @@ def is_of_cache(value: ir.Value | None) -> bool:
 def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[ir.Node]:
     """Returns the Softmaxes over scores of a cache's keys in which a token is proven to attend later entries."""
     known: dict[tuple[ir.Value, bool], Sight] = {}
-    found = []
+    softmaxes = []
     for node in graph:
         masks = _masks(graph, node, positions) if node.op_type == "Softmax" else None
         if masks is None:
@@ -108,17 +108,17 @@ def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[
             if key not in known:
                 known[key] = sight_of(graph, key[0], positions, form, key[1])
         if all(known[key] is Sight.LATER for key in masks):  # also where there is no mask
-            found.append(node)
-    return found
+            softmaxes.append(node)
+    return softmaxes
 
 
 def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tuple[ir.Value, bool]] | None:
     """Returns the masks on the scores of a cache's keys, each with whether it hides; None for other scores, or an unknown form."""
-    found, value = list[tuple[ir.Value, bool]](), softmax.inputs[0]
+    masks, value = list[tuple[ir.Value, bool]](), softmax.inputs[0]
     while value is not None and (producer := value.producer()) is not None:
         operands = [one for one in producer.inputs if one is not None]
         if producer.op_type == "MatMul":
-            return found if any(map(is_of_cache, operands)) else None
+            return masks if any(map(is_of_cache, operands)) else None
         if producer.op_type in _MOVING:
             value = operands[0]
             continue
@@ -129,9 +129,9 @@ def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tupl
         value = rest[0]
         given = [one for one in made if computation_of(graph, one, ()) is None]  # without constants
         if producer.op_type == "Where" and operands[0] in given:
-            found.append((operands[0], value is operands[2]))
+            masks.append((operands[0], value is operands[2]))
         elif producer.op_type == "Add":
-            found += [(one, False) for one in given]
+            masks += [(one, False) for one in given]
         elif given or producer.op_type == "Where":
             return None
     return None

@@ -52,7 +52,7 @@ class NextToken:
 
 def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
     """Returns the output that scores every token of the vocabulary after each token of a step; raises CompileError unless it is unique."""
-    found = [
+    candidates = [
         value
         for value in outputs
         if value.shape is not None
@@ -60,10 +60,10 @@ def scores_of(outputs: Iterable[ir.Value], where: str) -> ir.Value:
         and value.dtype is not None
         and value.dtype.is_floating_point()
     ]
-    if len(found) != 1:
-        fact = f"{len(found)} outputs of the model are floats [batch, tokens, vocabulary]"
+    if len(candidates) != 1:
+        fact = f"{len(candidates)} outputs of the model are floats [batch, tokens, vocabulary]"
         raise CompileError(Problem(where, fact, "one of them has the logits of the tokens"))
-    return found[0]
+    return candidates[0]
 
 
 def shards_of(program: Loaded, scores: ir.Value, ids: str) -> int:

@@ -196,14 +196,14 @@ class Positions:
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
         """Replaces the model's inputs for positions and the attention mask by values computed from `position`."""
         build = self.build
-        zero, one, first, axis = (
+        zero, unit, first, axis = (
             build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0]), ("axis", [1]))
         )
         if ROWS in inputs:
             self._instead(inputs[ROWS], self._rows_of(self._steps()))
         if MASK in inputs:
             entries = build.op(
-                "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), one]
+                "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), unit]
             )
             valid = build.op("valid", "Unsqueeze", [build.op("ends", "Add", [self.position, self.tokens]), axis])
             kind = inputs[MASK].dtype or ir.DataType.INT64
@@ -244,10 +244,10 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
 
 def copies_of(value: ir.Value) -> set[ir.Value]:
     """Returns the values that copy the one element of a value, whatever their shape."""
-    found, waiting = {value}, [value]
+    copies, waiting = {value}, [value]
     while waiting:
         for node, k in waiting.pop().uses():
-            if k == 0 and node.op_type in _COPIES and node.outputs[0] not in found:
-                found.add(node.outputs[0])
+            if k == 0 and node.op_type in _COPIES and node.outputs[0] not in copies:
+                copies.add(node.outputs[0])
                 waiting.append(node.outputs[0])
-    return found
+    return copies

@@ -61,17 +61,17 @@ def repeat_heads(program: Typed) -> Typed:
         return program
     work = _Repeating(program)
     problems: dict[Problem, None] = {}
-    for one in (*work.fused(), *work.unfused()):
-        lines = [next((line for line in work.makers(side) if line in rules), None) for side in one.sides]
+    for attention in (*work.fused(), *work.unfused()):
+        lines = [next((line for line in work.makers(side) if line in rules), None) for side in attention.sides]
         cut = next((line for line in lines if line is not None), None)
         ranks = 1 if cut is None else work.ranks_of(cut)
-        if cut is None or one.heads % ranks == 0:
+        if cut is None or attention.heads % ranks == 0:
             continue
-        if ranks % one.heads or one.queries % ranks:
-            if one.fused is not None and any(work.columns(side) % ranks for side in one.sides):
-                problems[_uneven(program.paths[cut], one.queries, one.heads, ranks, rules[cut])] = None
+        if ranks % attention.heads or attention.queries % ranks:
+            if attention.fused is not None and any(work.columns(side) % ranks for side in attention.sides):
+                problems[_uneven(program.paths[cut], attention.queries, attention.heads, ranks, rules[cut])] = None
         elif all(line is not None and work.ranks_of(line) == ranks for line in lines):
-            work.repeat(one, ranks // one.heads)
+            work.repeat(attention, ranks // attention.heads)
     if problems:
         raise CompileError([*problems])
     return work.done()
@@ -166,15 +166,15 @@ class _Repeating(Rewriting[Typed]):
         found = self._followed(values, (new, 1), end)
         return end, _Attention([found], heads, queries) if found else None
 
-    def _followed(self, found: Dims, new: tuple[ir.Value, int], end: ir.Node) -> Dims:
-        """Adds to the values in `found` those from the new entries back to the weights.
+    def _followed(self, dims_of_values: Dims, new: tuple[ir.Value, int], end: ir.Node) -> Dims:
+        """Adds to the values in `dims_of_values` those from the new entries back to the weights.
 
         Returns an empty map where they cannot be followed, or a node other than `end` reads one of them.
         """
-        ends, waiting = {*found}, [new]
+        ends, waiting = {*dims_of_values}, [new]
         while waiting:
             value, dim = waiting.pop()
-            if found.setdefault(value, dim) != dim:
+            if dims_of_values.setdefault(value, dim) != dim:
                 return {}
             producer = value.producer()
             if producer is None:
@@ -185,9 +185,13 @@ class _Repeating(Rewriting[Typed]):
             if not operands:
                 return {}
             waiting += operands
-        inside = {*self.makers(found), end}
-        alone = all(use.node in inside for value in found for use in value.uses())
-        return found if alone and not any(one.is_graph_output() for one in found if one not in ends) else {}
+        inside = {*self.makers(dims_of_values), end}
+        alone = all(use.node in inside for value in dims_of_values for use in value.uses())
+        return (
+            dims_of_values
+            if alone and not any(one.is_graph_output() for one in dims_of_values if one not in ends)
+            else {}
+        )
 
     def makers(self, values: Dims) -> Iterator[ir.Node]:
         """Yields the nodes that compute the values, except the fused attention itself."""
@@ -201,11 +205,11 @@ class _Repeating(Rewriting[Typed]):
         ]
         return next((size for size in sizes[1:] if isinstance(size, int)), 0)
 
-    def repeat(self, one: _Attention, times: int) -> None:
+    def repeat(self, attention: _Attention, times: int) -> None:
         """Repeats every head of keys and of values `times` times, in place."""
-        if one.fused is not None:
-            one.fused.attributes[_KEY_HEADS] = ir.AttrInt64(_KEY_HEADS, one.heads * times)
-        for value, dim in {value: dim for side in one.sides for value, dim in side.items()}.items():
+        if attention.fused is not None:
+            attention.fused.attributes[_KEY_HEADS] = ir.AttrInt64(_KEY_HEADS, attention.heads * times)
+        for value, dim in {value: dim for side in attention.sides for value, dim in side.items()}.items():
             info, shape, node = self.values[value], value.shape, value.producer()
             fewer = 2 if node is not None and node.op_type == "Expand" else None
             if shape is not None:
@@ -215,7 +219,7 @@ class _Repeating(Rewriting[Typed]):
             if value in self.before.caches and value.dtype is not None and shape is not None:
                 value.const_value = ir.tensor(np.broadcast_to(np.zeros((), value.dtype.numpy()), shape.numpy()))
             elif value.const_value is not None:
-                value.const_value = _repeated(value.const_value, dim, one.heads, times)
+                value.const_value = _repeated(value.const_value, dim, attention.heads, times)
             elif node is not None and node.op_type in _COUNTS and (name := _COUNTS[node.op_type]) in node.attributes:
                 node.attributes[name] = ir.AttrInt64(name, node.attributes.get_int(name, 0) * times)
             elif node is not None and node.op_type == "Reshape":

@@ -56,13 +56,13 @@ def rounding_of(value: ir.Value | None) -> Rounding | None:
     kind, node = ir.DataType.FLOAT, None if value is None else value.producer()
     if node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         kind, node = ir.DataType(node.attributes["to"].as_int()), node.inputs[0].producer()
-    ops, found = ("Mul", "Clip", "Round", "Div"), list[ir.Node]()
+    ops, chain = ("Mul", "Clip", "Round", "Div"), list[ir.Node]()
     for op in ops:
         if node is None or node.op_type != op or node.inputs[0] is None:
             return None
-        found.append(node)
+        chain.append(node)
         node = node.inputs[0].producer()
-    multiplied, clipped, _, divided = found
+    multiplied, clipped, _, divided = chain
     scale, source = multiplied.inputs[1], divided.inputs[0]
     if scale is None or source is None or divided.inputs[1] is not scale or not _is_scale(scale):
         return None

@@ -18,7 +18,7 @@ from partc.compiler.rewrite.generation.positions import Positions
 
 def states_of(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
     """Maps each state of a decoder to the output that replaces it."""
-    outputs, found = {value.name: value for value in graph.outputs}, dict[ir.Value, ir.Value]()
+    outputs, states = {value.name: value for value in graph.outputs}, dict[ir.Value, ir.Value]()
     for value in graph.inputs:
         present = outputs.get(f"present{name_of(value).removeprefix('past')}")
         if present is None or present.dtype != value.dtype or present.shape is None or value.shape is None:
@@ -26,8 +26,8 @@ def states_of(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
         batch, *sizes = value.shape
         fits = sizes and not isinstance(batch, int) and all(isinstance(size, int) for size in sizes)
         if fits and [*present.shape[1:]] == sizes:
-            found[value] = present
-    return found
+            states[value] = present
+    return states
 
 
 def renew(

@@ -74,15 +74,15 @@ def narrow_rows(rules: GenerateRules, runs: int) -> list[int]:
 
 def _runs(decode: Lowered, rules: GenerateRules) -> int:
     """Returns the number of runs into which the slots of the caches are sharded."""
-    found = {
+    counts = {
         one.version.layout.shards[0]: one.tensor
         for part, _ in decode.distinct_programs
         for one in part.state
         if one.kind == "cache"
     }
-    if len(found) > 1:
-        (one, first), (two, second), *_ = sorted(found.items())
+    if len(counts) > 1:
+        (one, first), (two, second), *_ = sorted(counts.items())
         fact = f"the slots of '{first}' lie in {one} runs, and those of '{second}' in {two}"
         help_ = "shard the batch of all layers alike, or leave it whole"
         raise CompileError(Problem(rules.where("slots"), fact, "a prompt is read where its slot lies", help_))
-    return next(iter(found), 1)
+    return next(iter(counts), 1)

@@ -150,10 +150,10 @@ class _Sets:
 def corresponding(operands: Sequence[ir.Value | None], arguments: Sequence[ir.Value | None]) -> list[int | None]:
     """Maps each argument of a call to the operand of the node that the call became, or None; each operand is used at most once."""
     free = {k: value for k, value in enumerate(operands) if value is not None}
-    found: list[int | None] = []
+    places: list[int | None] = []
     for argument in arguments:
         at = next((k for k, value in free.items() if value is argument), None)
-        found.append(at)
+        places.append(at)
         if at is not None:
             del free[at]
-    return found
+    return places

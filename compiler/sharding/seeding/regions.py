@@ -132,17 +132,17 @@ class RegionShardings:
         self, arguments: Sequence[ir.Value | None], results: Sequence[ir.Value | None], inside: Sequence[ir.Node]
     ) -> list[ir.Node]:
         """Returns the nodes of a region on the paths from a call's arguments to its results, in graph order."""
-        allowed, given = set(inside), set(arguments)
-        found: set[ir.Node] = set()
+        allowed, entering = set(inside), set(arguments)
+        reached: set[ir.Node] = set()
         waiting = [value for value in results if value is not None]
         while waiting:
             value = waiting.pop()
             producer = value.producer()
-            if value in given or producer is None or producer in found or producer not in allowed:
+            if value in entering or producer is None or producer in reached or producer not in allowed:
                 continue
-            found.add(producer)
+            reached.add(producer)
             waiting += self.program.reads[producer]
-        return [node for node in inside if node in found]
+        return [node for node in inside if node in reached]
 
     def _one_node(self, region: RegionMatch, call: RegionCall | None) -> ir.Node | None:
         """The node that a region or a call of it means: its only node, or that of the region's path if training added some; else None."""
@@ -196,16 +196,16 @@ class RegionShardings:
     def _operands_in_model(self, region: RegionMatch) -> _ModelOperands:
         """The operands and results that the region's node had in the model before a rewrite or the training changed it; else none."""
         training = self.program.training
-        told = training.untrained.operands.get(region.path) if training is not None else None
-        told = next(
+        in_model = training.untrained.operands.get(region.path) if training is not None else None
+        in_model = next(
             (
                 node.meta[WRITTEN]
                 for node in region.nodes
                 if WRITTEN in node.meta and self.program.paths[node] == region.path
             ),
-            told,
+            in_model,
         )
-        return _ModelOperands(*([self.values.get(name) for name in names] for names in told or ((), ())))
+        return _ModelOperands(*([self.values.get(name) for name in names] for names in in_model or ((), ())))
 
     def _paired(
         self,
@@ -261,18 +261,18 @@ class RegionShardings:
         try:
             if any(cut is not None and is_named(cut) for cut in cuts):
                 axes = self.program.plan.axes_of(instance.group)
-                given = from_names(choice.rule, [None if c is None else names_of(c) for c in cuts], axes)
+                by_factor = from_names(choice.rule, [None if c is None else names_of(c) for c in cuts], axes)
                 choice.mesh = group_mesh(self.program, instance.group)
             else:
                 numbers = [None if c is None else numbers_of(c) for c in cuts]
                 shards = assign_integers(choice.rule, numbers, len(instance.group))
-                choice.mesh, given = shared_axes(choice.rule, shards, len(instance.group))
+                choice.mesh, by_factor = shared_axes(choice.rule, shards, len(instance.group))
         except WrongStrategy as error:
             subject = f"sharding of '{region.path}' ({instance.node.op_type})"
             self.problems += error.problems(region.rule.where, subject)
             return
-        choice.axes.update(given)
-        choice.why.update(dict.fromkeys(given, line_of(region.rule)))
+        choice.axes.update(by_factor)
+        choice.why.update(dict.fromkeys(by_factor, line_of(region.rule)))
         choice.open = any(
             cut is None and letters is not None for cut, letters in zip(cuts, choice.rule.inputs, strict=False)
         )
@@ -328,16 +328,16 @@ class RegionShardings:
 
     def _parameters(self, region: RegionMatch) -> list[tuple[ir.Value, ShardSpec]]:
         weights = self.program.model.graph.initializers
-        found: list[tuple[ir.Value, ShardSpec]] = []
+        specs: list[tuple[ir.Value, ShardSpec]] = []
         for name, cut in region.rule.parameters.items():
             value = next((weights[n] for n in (f"{region.path}.{name}", name) if n in weights), None)
             if value is not None:
-                found.append((value, cut))
+                specs.append((value, cut))
                 continue
             below = [n.removeprefix(f"{region.path}.") for n in weights if n.startswith(f"{region.path}.")]
             near = ", ".join(nearest(name, below or list(weights)))
             self.problem(region, f"no parameter '{name}'", help=f"the nearest names are {near}")
-        return found
+        return specs
 
     def _layout(
         self, region: RegionMatch, joint: Joint, cut: ShardSpec, value: ir.Value, group: Group

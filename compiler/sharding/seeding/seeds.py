@@ -163,8 +163,8 @@ class _Seeds:
 
     def _pull(self, region: RegionMatch) -> None:
         """Shards the rows that a region's nodes look up over all ranks of their groups."""
-        found = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
-        for instance in found:
+        instances = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
+        for instance in instances:
             choice = self.choices[instance]
             choice.pulls = True
             choice.axes[choice.rule.looked_up] = tuple(range(len(choice.mesh)))
@@ -178,7 +178,7 @@ class _Seeds:
                 "its rows are pulled from the ranks that serve them",
                 "take this line out, or the role in 'placement'",
             )
-        self._uses(region, bool(found), f"pull, but {fact}", help)
+        self._uses(region, bool(instances), f"pull, but {fact}", help)
 
     def _uses(self, region: RegionMatch, used: bool, fact: str, help: str) -> None:
         """Notes whether a style applies to a region, and the problem to report if it applies to none of its pattern's regions."""
@@ -222,8 +222,8 @@ class _Seeds:
         """Pins the layouts in which inputs arrive on every group that reads them."""
         plan = self.program.plan
         for value in self.program.model.graph.inputs:
-            given = plan.dataset.specs.get(name_of(value))
-            if plan.dataset.style != DATA_PARALLEL and given is None:
+            dataset_spec = plan.dataset.specs.get(name_of(value))
+            if plan.dataset.style != DATA_PARALLEL and dataset_spec is None:
                 continue
             wrong: list[Problem] = []
             fits = False
@@ -231,12 +231,14 @@ class _Seeds:
                 if len(group) == 1 or value.shape is None or not len(value.shape):
                     continue
                 if is_text(value):
-                    if given is not None:
+                    if dataset_spec is not None:
                         fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
-                        self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
+                        self.problems.append(
+                            Problem(dataset_spec.where, fact, help="take the line out: it arrives whole")
+                        )
                     continue
-                cut = given.spec if given else self._batch_sharding(value, group)
-                where = given.where if given else plan.dataset.where
+                cut = dataset_spec.spec if dataset_spec else self._batch_sharding(value, group)
+                where = dataset_spec.where if dataset_spec else plan.dataset.where
                 try:
                     self.pinned.arriving[ValueOnGroup(value, group)] = (
                         layout_of_spec(self.program, cut, value, group),

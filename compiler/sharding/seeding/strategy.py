@@ -133,7 +133,7 @@ def _by_factor(
     rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
 ) -> tuple[dict[str, Shard], list[Refused]]:
     """Maps each factor, in the rule's order, to the shards or axes that the cuts give its dims; also returns the violations."""
-    found: dict[str, tuple[Shard, str]] = {}
+    by_letter: dict[str, tuple[Shard, str]] = {}
     violations: list[Refused] = []
     for index, letters, cut in _operands(rule, cuts):
         if cut is None:
@@ -152,11 +152,11 @@ def _by_factor(
                         Refused(f"{at} is cut {_into(shard)}, but stays whole", law, f"write {uncut or 'null'}")
                     )
                 continue
-            other, first = found.setdefault(letter, (shard, at))
+            other, first = by_letter.setdefault(letter, (shard, at))
             if other != shard:
                 fact = f"{first} is cut {_into(other)}, but {at} {_into(shard)}"
                 violations.append(Refused(fact, "these dims correspond: they are cut alike"))
-    return {factor: found[factor][0] for factor in rule.factors if factor in found}, violations
+    return {factor: by_letter[factor][0] for factor in rule.factors if factor in by_letter}, violations
 
 
 def _operands(rule: Rule, cuts: Sequence[Sequence[Shard] | None]) -> list[tuple[int, str, Sequence[Shard] | None]]:

@@ -139,53 +139,55 @@ class _Sums:
 
     def place(self, terms: _PartialSums) -> None:
         """Decides for all nodes that could pass partial sums of this kind on whether they do."""
-        found = self._passing(terms)
-        if not found.choices:
+        passing = self._passing(terms)
+        if not passing.choices:
             return
         costs: dict[ir.Value, Cost] = {}
-        for value, layout in found.layouts.items():
+        for value, layout in passing.layouts.items():
             # reduced on all ranks: that a reader needs less is not a gain of deferring
             partial = ShardedValue(value, terms.group, layout)
             reduced = ShardedValue(value, terms.group, Layout(layout.mesh, layout.cuts))
             costs[value] = self._moved(value, [(partial, reduced)])
         costs |= {
-            value: self._now(value, found.layouts[value], one.group)
-            for one in found.makers
+            value: self._now(value, passing.layouts[value], one.group)
+            for one in passing.makers
             for value in self._layouts_of(one)
         }
         for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
             extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
-            side = self._cheapest(found, extra, (per_byte, per_move))
-            for part in self._connected(found, side):
-                if self._gains(found, part, side, costs):
-                    self._take(found, part, side)
-            found = replace(found, choices={i: c for i, c in found.choices.items() if self.choices[i].passing == ()})
+            side = self._cheapest(passing, extra, (per_byte, per_move))
+            for part in self._connected(passing, side):
+                if self._gains(passing, part, side, costs):
+                    self._take(passing, part, side)
+            passing = replace(
+                passing, choices={i: c for i, c in passing.choices.items() if self.choices[i].passing == ()}
+            )
 
     def _passing(self, terms: _PartialSums) -> _Passing:
-        found = _Passing()
+        passing = _Passing()
         kind = _kind(terms.layout)
         for instance in self.instances:
-            made = self._layouts_of(instance)
-            if instance.group != terms.group or not made:
+            layouts = self._layouts_of(instance)
+            if instance.group != terms.group or not layouts:
                 continue
             reads, now = instance.node.inputs, self.choices[instance]
-            if any(layout.partial for layout in made.values()):
-                alike = all(_kind(layout) == kind for layout in made.values())
-                if alike and not now.passing and self._are_sized(made):
-                    found.makers.append(instance)
-                    found.layouts |= {value: normal(layout) for value, layout in made.items()}
-            elif now.rule.partial_inputs and not found.layouts.keys().isdisjoint(reads):
+            if any(layout.partial for layout in layouts.values()):
+                alike = all(_kind(layout) == kind for layout in layouts.values())
+                if alike and not now.passing and self._are_sized(layouts):
+                    passing.makers.append(instance)
+                    passing.layouts |= {value: normal(layout) for value, layout in layouts.items()}
+            elif now.rule.partial_inputs and not passing.layouts.keys().isdisjoint(reads):
                 choice = now.giving(terms.layout)
-                operands = self._operands(instance, choice, found) if choice is not None else ()
-                if choice is not None and operands and self._are_sized(made):
-                    found.choices[instance], found.operands[instance] = choice, operands
-                    found.gradients[instance] = self._gradients(instance, choice, operands)
-                    found.layouts |= {
+                operands = self._operands(instance, choice, passing) if choice is not None else ()
+                if choice is not None and operands and self._are_sized(layouts):
+                    passing.choices[instance], passing.operands[instance] = choice, operands
+                    passing.gradients[instance] = self._gradients(instance, choice, operands)
+                    passing.layouts |= {
                         value: normal(layout)
                         for k, value in enumerate(instance.node.outputs)
-                        if value in made and (layout := choice.output(k)) is not None
+                        if value in layouts and (layout := choice.output(k)) is not None
                     }
-        return found
+        return passing
 
     def _alone(self, node: ir.Node) -> NodeOnGroup | None:
         """A node on its only group, if all outputs are numbers of known sizes whose layouts the plan does not request; else None."""
@@ -207,14 +209,14 @@ class _Sums:
 
     def _layouts_of(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
         """The layouts of a node's outputs; empty if one has a pending reduction other than a sum, or if their reductions differ."""
-        choice, found = self.choices[instance], dict[ir.Value, Layout]()
+        choice, layouts = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
             if value.name:
                 layout = choice.output(k)
                 if layout is None or (layout.partial and any(reduce != "sum" for _, reduce in layout.partial)):
                     return {}
-                found[value] = layout
-        return found
+                layouts[value] = layout
+        return layouts
 
     def _are_sized(self, values: Iterable[ir.Value]) -> bool:
         """Whether the bytes of all values are known as expressions."""
@@ -235,13 +237,13 @@ class _Sums:
 
     def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
         """The cost of reducing the gradients of the inputs that are not partial: each rank has a partial value of those gradients."""
-        found = Cost()
+        cost = Cost()
         for k, value in enumerate(instance.node.inputs):
             whole = choice.input(k)
             if value is not None and k not in operands and value in self.learned and whole is not None:
                 terms = ShardedValue(value, instance.group, normal(choice.masked_layout(k)))
-                found += self._moved(value, [(terms, ShardedValue(value, instance.group, normal(whole)))])
-        return found
+                cost += self._moved(value, [(terms, ShardedValue(value, instance.group, normal(whole)))])
+        return cost
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
         """Whether an input could be read partial, in the layout in which it is produced."""
@@ -250,7 +252,7 @@ class _Sums:
             return False
         return normal(choice.masked_layout(k)) == found.layouts[value]
 
-    def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
+    def _readers(self, value: ir.Value, passing: _Passing) -> Iterator[NodeOnGroup | None]:
         """Yields the readers that could read a value partial; None for each reader that cannot, and for an output of the model."""
         if value in self.ends:
             yield None
@@ -259,8 +261,8 @@ class _Sums:
         (group,) = self.program.placement[producer].groups
         for node, k in value.uses():
             instance = NodeOnGroup(node, group)
-            could = instance in found.choices and k in found.operands[instance]
-            yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
+            could = instance in passing.choices and k in passing.operands[instance]
+            yield instance if could and self._arrives(instance, passing.choices[instance], k, passing) else None
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """The cost of the reductions without deferral: each reader gets the reduced value."""
@@ -327,7 +329,7 @@ class _Sums:
                         network.edge(value, "sink" if reader is None else reader, ALWAYS)
         return network.source_side("source", "sink")
 
-    def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
+    def _connected(self, passing: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
         """Yields the connected components of the nodes that pass partial sums on and of those that produce the sums for them."""
         leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
@@ -336,28 +338,30 @@ class _Sums:
                 leads[one] = one = leads[leads[one]]
             return one
 
-        for instance in (*found.makers, *found.choices):
+        for instance in (*passing.makers, *passing.choices):
             for value in instance.node.outputs:
-                for reader in self._readers(value, found) if instance in side and value in side else ():
+                for reader in self._readers(value, passing) if instance in side and value in side else ():
                     assert reader is not None
                     leads[lead(reader)] = lead(instance)
         parts: dict[NodeOnGroup, list[NodeOnGroup]] = {}
-        for instance in (*found.makers, *found.choices):
+        for instance in (*passing.makers, *passing.choices):
             if instance in leads:
                 parts.setdefault(lead(instance), []).append(instance)
         yield from parts.values()
 
-    def _gains(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side, costs: Mapping[ir.Value, Cost]) -> bool:
+    def _gains(
+        self, passing: _Passing, part: Iterable[NodeOnGroup], side: _Side, costs: Mapping[ir.Value, Cost]
+    ) -> bool:
         """Whether deferral makes nothing more expensive, at any sizes, and something cheaper."""
         before, after = Cost(), Cost()
         for instance in part:
-            after += found.gradients.get(instance, Cost()) if instance in side else Cost()
+            after += passing.gradients.get(instance, Cost()) if instance in side else Cost()
             for value in instance.node.outputs:
-                if value in found.layouts:
-                    before += Cost() if instance in found.choices else costs[value]
+                if value in passing.layouts:
+                    before += Cost() if instance in passing.choices else costs[value]
                     after += Cost() if value in side else costs[value]
         weights = [self._weight(cost, 1, 0) for cost in (before, after)]
-        learns = any(found.gradients[one].count for one in part if one in found.choices)
+        learns = any(passing.gradients[one].count for one in part if one in passing.choices)
         more = after.count > before.count and not (learns and weights[1] * _LEFT <= weights[0])
         if weights[1] > weights[0] or more:
             return False
@@ -468,16 +472,16 @@ def _between(node: ir.Node, product: ir.Node) -> set[ir.Value]:
 
 def _reduced(program: Sharded, instance: NodeOnGroup) -> list[ir.Value]:
     """The values at which the partial sums of a node are reduced."""
-    found: list[ir.Value] = []
+    reduced: list[ir.Value] = []
     values = list(instance.node.outputs)
     while values:
         value = values.pop()
         readers = [(program.choices.get(NodeOnGroup(node, instance.group)), node, k) for node, k in value.uses()]
         if not value.is_graph_output() and readers and all(one and k in one.partial for one, _, k in readers):
             values += [out for _, node, _ in readers for out in node.outputs if out.name and out not in values]
-        elif value not in found:
-            found.append(value)
-    return found
+        elif value not in reduced:
+            reduced.append(value)
+    return reduced
 
 
 def _follows(node: ir.Node | None, products: set[ir.Node]) -> bool:

@@ -237,7 +237,7 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
 
 def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
     """Returns warnings of parameters to be stored in shards that stay unsharded; raises CompileError for a rule that divides none."""
-    problems, told = list[Problem](), list[str]()
+    problems, warnings = list[Problem](), list[str]()
     for rule in program.plan.stored.rules:
         read = [value for value, unit in program.pinned.units.items() if unit.rule is rule and versions.uses.get(value)]
         whole = [value for value in read if all(home in versions.uses[value] for home in versions.defs[value])]
@@ -251,26 +251,26 @@ def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
         if not along:
             over, law = f"ranks along '{rule.axis}'", f"{names} are read on {ranks_text(group)}"
         if len(whole) < len(read):
-            told.append(f"{rule.where}: {names} {'stays' if len(whole) == 1 else 'stay'} whole on each rank: {law}")
+            warnings.append(f"{rule.where}: {names} {'stays' if len(whole) == 1 else 'stay'} whole on each rank: {law}")
         elif along != 1:
             help_ = "store them along another axis, or leave the line out"
             problems.append(Problem(rule.where, f"'{rule.pattern}': nothing can be shared by {over}", law, help_))
     if problems:
         raise CompileError(problems)
-    return told
+    return warnings
 
 
 def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:
     """Returns warnings of outputs that should stay sharded, but cannot, since their shapes are not known."""
-    told = []
+    warnings = []
     for value in outputs:
         home = next(iter(versions.defs.get(value, ())), None)
         if program.values[value].shape is None and home is not None and any(home.layout.cuts):
             law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
-            told.append(
+            warnings.append(
                 f"output '{value.name}' is gathered, for only a value of known shape can stay sharded: {law}; {remedy}"
             )
-    return told
+    return warnings
 
 
 def can_share(version: ShardedValue, other: ShardedValue) -> bool:
@@ -296,13 +296,13 @@ def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]
     return [tuple([row[place] for row in rows]) for place in places]
 
 
-def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
+def _computes_both(versions: ValueVersions, version: ShardedValue, other: ShardedValue) -> bool:
     """Whether a rank makes both of two versions: one is a definition, the other is resharded from another definition, on more ranks."""
-    defs = versions.defs.get(one.value, [])
+    defs = versions.defs.get(version.value, [])
     made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
-    if (one in made) == (other in made):
+    if (version in made) == (other in made):
         return False
-    home, derived = (one, other) if one in made else (other, one)
+    home, derived = (version, other) if version in made else (other, version)
     here, there = ranks_of(home.group), ranks_of(derived.group)
     return bool(here & there) and bool(there & ~here) and versions.definition_for(derived) != home
 

@@ -158,22 +158,22 @@ def _(node: ir.Node) -> Rule | None:
 @einsum.gradient
 def _(g: GradientBuilder, dy: str, *operands: str) -> Sequence[str | None]:
     """dXi = the sum of dY times the other operands over all letters but those of Xi."""
-    parts, made = _letters(g, operands)
-    found: list[str | None] = []
+    parts, output_letters = _letters(g, operands)
+    gradients: list[str | None] = []
     for k, (own, x) in enumerate(zip(parts, operands, strict=True)):
         if not g.wants(k):
-            found.append(None)
+            gradients.append(None)
             continue
         if len(set(own)) < len(own):
             raise NoGradient(f"Einsum takes a diagonal of its operand {k} ({own})")
         others = [(part, name) for j, (part, name) in enumerate(zip(parts, operands, strict=True)) if j != k]
-        there = set(made).union(*(part for part, _ in others))
+        there = set(output_letters).union(*(part for part, _ in others))
         kept = "".join(letter for letter in own if letter in there)
-        equation = f"{','.join([made, *(part for part, _ in others)])}->{kept}"
+        equation = f"{','.join([output_letters, *(part for part, _ in others)])}->{kept}"
         dx = g.Einsum(dy, *(name for _, name in others), equation=equation)
         alone = [at for at, letter in enumerate(own) if letter not in there]
-        found.append(g.Expand(g.unsqueeze(dx, *alone), g.shape_of(x)) if alone else dx)
-    return found
+        gradients.append(g.Expand(g.unsqueeze(dx, *alone), g.shape_of(x)) if alone else dx)
+    return gradients
 
 
 matmul_integer = op(

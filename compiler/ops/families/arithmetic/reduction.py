@@ -173,16 +173,16 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY times the product of the other factors: the product of those that are not 0, over X; 0 where another factor is 0."""
     if _is_noop(g, axes):
         return dy
-    zero, one = g.constant(0, x), g.constant(1, x)
+    zero, unit = g.constant(0, x), g.constant(1, x)
     known = _axes(g, x, axes)
     along = axes if known is None else g.constant(np.array(known, np.int64))
     noop = int(known is None and g.attribute("noop_with_empty_axes", 0))
     nothing = g.Equal(x, zero)
     count = g.ReduceSum(g.mask(nothing, x), along, keepdims=1, noop_with_empty_axes=noop)
-    factors = g.Where(nothing, one, x)
+    factors = g.Where(nothing, unit, x)
     product = g.ReduceProd(factors, along, keepdims=1, noop_with_empty_axes=noop)
     of_others = g.Where(g.Equal(count, zero), g.Div(product, factors), zero)
-    alone = g.And(nothing, g.Equal(count, one))
+    alone = g.And(nothing, g.Equal(count, unit))
     return g.Mul(dy, g.Where(alone, product, of_others))
 
 
@@ -227,14 +227,14 @@ def _axes(g: GradientBuilder, x: str, axes: str | None) -> list[int] | None:
     """The axes counted from 0; None where only a run tells."""
     if _is_noop(g, axes):
         return []
-    given = g.attribute("axes")
-    if given is None and axes:
+    axes_attribute = g.attribute("axes")
+    if axes_attribute is None and axes:
         known = g.known(axes)
         if known is None:
             return None
-        given = known.ravel().tolist()
+        axes_attribute = known.ravel().tolist()
     rank = g.rank(x)
-    return sorted(int(axis) % rank for axis in given) if given else list(range(rank))
+    return sorted(int(axis) % rank for axis in axes_attribute) if axes_attribute else list(range(rank))
 
 
 def _with_unit_dims(g: GradientBuilder, y: str, x: str, axes: str | None) -> str:

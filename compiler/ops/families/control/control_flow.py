@@ -142,30 +142,30 @@ class _Turns:
         dtypes = {k: g.scope.value(_input(g, k)).dtype for k in self.states}
         moving = [k for k, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point()]
         ends = {k: body.outputs[self.skipped + at] for at, k in enumerate(self.states)}
-        given = {at: dy for at, dy in enumerate(dys[len(self.states) :]) if dy}
+        at_outputs = {at: dy for at, dy in enumerate(dys[len(self.states) :]) if dy}
 
         at_state = {k: body.fresh(f"state{k}.dy", g.scope.value(_input(g, k))) for k in moving}
         sums = {name: body.fresh(f"sum{at}", g.scope.value(name)) for at, name in enumerate(inside.requested)}
-        at_out = {at: body.fresh(f"out{at}.dy", self._element(dy, self.outs[at])) for at, dy in given.items()}
+        at_out = {at: body.fresh(f"out{at}.dy", self._element(dy, self.outs[at])) for at, dy in at_outputs.items()}
         cotangents = {ends[k]: at_state[k] for k in moving}
         cotangents |= {body.outputs[self.skipped + len(self.states) + at]: name for at, name in at_out.items()}
         wanted = [*(body.inputs[k] for k in moving), *reads.values(), *inside.requested]
-        made = body.gradient(cotangents, wanted)
+        of_wanted = body.gradient(cotangents, wanted)
         self._check_shapes(ends)
         totals = [
-            body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.requested)
+            body.add("Add", [sums[name], of_wanted[name]], f"sum{at}.next") for at, name in enumerate(inside.requested)
         ]
 
         slices: _Slices = {body.inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
         slices |= {body.inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
-        slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()}
+        slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in at_outputs.items()}
         turns = _Backwards(
             starts=self._starts(dys, moving, inside.requested),
             slices=slices,
             ports=[*at_state.values(), *sums.values()],
-            results=[*(made[body.inputs[k]] for k in moving), *totals],
+            results=[*(of_wanted[body.inputs[k]] for k in moving), *totals],
             primals=[*(_input(g, k) for k in moving), *inside.requested],
-            stacked={made[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()},
+            stacked={of_wanted[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()},
         )
         found = self._loop(turns) if self.g.node.op_type == "Loop" else self._scan(turns)
         unread = {at for at, k in enumerate(moving) if not g.wants(k)}
@@ -182,14 +182,14 @@ class _Turns:
     def _scan(self, turns: _Backwards) -> Cotangents:
         """The turns as a Scan."""
         graph = self.body.graph("body", [*turns.ports, *turns.slices], [*turns.results, *turns.stacked])
-        read, made = ([along for _, along in some.values()] for some in (turns.slices, turns.stacked))
+        read, written = ([along for _, along in some.values()] for some in (turns.slices, turns.stacked))
         attributes = [
             ir.AttrGraph("body", graph),
             ir.AttrInt64("num_scan_inputs", len(read)),
             ir.AttrInt64s("scan_input_axes", [one.axis for one in read]),
             ir.AttrInt64s("scan_input_directions", [BACKWARDS - one.direction for one in read]),
-            ir.AttrInt64s("scan_output_axes", [one.axis for one in made]),
-            ir.AttrInt64s("scan_output_directions", [BACKWARDS - one.direction for one in made]),
+            ir.AttrInt64s("scan_output_axes", [one.axis for one in written]),
+            ir.AttrInt64s("scan_output_directions", [BACKWARDS - one.direction for one in written]),
         ]
         operands = [*turns.starts, *(name for name, _ in turns.slices.values())]
         primals = [*turns.primals, *(name for name, _ in turns.stacked.values())]
@@ -219,11 +219,11 @@ class _Turns:
         names = [g.scope.derived(f"{_path(g)}.turns{k}") for k in self.kept]
         for k, name in zip(self.kept, names, strict=True):
             source = graph.inputs[k]
-            made = ir.Value(
+            stacked = ir.Value(
                 name=g.scope.derived(f"{name}.one"), type=source.type or self.body.scope.value(self.body.inputs[k]).type
             )
-            graph.append(ir.Node("", "Identity", [source], outputs=[made], name=made.name))
-            graph.outputs.append(made)
+            graph.append(ir.Node("", "Identity", [source], outputs=[stacked], name=stacked.name))
+            graph.outputs.append(stacked)
         changed = {"body": ir.AttrGraph("body", graph)}
         for name in ("scan_output_axes", "scan_output_directions"):
             if name in node.attributes:
@@ -233,13 +233,13 @@ class _Turns:
         operands = [operand_name(value) for value in node.inputs]
         inside.forward = g.scope.node(node.op_type, operands, [*outputs, *names], attributes)
         inside.forward.name = node.name
-        for k, made in zip(self.kept, inside.forward.outputs[len(outputs) :], strict=True):
-            one = self.body.scope.value(self.body.inputs[k])
-            made.type = one.type
-            if one.shape is not None:
+        for k, stacked in zip(self.kept, inside.forward.outputs[len(outputs) :], strict=True):
+            kept_value = self.body.scope.value(self.body.inputs[k])
+            stacked.type = kept_value.type
+            if kept_value.shape is not None:
                 turns = ir.SymbolicDim(None)
-                made.shape = ir.Shape([turns, *one.shape.dims])
-            g.scope.values[name_of(made)] = made
+                stacked.shape = ir.Shape([turns, *kept_value.shape.dims])
+            g.scope.values[name_of(stacked)] = stacked
         return names
 
     def _element(self, name: str, along: _Along) -> ir.Value:

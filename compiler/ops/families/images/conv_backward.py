@@ -129,14 +129,14 @@ def _by_convolution(g: GradientBuilder, x: str, dy: str, size: Sequence[int], wi
     """The convolution of X by dY with images as channels, strides and dilations in each other's place."""
     turn = [1, 0, *range(2, len(size))]
     strides, dilations = list(windows.dilations), list(windows.strides)
-    made = g.Conv(
+    gradient = g.Conv(
         g.Transpose(x, perm=turn), g.Transpose(dy, perm=turn), strides=strides, dilations=dilations, pads=windows.pads
     )
     spatial = range(2, len(size))
-    if (g.static(made) or ())[2:] != windows.kernel:
+    if (g.static(gradient) or ())[2:] != windows.kernel:
         starts, axes = np.zeros(len(spatial), np.int64), g.constant(np.array(spatial, np.int64))
-        made = g.Slice(made, g.constant(starts), g.constant(np.array(windows.kernel, np.int64)), axes)
-    return g.reshape(g.Transpose(made, perm=turn), size)
+        gradient = g.Slice(gradient, g.constant(starts), g.constant(np.array(windows.kernel, np.int64)), axes)
+    return g.reshape(g.Transpose(gradient, perm=turn), size)
 
 
 def _depthwise(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
@@ -185,13 +185,13 @@ def _seen(g: GradientBuilder, x: str, windows: Windows, first: int) -> list[str]
         return [x]
     axes = g.constant(list(range(first, first + rank)))
     strides = g.constant(list(windows.strides))
-    found = []
+    slices = []
     for place in np.ndindex(*windows.kernel):
         starts = [at * d for at, d in zip(place, windows.dilations, strict=True)]
         left = [reach - 1 - start for reach, start in zip(windows.reach, starts, strict=True)]
         ends = [-one if one else TO_THE_END for one in left]
-        found.append(g.Slice(x, g.constant(starts), g.constant(ends), axes, strides))
-    return found
+        slices.append(g.Slice(x, g.constant(starts), g.constant(ends), axes, strides))
+    return slices
 
 
 def _rows(g: GradientBuilder, dy: str) -> str:

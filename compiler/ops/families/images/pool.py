@@ -171,25 +171,27 @@ def _largest(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
     """
     shape, counts = g.shape(x) or (None,), g.shape(dy) or (None,)
     sizes = [dim for dim in shape[1:] if isinstance(dim, int)]
-    made = [dim for dim in counts[2:] if isinstance(dim, int)]
-    if math.prod(windows.kernel) > FEW_PLACES or len(sizes) < len(shape) - 1 or len(made) < len(counts) - 2:
+    pooled = [dim for dim in counts[2:] if isinstance(dim, int)]
+    if math.prod(windows.kernel) > FEW_PLACES or len(sizes) < len(shape) - 1 or len(pooled) < len(counts) - 2:
         return g.output(1)
     steps = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
     places = [sum(at * step for at, step in zip(p, steps[1:], strict=True)) for p in np.ndindex(*windows.kernel)]
     # A window may end before the image, where a slice to the end would have one more.
     axes, strides = g.constant(list(range(2, len(shape)))), g.constant(list(windows.strides))
-    found = g.constant(places[-1])
+    index = g.constant(places[-1])
     for place, starts in reversed(list(zip(places, np.ndindex(*windows.kernel), strict=True))[:-1]):
-        ends = [at + (count - 1) * stride + 1 for at, count, stride in zip(starts, made, windows.strides, strict=True)]
+        ends = [
+            at + (count - 1) * stride + 1 for at, count, stride in zip(starts, pooled, windows.strides, strict=True)
+        ]
         seen = g.Slice(x, g.constant(list(starts)), g.constant(ends), axes, strides)
-        found = g.Where(g.Equal(seen, g.output(0)), g.constant(place), found)
-    grid = np.indices((sizes[0], *made)).astype(np.int64)
+        index = g.Where(g.Equal(seen, g.output(0)), g.constant(place), index)
+    grid = np.indices((sizes[0], *pooled)).astype(np.int64)
     begins = sum(
         one * step for one, step in zip(grid, [steps[0], *np.multiply(steps[1:], windows.strides)], strict=True)
     )
     images = g.Range(g.constant(0), g.size_of(x), g.constant(math.prod(sizes)))
     first = g.unsqueeze(images, *range(1, len(shape)))
-    return g.Add(g.Add(found, g.constant(np.asarray(begins)[None])), first)
+    return g.Add(g.Add(index, g.constant(np.asarray(begins)[None])), first)
 
 
 def _counts(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:

@@ -21,8 +21,8 @@ upsample = op("Upsample", factors="nc_,_->nc_", linear="joint", partial=(0,), re
 @resize.sharding
 @upsample.sharding
 def _(node: ir.Node) -> Rule | None:
-    source, made = dims(node.inputs[0]), dims(node.outputs[0])
-    if source is None or made is None or len(source) != len(made):
+    source, target = dims(node.inputs[0]), dims(node.outputs[0])
+    if source is None or target is None or len(source) != len(target):
         return None
     if node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize":
         return None
@@ -36,10 +36,12 @@ def _(node: ir.Node) -> Rule | None:
     elif scales is not None:
         resized = {axis for axis, scale in zip(axes, scales, strict=True) if scale != 1}
     else:
-        resized = {axis for axis in axes if not same(source[axis], made[axis])}
+        resized = {axis for axis in axes if not same(source[axis], target[axis])}
     if _repeats(node):
         resized -= {
-            axis for k, axis in enumerate(axes) if _is_integer(source[axis], made[axis], scales[k] if scales else None)
+            axis
+            for k, axis in enumerate(axes)
+            if _is_integer(source[axis], target[axis], scales[k] if scales else None)
         }
     letters = but_axes(len(source), tuple(resized))
     return Rule(

@@ -119,10 +119,10 @@ def separate_windows(node: ir.Node, kernel: Sequence[int] | None, *, transposed:
     automatic = node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
     if kernel is None or len(kernel) != rank or automatic or "output_shape" in node.attributes:
         return WHOLE * rank
-    found = ""
+    letters = ""
     for k, size in enumerate(shape[2:]):
         reach, stride = (kernel[k] - 1) * dilations[k] + 1, strides[k]
         divides = stride == 1 or (isinstance(size, int) and size % stride == 0)
         fits = reach == stride if transposed else reach <= stride and divides
-        found += SPATIAL[k] if fits and pads[k] == pads[k + rank] == padding[k] == 0 else WHOLE
-    return found
+        letters += SPATIAL[k] if fits and pads[k] == pads[k + rank] == padding[k] == 0 else WHOLE
+    return letters

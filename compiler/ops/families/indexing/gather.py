@@ -107,13 +107,13 @@ def _(node: ir.Node) -> Rule | None:
     axis = axis_of(node, len(data), 0)
     letters = [letter for letter in LETTERS if letter != ROW]
     shared = [letter if same(a, b) else WHOLE for letter, a, b in zip(letters, data, indices, strict=False)]
-    given, made = list(shared), list(shared)
-    given[axis], made[axis] = ROW if _contractible(node) else WHOLE, letters[axis]
-    out = "".join(made)
+    read, written = list(shared), list(shared)
+    read[axis], written[axis] = ROW if _contractible(node) else WHOLE, letters[axis]
+    out = "".join(written)
     return Rule(
-        ("".join(given), out),
+        ("".join(read), out),
         (out,),
-        reduce={ROW: "sum"} if given[axis] == ROW else {},
+        reduce={ROW: "sum"} if read[axis] == ROW else {},
     )
 
 
@@ -143,13 +143,13 @@ def _(node: ir.Node) -> Rule | None:
         return None
     batch, depth = node.attributes.get_int("batch_dims", 0), indices[-1]
     letters = LETTERS[: len(data)]
-    found = LETTERS[len(data) : len(data) + len(indices) - 1 - batch]
+    of_indices = LETTERS[len(data) : len(data) + len(indices) - 1 - batch]
     looked_up = letters[batch : batch + depth]
     contractible = _contractible(node)
     rows = looked_up if contractible else WHOLE * depth
     return Rule(
-        (letters[:batch] + rows + letters[batch + depth :], letters[:batch] + found + WHOLE),
-        (letters[:batch] + found + letters[batch + depth :],),
+        (letters[:batch] + rows + letters[batch + depth :], letters[:batch] + of_indices + WHOLE),
+        (letters[:batch] + of_indices + letters[batch + depth :],),
         reduce=dict.fromkeys(looked_up, "sum") if contractible else {},
     )
 

@@ -65,10 +65,10 @@ def _(local: Local) -> None:
         local.same()
         return
     indices = local.rule.inputs[1] or ""
-    found = look_up(local, as_int64(local, 1), rows_of(local, 0, 0, ROW), ROW)
+    lookup = look_up(local, as_int64(local, 1), rows_of(local, 0, 0, ROW), ROW)
     rows = f"{local.outputs[0]}.found"
-    local.same([local.inputs[0], found.safe, local.inputs[2]], [rows])
+    local.same([local.inputs[0], lookup.safe, local.inputs[2]], [rows])
     scales = operand(local.node, 2)
     assert scales is not None
     assert scales.dtype is not None
-    masked(local, rows, spread(local, found.present, len(indices), 1), scales.dtype, local.outputs[0])
+    masked(local, rows, spread(local, lookup.present, len(indices), 1), scales.dtype, local.outputs[0])

@@ -85,15 +85,15 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[
         kept = g.mask(g.Equal(x, y), x)
         won = g.mask(g.Equal(updates, g.GatherElements(y, indices, axis=axis)), x)
         share = g.Div(dy, g.ScatterElements(kept, indices, won, axis=axis, reduction="add"))
-        made = g.Mul(won, g.GatherElements(share, indices, axis=axis)) if g.wants(2) else None
-        return g.Mul(kept, share) if g.wants(0) else None, None, made
+        of_updates = g.Mul(won, g.GatherElements(share, indices, axis=axis)) if g.wants(2) else None
+        return g.Mul(kept, share) if g.wants(0) else None, None, of_updates
     replaces = _replaces(g)
-    data = made = None
+    data = of_updates = None
     if g.wants(0):
         data = str(g.ScatterElements(dy, indices, g.zeros(updates), axis=axis)) if replaces else dy
     if g.wants(2):
-        made = str(g.GatherElements(dy, indices, axis=axis))
-    return data, None, made
+        of_updates = str(g.GatherElements(dy, indices, axis=axis))
+    return data, None, of_updates
 
 
 scatter_nd = op(

@@ -98,15 +98,15 @@ def _(g: GradientBuilder, *names: str | None) -> list[str | None]:
     plain = g.scope.nodes[begin:]
     cotangents = {primal: dy for primal, dy in zip(made, dys, strict=False) if dy}
     wanted = [name for k, name in enumerate(own) if name and g.wants(k)]
-    found = differentiate_nodes(plain, cotangents, wanted, scope=g.scope).gradients
+    gradients = differentiate_nodes(plain, cotangents, wanted, scope=g.scope).gradients
     end = begin + len(plain)
     made_here = {out.name for node in g.scope.nodes[first:end] for out in node.outputs}
     # shapes of the plain ops' values are taken where these are made: in the backward pass, not in the forward one
     late = [node for node in g.scope.early[early:] if any(one and one.name in made_here for one in node.inputs)]
     g.scope.early[early:] = [node for node in g.scope.early[early:] if node not in late]
     g.scope.nodes[end:end] = late
-    _drop_unread(g, first, set(found.values()))
-    return [found.get(name) if name else None for name in own]
+    _drop_unread(g, first, set(gradients.values()))
+    return [gradients.get(name) if name else None for name in own]
 
 
 rotary_embedding = op(
@@ -169,15 +169,15 @@ def one_letter(queries: int, keys: int, extents: tuple[Dim, ...]) -> str:
 
 def _aligned(mask: tuple[Dim, ...] | None, sizes: dict[str, Dim], letters: str) -> str | None:
     """The letters of a mask that broadcasts to `letters`; None where it is not certain whether a dim does."""
-    found = ""
+    aligned = ""
     for dim, letter in zip(reversed(mask or ()), reversed(letters), strict=False):
         if letter == WHOLE or dim == 1:
-            found = WHOLE + found
+            aligned = WHOLE + aligned
         elif same(dim, sizes[letter]):
-            found = letter + found
+            aligned = letter + aligned
         else:
             return None
-    return found
+    return aligned
 
 
 def _plain(

@@ -77,10 +77,10 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 @to_experts.local
 def _(local: Local) -> None:
     """Selects the rows whose expert is one of the rank's, in their order."""
-    rows, made, own_experts, places = local.inputs[0], *local.outputs
+    rows, output, own_experts, places = local.inputs[0], *local.outputs
     experts = as_int64(local, 1)
     if local.num_shards(EXPERT) == 1:
-        local.give("Identity", [rows], made)
+        local.give("Identity", [rows], output)
         local.give("Identity", [experts], own_experts)
         zero, one = integer(local, "zero", 0), integer(local, "one", 1)
         count = local.emit("Size", [experts], "count")
@@ -94,7 +94,7 @@ def _(local: Local) -> None:
     found = local.emit("NonZero", [local.emit("And", [begun, below], "own")], "found")
     flat = local.constant("flat", np.array([-1], np.int64))
     local.give("Reshape", [found, flat], places)
-    local.give("Gather", [rows, places], made)
+    local.give("Gather", [rows, places], output)
     local.give("Gather", [relative, places], own_experts)
 
 
@@ -102,9 +102,9 @@ def _(local: Local) -> None:
 def _(local: Local) -> None:
     """Scatters the results to the places of their rows, with zeros in the other rows."""
     rows, places, experts = local.inputs
-    (made,) = local.outputs
+    (output,) = local.outputs
     if local.num_shards(EXPERT) == 1:
-        local.give("Identity", [rows], made)
+        local.give("Identity", [rows], output)
         return
     value = local.node.inputs[0]
     assert value is not None
@@ -115,7 +115,7 @@ def _(local: Local) -> None:
     zeros = local.emit("ConstantOfShape", [shape], "zeros", value=ir.tensor(np.zeros(1, value.dtype.numpy())))
     last = local.constant("last", np.array([-1], np.int64))
     at = local.emit("Unsqueeze", [places, last], "at")
-    local.give("ScatterND", [zeros, at, rows], made)
+    local.give("ScatterND", [zeros, at, rows], output)
 
 
 @to_experts.gradient

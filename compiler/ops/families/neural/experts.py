@@ -137,7 +137,7 @@ def _by_expert(
     experts, count = as_int64(local, 2), experts_of(local.node) // local.num_shards("e")
     out, runs = local.outputs[0], count
     is_cut = local.num_shards("e") > 1 and BY_EXPERT not in local.node.meta
-    zero, one, first = integer(local, "zero", 0), integer(local, "one", 1), integers(local, "first", [0])
+    zero, unit, first = integer(local, "zero", 0), integer(local, "one", 1), integers(local, "first", [0])
     if is_cut:  # the rows of other ranks' experts come last
         runs += 1
         offset, end = (integer(local, name, n) for name, n in (("offset", local.index("e") * count), ("end", count)))
@@ -148,7 +148,7 @@ def _by_expert(
     extent = local.emit("Shape", [experts], "extent")
     entries = local.emit("Squeeze", [extent], "entries")
     major = local.emit("Mul", [experts, entries], "major")
-    key = local.emit("Add", [major, local.emit("Range", [zero, entries, one], "places")], "key")
+    key = local.emit("Add", [major, local.emit("Range", [zero, entries, unit], "places")], "key")
     order = f"{out}.order"
     local.give("TopK", [key, extent], f"{out}.keys", order, largest=0)
     ones = local.emit("ConstantOfShape", [extent], "ones", value=ir.tensor(np.ones(1, np.int64)))

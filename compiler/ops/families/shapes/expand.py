@@ -17,13 +17,13 @@ expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precisio
 
 @expand.sharding
 def _(node: ir.Node) -> Rule | None:
-    source, made = dims(node.inputs[0]), dims(node.outputs[0])
-    if source is None or made is None:
+    source, target = dims(node.inputs[0]), dims(node.outputs[0])
+    if source is None or target is None:
         return None
-    if opset_of(node) < 10 and not all(isinstance(dim, int) for dim in made):
+    if opset_of(node) < 10 and not all(isinstance(dim, int) for dim in target):
         return None
-    ones: tuple[Dim, ...] = (1,) * (len(made) - len(source))
-    return _repeated(ones + source, made, len(source), _local_shape)
+    ones: tuple[Dim, ...] = (1,) * (len(target) - len(source))
+    return _repeated(ones + source, target, len(source), _local_shape)
 
 
 @expand.gradient
@@ -85,19 +85,19 @@ def _local_shape(local: Local) -> None:
 
     A dynamic shape may be shorter than the output's: it is filled up with ones.
     """
-    given, made = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
-    kept = "-" * (len(made) - len(given)) + given
-    known = local_dims(local, local.outputs[0]) or (None,) * len(made)
-    wanted = [1 if letter == here != WHOLE else dim for letter, here, dim in zip(made, kept, known, strict=True)]
+    source, target = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
+    kept = "-" * (len(target) - len(source)) + source
+    known = local_dims(local, local.outputs[0]) or (None,) * len(target)
+    wanted = [1 if letter == here != WHOLE else dim for letter, here, dim in zip(target, kept, known, strict=True)]
     numbers = [dim for dim in wanted if isinstance(dim, int)]
     if len(numbers) == len(wanted):
         local.same([local.inputs[0], integers(local, "local_shape", numbers)])
         return
-    ones = integers(local, "ones", [1] * len(made))
+    ones = integers(local, "ones", [1] * len(target))
     longer = local.emit("Concat", [ones, as_int64(local, 1)], "longer", axis=0)
-    begin, end = integers(local, "begin", [-len(made)]), integers(local, "end", [2**31 - 1])
+    begin, end = integers(local, "begin", [-len(target)]), integers(local, "end", [2**31 - 1])
     aligned = local.emit("Slice", [longer, begin, end], "aligned")
-    local.same([local.inputs[0], divided(local, aligned, shards_of(local, made), round_up=True)])
+    local.same([local.inputs[0], divided(local, aligned, shards_of(local, target), round_up=True)])
 
 
 def _local_repeats(local: Local) -> None:

@@ -76,13 +76,13 @@ squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precisi
 
 @squeeze.sharding
 def _(node: ir.Node) -> Rule | None:
-    source, made = dims(node.inputs[0]), dims(node.outputs[0])
+    source, target = dims(node.inputs[0]), dims(node.outputs[0])
     axes = axes_of(node, 0 if source is None else len(source))
     if source is None or axes is None:
         return None
     if not axes:
         axes = tuple(k for k, dim in enumerate(source) if dim == 1)
-        if made is None or len(made) != len(source) - len(axes):
+        if target is None or len(target) != len(source) - len(axes):
             return None
     letters = "".join(WHOLE if k in axes else LETTERS[k] for k in range(len(source)))
     local = None if node.attributes.get("axes") or operand(node, 1) else functools.partial(_named_axes, axes=axes)
@@ -183,16 +183,16 @@ def _(local: Local) -> None:
     """The target in local extents: a constant where one dim at most is dynamic, else the given one with its entries divided."""
     shards = shards_of(local, local.rule.outputs[0])
     known = local_dims(local, local.outputs[0])
-    given = constant_ints(local.node, 1)
+    entries = constant_ints(local.node, 1)
     kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
     if COPIES_DIMS in local.node.meta and known is not None and None not in known:
-        _reshape_of_any_size(local, shards, [dim or 0 for dim in known], given)
+        _reshape_of_any_size(local, shards, [dim or 0 for dim in known], entries)
         return
     if known is not None and known.count(None) <= 1:
         target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
-    elif given is not None and not (kept and _moved_zero(local, given)):
+    elif entries is not None and not (kept and _moved_zero(local, entries)):
         target = integers(
-            local, "target", [n if n <= 0 else n // count for n, count in zip(given, shards, strict=True)]
+            local, "target", [n if n <= 0 else n // count for n, count in zip(entries, shards, strict=True)]
         )
     else:
         target = _divided_target(local, shards, zero_copies=bool(kept))
@@ -200,13 +200,13 @@ def _(local: Local) -> None:
 
 
 def _reshape_of_any_size(
-    local: Local, shards: Sequence[int], known: Sequence[int], given: Sequence[int] | None
+    local: Local, shards: Sequence[int], known: Sequence[int], entries: Sequence[int] | None
 ) -> None:
     """A target that programs of other sizes have, too, so that they share the session: dims that stay are copied, -1 is kept, and where a
     computed target says others, it stays computed. `known`: the local dims of this program.
     """
     copied, block = _staying(local)
-    opened = [given is not None and k < len(given) and given[k] == -1 for k in range(len(known))]
+    opened = [entries is not None and k < len(entries) and entries[k] == -1 for k in range(len(known))]
     if has_computed_target(local.node) and not copied and not all(opened[:block]):
         local.same([local.inputs[0], _divided_target(local, shards, zero_copies=True)])
         return
@@ -221,14 +221,14 @@ def _staying(local: Local) -> tuple[int, int]:
     equal by chance decide nothing: (16, 1, 64) -> (16, 64) has the blocks (16, 1 | 16) and (64 | 64), as (1, 16, 64) -> (16, 64) has.
     """
     sides = [local.global_shapes.get(name) or () for name in (local.inputs[0], local.outputs[0])]
-    given, made = ([dim for dim in side if isinstance(dim, int)] for side in sides)
-    if [len(given), len(made)] != [*map(len, sides)]:
+    source, target = ([dim for dim in side if isinstance(dim, int)] for side in sides)
+    if [len(source), len(target)] != [*map(len, sides)]:
         return 0, 0
     blocks = list[tuple[int, int]]()
-    here, there = len(given), len(made)
+    here, there = len(source), len(target)
     while here and there:
         first, second = here - 1, there - 1
-        while (one := prod(given[first:here])) != (other := prod(made[second:there])) and (first or second):
+        while (one := prod(source[first:here])) != (other := prod(target[second:there])) and (first or second):
             if (one < other and first) or not second:
                 first -= 1
             else:

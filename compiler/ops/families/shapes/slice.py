@@ -27,8 +27,8 @@ slice_ = op(
 
 @slice_.sharding
 def _(node: ir.Node) -> Rule | None:
-    source, made = dims(node.inputs[0]), dims(node.outputs[0])
-    if source is None or made is None:
+    source, target = dims(node.inputs[0]), dims(node.outputs[0])
+    if source is None or target is None:
         return None
     axes, steps = _sliced(node, len(source)), constant_ints(node, 4)
     if axes is None or (operand(node, 4) is not None and steps is None):
@@ -42,7 +42,7 @@ def _(node: ir.Node) -> Rule | None:
                 letters[axis] = WHOLE
             else:
                 units[letters[axis]] = size // step
-        elif not same(size, made[axis]) or step != 1:
+        elif not same(size, target[axis]) or step != 1:
             letters[axis] = WHOLE
     text = "".join(letters)
     return Rule((text, *replicated_operands(node, 1)), (text,), units=units)
