@@ -79,7 +79,7 @@ class Options(BaseModel):
     def _refused_in_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         wrong: list[Line] = []
         try:
-            made = handler(value)
+            validated = handler(value)
         except ValidationError as error:
             details = error.errors(include_url=False)
             if not isinstance(value, dict):  # the surrounding model has the remedy
@@ -88,7 +88,7 @@ class Options(BaseModel):
         wrong += [((), refused, value) for refused in cls.contradictions(value)] if isinstance(value, dict) else ()
         if wrong:
             raise _again(cls.__name__, wrong)
-        return made
+        return validated
 
     @classmethod
     def contradictions(cls, said: Mapping[str, Any]) -> Iterator[Refused]:
@@ -170,14 +170,14 @@ def _again(title: str, lines: Iterable[Line]) -> ValidationError:
     )
 
 
-def _line(model: type[Options], one: ErrorDetails) -> Line:
+def _line(model: type[Options], error: ErrorDetails) -> Line:
     """The refusal of one value, with the remedy of its field."""
-    path, kind, value = one["loc"], one["type"], one["input"]
+    path, kind, value = error["loc"], error["type"], error["input"]
     key = str(path[0]) if len(path) == 1 else ""
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
     if key and kind == "extra_forbidden":
         return (), Refused(f"unknown key '{key}'", help=model.instead_of(key, fields), key=key), value
-    refused = Refused(f"'{key}' is missing") if key and kind == "missing" else _refused(one)
+    refused = Refused(f"'{key}' is missing") if key and kind == "missing" else _refused(error)
     if key in fields and kind != _INNER and not refused.help and not refused.key:
         remedies = [found.of(value) for found in fields[key].metadata if isinstance(found, Remedy)]
         if kind == "missing" and not remedies and fields[key].description:
@@ -186,14 +186,14 @@ def _line(model: type[Options], one: ErrorDetails) -> Line:
     return () if key and kind == "missing" else path, refused, value
 
 
-def _mistyped(one: ErrorDetails) -> Refused:
+def _mistyped(error: ErrorDetails) -> Refused:
     """Returns the reason why a value matches no type of a union."""
-    value = one["input"]
-    if one["type"] == "union_tag_not_found":
+    value = error["input"]
+    if error["type"] == "union_tag_not_found":
         return Refused("'type' is missing")
-    if one["type"] != "union_tag_invalid":
-        return _refused(one)
-    kind, types = value["type"], [tag.strip(" '") for tag in one["ctx"]["expected_tags"].split(",")]
+    if error["type"] != "union_tag_invalid":
+        return _refused(error)
+    kind, types = value["type"], [tag.strip(" '") for tag in error["ctx"]["expected_tags"].split(",")]
     if not isinstance(kind, str):
         return Refused(f"expected a name, but got {shown(kind)}", key="type")
     near = difflib.get_close_matches(kind, types, 1)
@@ -201,9 +201,9 @@ def _mistyped(one: ErrorDetails) -> Refused:
     return Refused(f"there is no type '{kind}'", f"the types are {', '.join(types)}", remedy, "type")
 
 
-def _refused(one: ErrorDetails) -> Refused:
+def _refused(details: ErrorDetails) -> Refused:
     """Returns the reason why a value is refused, translated from pydantic's error."""
-    kind, context, value = one["type"], one.get("ctx", {}), one["input"]
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     if isinstance(error := context.get("error"), Refused):
         return error
     if kind == "greater_than_equal":
@@ -221,7 +221,7 @@ def _refused(one: ErrorDetails) -> Refused:
         return Refused("expected a text, but got an empty one")
     if kind in _EXPECTED:
         return Refused(f"expected {_EXPECTED[kind]}, but got {shown(value)}")
-    return Refused(one["msg"])
+    return Refused(details["msg"])
 
 
 def _number(bound: float) -> str:

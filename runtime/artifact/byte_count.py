@@ -86,15 +86,15 @@ def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:
 
 def of_text(text: str) -> ByteCount:
     """Parses the sum in a text such as `28*batch + 32`."""
-    found, pending = ZERO, [ast.parse(text, mode="eval").body]
+    total, pending = ZERO, [ast.parse(text, mode="eval").body]
     while pending:
         match pending.pop():
             case ast.BinOp(left, ast.Add(), right):
                 pending += [right, left]
             case term:
                 number, factors = _factors(term)
-                found += ByteCount({tuple(sorted(factors)): number} if number else {})
-    return found
+                total += ByteCount({tuple(sorted(factors)): number} if number else {})
+    return total
 
 
 def of_tensor(tensor: TensorProto) -> int:

@@ -209,7 +209,7 @@ def read_run_list(folder: Path, manifest: Manifest, program: str) -> RunList:
     ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == program)
     title = f"{file}, the run list of rank {ranks}"
     try:
-        found = RunList.model_validate(counted.read_json(file, counted.RUN_LIST))
+        run_list = RunList.model_validate(counted.read_json(file, counted.RUN_LIST))
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
         fact = f"{'.'.join(map(str, wrong['loc'])) or 'the whole'}: {wrong['msg']}"
@@ -218,9 +218,9 @@ def read_run_list(folder: Path, manifest: Manifest, program: str) -> RunList:
         raise ArtifactError(f"{title}: {error.strerror}\n  {_AGAIN}") from None
     except ValueError as error:
         raise ArtifactError(f"{title}: is not JSON: {error}\n  {_AGAIN}") from None
-    if found.program != manifest.files[program].sha256:
+    if run_list.program != manifest.files[program].sha256:
         raise ArtifactError(f"{title}: it is not of the artifact's {program}\n  {_AGAIN}")
-    return found
+    return run_list
 
 
 def sha256(file: Path) -> str:
@@ -359,16 +359,16 @@ def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     for port in (*manifest.inputs, *manifest.outputs):
         yield from (f"'{port.name}': {problem}" for problem in _bad_boxes(port))
     tags: set[int] = set()
-    for one in manifest.collectives:
-        where = f"collective {one.tag}, {one.op} of '{one.value}'"
-        if one.op not in GROUP_OPS:
+    for record in manifest.collectives:
+        where = f"collective {record.tag}, {record.op} of '{record.value}'"
+        if record.op not in GROUP_OPS:
             yield f"{where}: this partc does not know the op"
-        if one.group not in manifest.groups:
-            yield f"{where}: there is no group '{one.group}'"
-        if one.tag in tags:
+        if record.group not in manifest.groups:
+            yield f"{where}: there is no group '{record.group}'"
+        if record.tag in tags:
             yield f"{where}: another collective has the same tag"
-        tags.add(one.tag)
-        yield from (f"{where}: {problem}" for problem in _bad_dims(one.shape, manifest))
+        tags.add(record.tag)
+        yield from (f"{where}: {problem}" for problem in _bad_dims(record.shape, manifest))
 
 
 def _bad_boxes(port: Port) -> Iterator[str]:

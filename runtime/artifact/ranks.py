@@ -83,17 +83,17 @@ def _order_text(ranks: tuple[int, ...]) -> str:
 
 def ranks_of(text: str, count: Callable[[int], None] = lambda number: None) -> list[int]:
     """Reads ranks that `order_text` wrote; ValueError for any other text. Calls `count` with each range's size before listing the range."""
-    found: list[int] = []
+    ranks: list[int] = []
     for span in filter(None, text.split(",")):
         if (match := _SPAN.fullmatch(span)) is None:
             raise ValueError(f"'{span}' is not a list of ranks; ranks are written as '3', '0-7' or '0-56:8'")
         first, last, step = match.groups()
         row = range(int(first), int(last or first) + 1, int(step or 1))
-        if len(row) + len(found) > MOST_RANKS:
+        if len(row) + len(ranks) > MOST_RANKS:
             raise ValueError(f"'{text}' are more than {MOST_RANKS} ranks")
         count(len(row))
-        found += row
-    return found
+        ranks += row
+    return ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +159,13 @@ class Grid(Sequence[Box]):
             index, coordinate = divmod(index, size)
             at.append(coordinate)
         at.reverse()
-        found = []
+        indices = []
         for axes in self.cuts:
             number = 0
             for axis in axes:
                 number = number * self.mesh[axis] + at[axis]
-            found.append(number)
-        return found
+            indices.append(number)
+        return indices
 
 
 def _within(span: Sequence[int], part: Sequence[int]) -> list[int]:

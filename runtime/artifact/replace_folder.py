@@ -134,19 +134,19 @@ def listed_files(folder: Path) -> frozenset[str] | None:
 def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
     """Returns the entries of a folder that are not in `listed`; a subfolder without listed files is one entry. Links are not files."""
     around = {parent.as_posix() for name in listed for parent in Path(name).parents}
-    found = []
+    strangers = []
     for root, folders, files in os.walk(folder):
         inside = Path(root).relative_to(folder)
         for name in sorted(folders):
-            one = (inside / name).as_posix()
-            if one not in around or (Path(root) / name).is_symlink():
-                found.append(f"'{one}/'")
+            entry = (inside / name).as_posix()
+            if entry not in around or (Path(root) / name).is_symlink():
+                strangers.append(f"'{entry}/'")
                 folders.remove(name)
         for name in files:
-            one = (inside / name).as_posix()
-            if one not in listed or not stat.S_ISREG(os.lstat(Path(root) / name).st_mode):
-                found.append(f"'{one}'")
-    return sorted(found)
+            entry = (inside / name).as_posix()
+            if entry not in listed or not stat.S_ISREG(os.lstat(Path(root) / name).st_mode):
+                strangers.append(f"'{entry}'")
+    return sorted(strangers)
 
 
 def remove_artifact(folder: Path) -> None:

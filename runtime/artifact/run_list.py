@@ -113,11 +113,11 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 def numbers_of(text: str, count: int) -> list[int]:
     """Returns the numbers of such a text, all below `count`; raises ValueError for another text."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         run = _RUN.fullmatch(part)
         first, last = (int(run[1]), int(run[2] or run[1])) if run is not None else (1, 0)
-        if not (found[-1] if found else -1) < first <= last < count:
+        if not (numbers[-1] if numbers else -1) < first <= last < count:
             raise ValueError(f"'{text[:40]}' is not a rising list of nodes of 0 to {count - 1}")
-        found += range(first, last + 1)
-    return found
+        numbers += range(first, last + 1)
+    return numbers

@@ -139,20 +139,20 @@ def read_trace(path: Path) -> Trace:
             f"{path}: not a trace of partc\n  help: partc run --profile x{SUFFIX}, or partc train, writes one"
         )
     spans, whole, clocks, ranks, ops = [], lines[-2:] == [b"]}", b""], 0.0, 0, False
-    found: Any
+    data: Any
     for number, line in enumerate(lines, 1):
         if line == b"]}":
             break
         try:
             if number == 1:
-                found = parse_json(line.partition(b', "traceEvents"')[0] + b"}", TRACE)
-                clocks = float(found["otherData"]["clock_error_us"]) / 1e6
-                ranks = int(found["otherData"]["ranks"])
-                ops = "ops" in found["otherData"]
+                data = parse_json(line.partition(b', "traceEvents"')[0] + b"}", TRACE)
+                clocks = float(data["otherData"]["clock_error_us"]) / 1e6
+                ranks = int(data["otherData"]["ranks"])
+                ops = "ops" in data["otherData"]
                 continue
-            found = parse_json(line.rstrip(b","), TRACE)
-            if found["ph"] == "X":
-                spans.append(_span_of(found))
+            data = parse_json(line.rstrip(b","), TRACE)
+            if data["ph"] == "X":
+                spans.append(_span_of(data))
         except (ValueError, KeyError, TypeError) as problem:
             if number == len(lines):  # it was cut short there
                 break

@@ -136,8 +136,8 @@ class _Run:
             if file in subject.wrong:
                 continue
             single, failed = SingleFile(file, kept.get(ranks[0], ())), set[str]()
-            one = replace(subject, file=single)
-            if self._finds(f"that {file} is a model", read_rank, one):
+            rank_subject = replace(subject, file=single)
+            if self._finds(f"that {file} is a model", read_rank, rank_subject):
                 self.failed.add(file)
                 continue
             subject.models |= dict.fromkeys(ranks, single.model)
@@ -147,7 +147,7 @@ class _Run:
                 if (
                     check.scope == GRAPH
                     and _is_due(check, failed)
-                    and self._finds(f"{check.proves} of {file}", check.run, one)
+                    and self._finds(f"{check.proves} of {file}", check.run, rank_subject)
                 ):
                     failed.add(check.proves)
             for model in (single.model, *([single.once] if single.once is not single.model else [])):
@@ -157,7 +157,7 @@ class _Run:
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:
         """Runs a check, and returns whether it finds violations. A check that fails on files known to be wrong adds none."""
         try:
-            found = [*dict.fromkeys(run(subject))]
+            violations = [*dict.fromkeys(run(subject))]
         except Exception as error:  # whatever bytes a file has, the artifact counts as not proven sound
             if out_of_memory(error):
                 raise
@@ -167,8 +167,8 @@ class _Run:
                 [] if self.violations else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
             )
             return True
-        self.violations += found
-        return bool(found)
+        self.violations += violations
+        return bool(violations)
 
 
 def _is_due(check: Check, failed: set[str]) -> bool:

@@ -61,7 +61,7 @@ class Structure:
 
 def structures(folder: Path) -> list[Structure]:
     """Returns the programs of an artifact and of artifacts inside it, one for each structure, with the nodes of each task once."""
-    found: list[Structure] = []
+    distinct: list[Structure] = []
     seen: dict[Hashable, int] = {}
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
@@ -73,8 +73,8 @@ def structures(folder: Path) -> list[Structure]:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
                     listed, model = model, unrolled(model, name, once=True)
-                    found.append(Structure(name, listed, model, without_known(name, model, seen), manifest, inside))
-    return found
+                    distinct.append(Structure(name, listed, model, without_known(name, model, seen), manifest, inside))
+    return distinct
 
 
 def check_structures(programs: Sequence[Structure]) -> list[Violation]:
@@ -88,17 +88,19 @@ def check_structures(programs: Sequence[Structure]) -> list[Violation]:
     ]
 
 
-def _check_run(one: Structure) -> list[Violation]:
+def _check_run(structure: Structure) -> list[Violation]:
     """Returns the faults of a program's run: of its run list, its updates in place, and its number of microbatches."""
-    file, manifest = Path(one.file).name, one.manifest
+    file, manifest = Path(structure.file).name, structure.manifest
     rank = next(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
     kept = [record for record in manifest.state if rank in record.ranks]
-    found = check_run_list(one.folder, file, manifest, kept, one.listed) or unsafe_state(manifest, rank, one.listed)
+    faults = check_run_list(structure.folder, file, manifest, kept, structure.listed) or unsafe_state(
+        manifest, rank, structure.listed
+    )
     try:
-        refuse_left_out(one.listed, manifest, file)
+        refuse_left_out(structure.listed, manifest, file)
     except ArtifactError as error:
-        found.append(Violation(file, str(error).splitlines()[0].removeprefix(f"{file}: ")))
-    return found
+        faults.append(Violation(file, str(error).splitlines()[0].removeprefix(f"{file}: ")))
+    return faults
 
 
 def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
@@ -136,7 +138,7 @@ def _unlike(model: ModelProto) -> list[NodeProto]:
         has_rank = port.type.HasField("tensor_type") and tensor_type.HasField("shape")
         kinds[name] = f"{tensor_type.elem_type}/{len(tensor_type.shape.dim)}" if has_rank else str(port.type)
     kinds |= {tensor.name: f"{tensor.data_type}/{len(tensor.dims)}" for tensor in model.graph.initializer}
-    found: list[NodeProto] = []
+    distinct: list[NodeProto] = []
     known = set[tuple[str, ...]]()
     for node in model.graph.node:
         attributes = sorted(attribute.SerializeToString().hex() for attribute in node.attribute)
@@ -144,8 +146,8 @@ def _unlike(model: ModelProto) -> list[NodeProto]:
         like = (node.domain, node.op_type, *attributes, "", *operands)
         if like not in known or not all(name in types for name in node.output if name):
             known.add(like)
-            found.append(node)
-    return found
+            distinct.append(node)
+    return distinct
 
 
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
@@ -160,16 +162,16 @@ def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
     alone.graph.name = graph.name
     alone.graph.node.extend(compute)
     read = {name for node in compute for name in reads(node)}
-    made = {name for node in compute for name in node.output}
+    made_names = {name for node in compute for name in node.output}
     alone.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
     held = {tensor.name for tensor in alone.graph.initializer}
-    fed = [name for name in sorted(read - made - held) if name in types]
+    fed = [name for name in sorted(read - made_names - held) if name in types]
     alone.graph.input.extend(types[name] for name in fed)
     last = [name for node in compute for name in node.output if name and name not in read]
     alone.graph.output.extend(
-        types.get(name) or ValueInfoProto(name=name) for name in last or sorted(filter(None, made))[:1]
+        types.get(name) or ValueInfoProto(name=name) for name in last or sorted(filter(None, made_names))[:1]
     )
-    alone.graph.value_info.extend(types[name] for name in made if name in types and name in read)
+    alone.graph.value_info.extend(types[name] for name in made_names if name in types and name in read)
     compute_in_float32(alone)
     data: bytes = alone.SerializeToString()
     return data

@@ -148,16 +148,16 @@ class Checkpoint(ShardFiles):
             raise ValueError(
                 f"'{tensor}' of {list(record.shape)} has no elements from {list(box.begin)} to {list(box.end)}"
             )
-        found = []
+        shares = []
         filled = 0
         for piece in record.pieces:
             shared = intersection(piece.region, box)
             if shared is not None:
                 stored, data = self._shard(tensor, piece)
-                found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
+                shares.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
                 filled += shared.count
         if filled != box.count:
             raise DamagedError(
                 [f"{self.path}: the shards of '{tensor}' have {filled} of the {box.count} elements of {box}"]
             )
-        return found
+        return shares

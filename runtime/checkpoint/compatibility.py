@@ -66,8 +66,8 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
     wanted = {record.tensor: record for record in records if record.kind in _WEIGHTS}
     held = source.index.tensors
     problems = list(_weight_problems(source, wanted, strict, statistics=False))
-    found = frozenset(name for name in wanted if name in held and held[name].kind in _WEIGHTS)
-    if not found and not problems:
+    matching = frozenset(name for name in wanted if name in held and held[name].kind in _WEIGHTS)
+    if not matching and not problems:
         like = nearest(next(iter(wanted), ""), held)
         problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
     if problems:
@@ -76,7 +76,7 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
         raise CheckpointError(
             "\n".join([*problems, f"  help: {help}; `partc checkpoint export` writes such a file{some}"])
         )
-    return found
+    return matching
 
 
 def _weight_problems(

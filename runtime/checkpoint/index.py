@@ -154,13 +154,13 @@ def is_step(path: Path) -> bool:
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
     """Returns the checkpoints in a folder, complete or not, the oldest first; includes one whose replacement is missing."""
-    found = {}
+    by_step = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)
         shown = _STEP.fullmatch(hidden[1] if hidden and hidden[2] == OLD else path.name)
         if shown and path.is_dir():
-            found[int(shown[1])] = path
-    return sorted(found.items())
+            by_step[int(shown[1])] = path
+    return sorted(by_step.items())
 
 
 def stale_files(folder: Path) -> Iterator[tuple[Path, str, str]]:

@@ -42,19 +42,19 @@ def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
         by_tensor.setdefault(record.tensor, []).append(record)
-    found: dict[str, list[Owned]] = {}
+    owned: dict[str, list[Owned]] = {}
     problems: list[str] = []
     for tensor, some in by_tensor.items():
         wrong = list(_contradictions(tensor, some))
         if not wrong:
             try:
-                found[tensor] = _assigned(some)
+                owned[tensor] = _assigned(some)
             except ValueError as error:
                 wrong = [f"'{tensor}': {error}"]
         problems += wrong
     if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return owned
 
 
 def _contradictions(tensor: str, records: Sequence[StateRecord]) -> Iterator[str]:
@@ -91,10 +91,10 @@ def _distinct(record: StateRecord) -> dict[Region, int]:
     """Maps each distinct region of a record to the lowest rank that has it."""
     if record.boxes is None:
         return {full_region(record.shape): min(record.ranks)}
-    found: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}
+    lowest: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}
     pairs: Iterable[tuple[int, Box]] = zip(record.ranks, record.boxes, strict=True)
     if isinstance(record.boxes, Grid) and record.ranks == sorted(record.ranks):
         pairs = ((record.ranks[place], box) for place, box in record.boxes.distinct())
     for rank, box in sorted(pairs, key=lambda pair: pair[0]):
-        found.setdefault(tuple(map(tuple, box)), (rank, box))
-    return {_region(record, box): rank for rank, box in found.values()}
+        lowest.setdefault(tuple(map(tuple, box)), (rank, box))
+    return {_region(record, box): rank for rank, box in lowest.values()}

@@ -139,22 +139,22 @@ def save(
     The arguments are those of `Save`. When it returns on any rank, the checkpoint is complete. CheckpointError is raised on all ranks; the
     checkpoints that existed before are then unchanged.
     """
-    one = Save(folder, step, rank, pieces, records, meta, retention, lock)
+    saving = Save(folder, step, rank, pieces, records, meta, retention, lock)
 
     def write() -> str:
-        one.find()
-        return one.write()
+        saving.find()
+        return saving.write()
 
     try:
-        on_all_ranks(one.target, share, one.begin)
-        said = on_all_ranks(one.target, share, write)
-        on_all_ranks(one.target, share, lambda: one.commit(said))
+        on_all_ranks(saving.target, share, saving.begin)
+        said = on_all_ranks(saving.target, share, write)
+        on_all_ranks(saving.target, share, lambda: saving.commit(said))
     except CheckpointError:
-        one.discard()
+        saving.discard()
         raise
     finally:
-        one.release()
-    return one.target
+        saving.release()
+    return saving.target
 
 
 def refuse_others(target: Path) -> None:
@@ -217,21 +217,21 @@ def _write(
     mine: dict[str, tuple[Owned, Array]] = {}
     problems = []
     for tensor, some in owned.items():
-        for one in some:
-            if one.rank != rank:
+        for region in some:
+            if region.rank != rank:
                 continue
-            if one.value not in arrays:
-                problems.append(f"'{tensor}', which is '{one.value}' here, was not given")
+            if region.value not in arrays:
+                problems.append(f"'{tensor}', which is '{region.value}' here, was not given")
                 continue
-            record, array = arrays[one.value]
+            record, array = arrays[region.value]
             dtype = dense(record.type)
-            if dtype is None or array.dtype != dtype.numpy or array.shape != one.held.shape:
+            if dtype is None or array.dtype != dtype.numpy or array.shape != region.held.shape:
                 problems.append(
                     f"'{tensor}' was given as {array.dtype.name} {list(array.shape)}; the rank's shard is "
-                    f"{record.type} {list(one.held.shape)}"
+                    f"{record.type} {list(region.held.shape)}"
                 )
                 continue
-            mine[_key(tensor, one, record.shape)] = one, array
+            mine[_key(tensor, region, record.shape)] = region, array
     if problems:
         raise ValueError("\n".join(problems))
     if not mine:

@@ -38,19 +38,19 @@ class ShardFiles:
 
     def missing_files(self) -> list[str]:
         """Returns a problem for each file that is missing, outside of the folder, not regular, or of another size than the index says."""
-        found = []
+        problems = []
         inside = self.folder.resolve()
         for name, record in self.index.files.items():
             file = self.folder / name
             if not file.exists():
-                found.append(f"{file}: is missing")
+                problems.append(f"{file}: is missing")
             elif not file.resolve().is_relative_to(inside):
-                found.append(f"{file}: points outside the folder, to {file.resolve()}")
+                problems.append(f"{file}: points outside the folder, to {file.resolve()}")
             elif not file.is_file():
-                found.append(f"{file}: is not a regular file")
+                problems.append(f"{file}: is not a regular file")
             elif (size := file.stat().st_size) != record.bytes:
-                found.append(f"{file}: has {size} bytes, the index says {record.bytes}")
-        return found
+                problems.append(f"{file}: has {size} bytes, the index says {record.bytes}")
+        return problems
 
     def stored(self, tensor: str, piece: ShardRecord) -> Stored:
         """Returns the location of a shard in its file; DamagedError where the file is invalid or contradicts the index."""

@@ -66,13 +66,13 @@ def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = Fa
     """
     row, at = len(together) // ranks, 0
     table = together.reshape(ranks, row)
-    found = []
+    pairs = []
     for value in values:
         size = len(value) // ranks
         pair = value.reshape(ranks, size), table[:, at : at + size]
-        found.append(pair[::-1] if apart else pair)
+        pairs.append(pair[::-1] if apart else pair)
         at += size
-    return found
+    return pairs
 
 
 def _copy(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:

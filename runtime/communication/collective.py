@@ -86,10 +86,10 @@ class CollectivePlan:
             before = self._packing(source, packed) if self.packed and source else None
         if len(self.ranks) == 1:
             return BoundCollective(nothing, before)
-        given = packed if self.packed else source.data if source else NOTHING
+        operand = packed if self.packed else source.data if source else NOTHING
         if self.kind.root == "gives":
             result = result or source
-            given = result.data if place == self.call.root and result else NOTHING
+            operand = result.data if place == self.call.root and result else NOTHING
         taken = landing if self.landing else result.data if result else NOTHING
         gathered = GATHER if self.kind.root == "takes" else ALL_GATHER
         movement = self.call.op if self.native else ALL_TO_ALL if self.kind.splits else gathered
@@ -97,7 +97,7 @@ class CollectivePlan:
             movement,
             self.ranks,
             self.tag,
-            given,
+            operand,
             taken,
             self.dtype,
             self.call.reduce if self.native else "",

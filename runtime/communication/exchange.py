@@ -38,19 +38,19 @@ class Redistribution:
     def __init__(
         self,
         call: CollectiveCall,
-        given: Shape | None,
+        operand: Shape | None,
         taken: Shape | None,
         dtype: Dtype,
         transport: Transport,
         tag: int,
     ) -> None:
         self.call = call
-        self.given = given
+        self.given = operand
         self.taken = taken
         self.dtype = dtype
         self.transport = transport
         self.tag = tag
-        self.gives, self.packed = _memory_boxes(call.gives, given, dtype, transport.rank)
+        self.gives, self.packed = _memory_boxes(call.gives, operand, dtype, transport.rank)
         self.takes, self.landing = _memory_boxes(call.takes, taken, dtype, transport.rank)
         kept = [[part for part in parts if part.peer == transport.rank] for parts in (self.gives, self.takes)]
         if [part.shape for part in kept[0]] != [part.shape for part in kept[1]]:
@@ -118,7 +118,7 @@ def _memory_boxes(
     shards: Sequence[PeerBox], shape: Shape | None, dtype: Dtype, rank: int
 ) -> tuple[list[MemoryBox], int]:
     """Returns the boxes of a value of `shape` in memory, and the bytes of scratch memory that they need."""
-    found: list[MemoryBox] = []
+    boxes: list[MemoryBox] = []
     scratch = 0
     for shard in shards:
         assert shape is not None
@@ -129,6 +129,6 @@ def _memory_boxes(
         first = next((axis for axis, extent in enumerate(size) if extent != 1), len(size))
         inside = dtype.bits >= 8 and size[first + 1 :] == shape[first + 1 :]
         kept = shard.peer == rank or inside
-        found.append(MemoryBox(shard.peer, at, size, count, None if kept else scratch))
+        boxes.append(MemoryBox(shard.peer, at, size, count, None if kept else scratch))
         scratch += 0 if kept else -(-count // 64) * 64
-    return found, scratch
+    return boxes, scratch

@@ -299,14 +299,14 @@ class MpiTransport:
         else:
             result = np.empty_like(vector)
             request = comm.Iallreduce(vector, result, MPI.MAX)
-        told = [vector]  # a reference, because MPI reads the vector until the wait is over
+        reading = [vector]  # a reference, because MPI reads the vector until the wait is over
 
         def finish() -> Vector:
             # Counted at the wait: a step that has begun still completes without a rank that left after it.
             self._begun += 1
             self.wait(request, lambda: AGREEMENT)
             self._done += 1
-            told.clear()
+            reading.clear()
             return result if near is None else result.copy()
 
         return finish
@@ -322,15 +322,15 @@ class MpiTransport:
 
     def _gathered(self, own: Bytes) -> Bytes:
         """Returns the bytes of every rank, `own.size` of each, in the order of the ranks."""
-        made = np.empty(self.size * own.size, np.uint8)
+        gathered = np.empty(self.size * own.size, np.uint8)
         request: Request
         if self._everyone is not None:
-            args = CollectiveArgs(ALL_GATHER, tuple(range(self.size)), 0, own, made, BY_NAME["uint8"])
+            args = CollectiveArgs(ALL_GATHER, tuple(range(self.size)), 0, own, gathered, BY_NAME["uint8"])
             request = self._everyone.prepare(args)()
         else:
-            request = self.comm.Iallgather(own, made)
+            request = self.comm.Iallgather(own, gathered)
         self.wait(request, lambda: "the exchange of messages")
-        return made
+        return gathered
 
     def fail(self, message: str, buffers: object = None) -> None:
         if self._failure is None:

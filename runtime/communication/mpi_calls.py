@@ -145,17 +145,17 @@ def call(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[
 def _all_reduce(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
     source, target, kind, operation = args.source, args.target, _TYPES[args.dtype.shown], _operation(args)
     into, same = _spec(target, kind), source.ctypes.data == target.ctypes.data
-    given = MPI.IN_PLACE if same else _spec(source, kind)
+    operand = MPI.IN_PLACE if same else _spec(source, kind)
     if blocking and same:
         pieces = [_spec(target[at : at + _CHUNK], kind) for at in range(0, target.size, _CHUNK)]
 
         def reduce_pieces() -> None:
             for piece in pieces:
-                comm.Allreduce(given, piece, operation)
+                comm.Allreduce(operand, piece, operation)
 
         return reduce_pieces
     reduce = comm.Allreduce if blocking else comm.Iallreduce
-    return lambda: reduce(given, into, operation)
+    return lambda: reduce(operand, into, operation)
 
 
 def _reduce_scatter(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:

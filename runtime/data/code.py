@@ -95,14 +95,14 @@ class Transform:
         """Returns the arrays that the function computes from a batch; UsageError where their rows are not the batch's records."""
         with user_code(self.where, f"transforming a batch of {rows} records"):
             made = self.function(dict(batch), generator) if self.random else self.function(dict(batch))
-            found = {str(name): as_array(value) for name, value in made.items()} if isinstance(made, Mapping) else None
-        if found is None:
+            arrays = {str(name): as_array(value) for name, value in made.items()} if isinstance(made, Mapping) else None
+        if arrays is None:
             raise UsageError(f"{self.where} returns a {type(made).__name__}; it must return a dict of arrays")
         problems = [
             f"{self.where}: '{name}' is {list(value.shape)} for {rows} records\n  help: its first dim counts records"
-            for name, value in found.items()
+            for name, value in arrays.items()
             if not value.ndim or len(value) != rows
         ]
         if problems:
             raise UsageError("\n".join(problems))
-        return found
+        return arrays

@@ -18,7 +18,7 @@ from .memory import Memory
 
 def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: int) -> dict[str, Array]:
     """Maps each of these inputs to the value that a rank reads in every batch; UsageError, the same on all ranks, lists all problems."""
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
     problems = []
     for port in ports:
         if port.name not in fixed or not port.ranks:
@@ -29,14 +29,14 @@ def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: i
             problems.append(f"input '{port.name}': {error}")
             continue
         if rank in port.ranks:
-            found[port.name] = value
+            values[port.name] = value
     for name in spec.values:
         if name not in fixed:
             known = ", ".join(f"'{one}'" for one in fixed) or "none"
             problems.append(f"'{name}' is not an input with one value for all records; they are {known}")
     if problems:
         raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
-    return found
+    return values
 
 
 def as_input(port: Port, given: object) -> Array:

@@ -75,7 +75,7 @@ def conversions(
     ports: Sequence[Port], fields: Mapping[str, Field], batch: int
 ) -> tuple[dict[str, Conversion], list[str]]:
     """Maps each input to the conversion of its field; also returns a list of all differences between data and model."""
-    found: dict[str, Conversion] = {}
+    conversion_of: dict[str, Conversion] = {}
     sizes: dict[str, list[int | None]] = {}
     problems: list[str] = []
     names = ", ".join(f"'{name}'" for name in fields) or "none"
@@ -85,21 +85,21 @@ def conversions(
             help = f"\n  help: write fields: {{{port.name}: {near}}}" if near else ""
             problems.append(f"input '{port.name}' ({described(port)}) has no field; the fields are {names}{help}")
             continue
-        one, dtype = fields[port.name], dense(port.type)
+        field, dtype = fields[port.name], dense(port.type)
         if dtype is None and port.type != _TEXT:
             problems.append(f"input '{port.name}' is a {port.type}; data provides plain tensors only")
             continue
-        differ = f"input '{port.name}': records are {one}, the model takes {described(port)}"
-        if fault := _type_fault(one.dtype, dtype):
+        differ = f"input '{port.name}': records are {field}, the model takes {described(port)}"
+        if fault := _type_fault(field.dtype, dtype):
             problems.append(f"{differ}\n  {fault}")
-        shape = _shape(port, one)
+        shape = _shape(port, field)
         if shape is None:
             problems.append(f"{differ}\n  help: give records of its dims after the first, which is the batch")
             continue
-        sizes[port.name] = [batch, *([None] if one.ragged else []), *shape]
-        found[port.name] = Conversion(port, dtype, None if one.ragged or shape == one.shape else shape)
+        sizes[port.name] = [batch, *([None] if field.ragged else []), *shape]
+        conversion_of[port.name] = Conversion(port, dtype, None if field.ragged or shape == field.shape else shape)
     problems += _differences([port for port in ports if port.name in sizes and port.shape is not None], sizes)
-    return found, problems
+    return conversion_of, problems
 
 
 def _differences(ports: Sequence[Port], sizes: Mapping[str, list[int | None]]) -> Iterator[str]:
@@ -162,15 +162,15 @@ def _range(dtype: Dtype) -> tuple[int, int] | None:
     return (-(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1) if dtype.name.startswith("int") else None
 
 
-def _shape(port: Port, one: Field) -> tuple[int, ...] | None:
+def _shape(port: Port, field: Field) -> tuple[int, ...] | None:
     """Returns a record's shape without the ragged dim and with as many dims as the input has; None where that is not possible."""
     if port.shape is None:
-        return one.shape
-    dims = port.shape[1 + one.ragged :]
-    if not port.shape or len(port.shape) < 1 + one.ragged:
+        return field.shape
+    dims = port.shape[1 + field.ragged :]
+    if not port.shape or len(port.shape) < 1 + field.ragged:
         return None
-    if len(dims) == len(one.shape):
-        return one.shape
+    if len(dims) == len(field.shape):
+        return field.shape
     whole = [dim for dim in dims if isinstance(dim, int)]
-    alike = [dim for dim in whole if dim != 1] == [dim for dim in one.shape if dim != 1]
-    return tuple(whole) if alike and len(whole) == len(dims) and not one.ragged else None
+    alike = [dim for dim in whole if dim != 1] == [dim for dim in field.shape if dim != 1]
+    return tuple(whole) if alike and len(whole) == len(dims) and not field.ragged else None

@@ -103,29 +103,29 @@ class Dataset:
 
     def take(self, indices: Index, names: Collection[str], padded_lengths: Mapping[str, int]) -> Batch:
         """Returns the named fields of these records, with ragged ones padded to `padded_lengths`."""
-        found: Batch = {}
+        batch: Batch = {}
         for source in self.sources:
             mine = [name for name in names if name in source.fields]
             for name, value in source.take(indices, mine).items() if mine else ():
                 if isinstance(value, Ragged):
                     value = value.padded(padded_lengths[name], self.spec.pad.get(name, 0))
-                found[name] = value
+                batch[name] = value
         for name in names:
-            if name not in found:
-                found[name] = self.lengths(name.removesuffix(LENGTH))[indices]
-        return found
+            if name not in batch:
+                batch[name] = self.lengths(name.removesuffix(LENGTH))[indices]
+        return batch
 
 
 def open_data(
     spec: Spec,
     apart: Collection[str] = (),
     code: Code | None = None,
-    found: UserSource | None = None,
+    user: UserSource | None = None,
     inputs: Collection[str] = (),
 ) -> Dataset:
     """Opens the records of a spec without the fields in `apart`; UsageError lists all problems before any record is used.
 
-    `found`: the source of the spec's Python file, if it was loaded before. `inputs`: the names for values of records that have no names.
+    `user`: the source of the spec's Python file, if it was loaded before. `inputs`: the names for values of records that have no names.
     """
     spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
     code, memory, problems = code or Code(), Memory(spec.max_bytes), list[str]()
@@ -133,9 +133,9 @@ def open_data(
     counts: dict[str, int] = {}
     try:
         if spec.source is not None and spec.source.suffix == ".py":
-            found = found or user_source(code.value(spec.source, "source"), str(spec.source), None, 0)
-        if found is not None:
-            records = _of_user(found, spec, Naming(spec.fields, () if spec.transform else tuple(inputs)))
+            user = user or user_source(code.value(spec.source, "source"), str(spec.source), None, 0)
+        if user is not None:
+            records = _of_user(user, spec, Naming(spec.fields, () if spec.transform else tuple(inputs)))
             own = records.counts() if isinstance(records, FileSource) else dict.fromkeys(records.fields, len(records))
             counts |= own or {"source": len(records)}
             sources.append(records)
@@ -187,36 +187,36 @@ def _of_user(source: UserSource, spec: Spec, naming: Naming) -> Source:
             return CodeSource(source.value, source.where, ragged, naming, one_by_one=kind is Kind.ONE_BY_ONE)
 
 
-def _of_columns(found: UserSource, naming: Naming) -> FileSource:
+def _of_columns(source: UserSource, naming: Naming) -> FileSource:
     """Opens a mapping of arrays or a dataset of tensors as full columns, which are not copied."""
-    value = found.value
+    value = source.value
     try:
         named = naming.of(value if isinstance(value, Mapping) else tuple(value.tensors), "its `source`")
         columns: dict[str, Column] = {}
         for name, one in named.items():
-            with user_code(found.where, f"taking its array '{name}'"):
+            with user_code(source.where, f"taking its array '{name}'"):
                 array = as_array(one)
             columns[name] = Rows(array)
     except Unfit as error:
-        raise UsageError(f"{found.where}: {error}") from None
+        raise UsageError(f"{source.where}: {error}") from None
     except ValueError as error:
-        raise UsageError(f"{found.where}: '{name}': {error}") from None
+        raise UsageError(f"{source.where}: '{name}': {error}") from None
     return FileSource(columns)
 
 
 def _unknown_files(spec: Spec, fields: Mapping[str, Field]) -> list[str]:
     """Returns a problem for each option that names an unknown field or one of the wrong kind."""
     ragged = ", ".join(f"'{name}'" for name, one in fields.items() if one.ragged) or "none"
-    found = []
+    problems = []
     for option, names in (("length", [spec.length] if spec.length else []), ("pad", list(spec.pad))):
         for name in names:
             if name not in fields:
-                found.append(f"{option}: there is no field '{name}'; the ragged ones are {ragged}")
+                problems.append(f"{option}: there is no field '{name}'; the ragged ones are {ragged}")
             elif not fields[name].ragged:
-                found.append(f"{option}: '{name}' is not ragged, {fields[name]}; the ragged ones are {ragged}")
+                problems.append(f"{option}: '{name}' is not ragged, {fields[name]}; the ragged ones are {ragged}")
     for name, value in spec.pad.items():
         if name in fields and fields[name].dtype.kind in "iu":
             law = np.iinfo(fields[name].dtype.name)
             if int(value) != value or not law.min <= value <= law.max:
-                found.append(f"pad: '{name}' is {fields[name].dtype}, which cannot be {value}")
-    return found
+                problems.append(f"pad: '{name}' is {fields[name].dtype}, which cannot be {value}")
+    return problems

@@ -145,9 +145,9 @@ def _folder(path: Path) -> dict[str, list[Array]]:
     for stem in files:
         if match := _SHARD.fullmatch(stem):
             shards.setdefault(match[1], {})[int(match[2])] = stem
-    found: dict[str, list[str]] = {stem: [stem] for stem in files if not _SHARD.fullmatch(stem)}
+    stems_of: dict[str, list[str]] = {stem: [stem] for stem in files if not _SHARD.fullmatch(stem)}
     for name, numbered in shards.items():
-        if name in found:
+        if name in stems_of:
             raise UsageError(
                 f"{path}: there is '{name}.npy' and there are shards of it, '{min(numbered.values())}.npy'"
             )
@@ -157,14 +157,14 @@ def _folder(path: Path) -> dict[str, list[Array]]:
                 f"{path}: of the shards of '{name}' number {missing[0] if missing else 0} is missing; "
                 f"there are {len(numbered)}, up to {max(numbered)}"
             )
-        found[name] = [numbered[number] for number in sorted(numbered)]
+        stems_of[name] = [numbered[number] for number in sorted(numbered)]
     with _reading(path):
-        return {name: [read_array(files[stem]) for stem in stems] for name, stems in found.items()}
+        return {name: [read_array(files[stem]) for stem in stems] for name, stems in stems_of.items()}
 
 
 def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]:
     """Returns the columns of arrays: shards are joined, and fields with offsets become ragged."""
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for name, parts in arrays.items():
         if name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in arrays:
             continue
@@ -176,12 +176,12 @@ def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]
             if name + OFFSETS in arrays:
                 if len(rows) > 1:
                     raise ValueError("it has offsets and several shards; give it as one file")
-                found[name] = RaggedRows(rows[0], arrays[name + OFFSETS][0])
+                columns[name] = RaggedRows(rows[0], arrays[name + OFFSETS][0])
             else:
-                found[name] = rows[0] if len(rows) == 1 else Joined(rows)
+                columns[name] = rows[0] if len(rows) == 1 else Joined(rows)
         except ValueError as error:
             raise UsageError(f"{path}: '{name}': {error}") from None
-    return found
+    return columns
 
 
 def _idx(path: Path, memory: Memory) -> Array:

@@ -124,7 +124,7 @@ class Prefetcher(Generic[Item]):
 
 
 def open_stream(
-    found: UserSource,
+    source: UserSource,
     spec: Spec,
     ports: Sequence[Port],
     rank: int,
@@ -136,7 +136,7 @@ def open_stream(
     lenient: bool = False,
 ) -> StreamBatches:
     """Opens the batches that a rank reads from a `DataLoader` or an iterable; UsageError, the same on all ranks, lists all problems."""
-    problems = list(_need_an_index(found, spec, interleave))
+    problems = list(_need_an_index(source, spec, interleave))
     transform = None
     try:
         transform = Transform.load(spec.transform, code) if spec.transform else None
@@ -144,17 +144,17 @@ def open_stream(
         problems.append(f"transform: {error}")
     inputs = RankInputs(ports, rank)
     naming = Naming(spec.fields, () if spec.transform else tuple(port.name for port in ports))
-    reader = StreamReader(spec, found.where, inputs, naming, transform, seed)
+    reader = StreamReader(spec, source.where, inputs, naming, transform, seed)
     if not problems:
         stream: Stream
-        if found.kind is Kind.LOADER:
-            stream = LoaderStream(found, batch, seed, drop_last, reader.span if inputs.ports else None)
+        if source.kind is Kind.LOADER:
+            stream = LoaderStream(source, batch, seed, drop_last, reader.span if inputs.ports else None)
         elif batch is None:
             raise UsageError(
                 "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"
             )
         else:
-            stream = RecordStream(found, batch)
+            stream = RecordStream(source, batch)
         problems += uneven_batch(inputs, stream.batch)
         rest = stream.records % stream.batch if stream.records is not None and not drop_last else 0
         for law, _ in uneven_rest(inputs, stream.batch, rest) if rest else ():
@@ -167,9 +167,11 @@ def open_stream(
     return StreamBatches(stream, reader, drop_last, lenient)
 
 
-def _need_an_index(found: UserSource, spec: Spec, interleave: int) -> Iterator[str]:
+def _need_an_index(source: UserSource, spec: Spec, interleave: int) -> Iterator[str]:
     """Yields a problem for each setting of the data that only records with an index can have."""
-    what = f"{found.where}: its `source` is a {type(found.value).__name__}, whose records come in an order of their own"
+    what = (
+        f"{source.where}: its `source` is a {type(source.value).__name__}, whose records come in an order of their own"
+    )
     options = [name for name, said in (("length", spec.length), ("interleave", interleave > 1)) if said]
     if options:
         yield (
@@ -178,8 +180,8 @@ def _need_an_index(found: UserSource, spec: Spec, interleave: int) -> Iterator[s
         )
     if spec.files:
         yield f"{what}: {quoted(spec.files)} cannot be files beside it\n  help: give them as fields of its records"
-    if spec.pad and found.kind is Kind.LOADER:
-        yield f"{found.where}: `pad` is for records, and a DataLoader gives batches\n  help: fill them up in its `collate_fn`"
+    if spec.pad and source.kind is Kind.LOADER:
+        yield f"{source.where}: `pad` is for records, and a DataLoader gives batches\n  help: fill them up in its `collate_fn`"
 
 
 DEPTH = 2
@@ -370,19 +372,19 @@ def open_loader(
         own = constants(spec, ports, fixed, rank)
         ports = [port for port in ports if port.name not in fixed]
         code = code or Code()
-        found: UserSource | None = None
+        user: UserSource | None = None
         if source is not None:
-            found = user_source(source, spec.where, batch, seed)
+            user = user_source(source, spec.where, batch, seed)
         elif spec.source is not None and spec.source.suffix == ".py":
-            found = user_source(code.value(spec.source, "source"), str(spec.source), batch, seed)
-        if found is not None and found.kind in STREAMS:
-            stream = open_stream(found, spec, ports, rank, batch, seed, drop_last, interleave, code, lenient)
+            user = user_source(code.value(spec.source, "source"), str(spec.source), batch, seed)
+        if user is not None and user.kind in STREAMS:
+            stream = open_stream(user, spec, ports, rank, batch, seed, drop_last, interleave, code, lenient)
             return Loader(stream, depth, epochs, own, largest)
         if batch is None:
             raise UsageError(
                 "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"
             )
-        data = open_data(spec, fixed, code, found, [port.name for port in ports])
+        data = open_data(spec, fixed, code, user, [port.name for port in ports])
         order = Order(data.records, batch, seed, shuffle, drop_last, interleave, data.buckets())
         return Loader(OrderedBatches(Reader(data, ports, rank, order), order), depth, epochs, own)
     except UserCodeError as error:

@@ -74,7 +74,7 @@ def padded_lengths(
     for name in data.ragged(names):
         dim = _dim(inputs.get(name))
         groups.setdefault(name if dim is None else f"dim {dim}", []).append(name)
-    found, problems = [], []
+    lengths, problems = [], []
     for members in groups.values():
         longest = np.maximum.reduce([data.lengths(name) for name in members])
         dim = _dim(inputs.get(members[0]))
@@ -85,8 +85,8 @@ def padded_lengths(
                 f"are longer, up to {longest.max()}\n  help: shorten them, or compile the model for a dynamic dim"
             )
         cuts = (_shards_of_length(inputs[name]) for name in members if name in inputs)
-        found.append(PaddedLength(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
-    return found, problems
+        lengths.append(PaddedLength(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
+    return lengths, problems
 
 
 def _dim(port: Port | None) -> int | str | None:

@@ -118,15 +118,17 @@ class Order:
                 )
                 if value < least
             ]
-        found = []
+        problems = []
         if self.batch % self.interleave:
-            found.append(
+            problems.append(
                 f"batches of {self.batch} cannot be dealt to {self.interleave} ranks\n  help: use a multiple of {self.interleave}"
             )
         small = self.places < self.batch and (self.drop_last or self.interleave > 1)
         if small or not self.records:
             help = f"take batches of at most {self.places}" if self.records else "give data with at least one record"
-            found.append(f"{self.records} records do not fill one batch of {self.batch}\n  help: {help}")
+            problems.append(f"{self.records} records do not fill one batch of {self.batch}\n  help: {help}")
         if self.interleave > 1 and self.buckets is not None:
-            found.append("`interleave` and `length` each say which records make a batch\n  help: leave one of them out")
-        return found
+            problems.append(
+                "`interleave` and `length` each say which records make a batch\n  help: leave one of them out"
+            )
+        return problems

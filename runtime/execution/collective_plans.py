@@ -39,7 +39,7 @@ def plan_collectives(
 
     `kept`: the shapes of the rank's weights, and of its state.
     """
-    found: dict[int, AnyCollective] = {}
+    plans: dict[int, AnyCollective] = {}
     for step in steps:
         if (
             isinstance(step, LookUp)
@@ -55,17 +55,17 @@ def plan_collectives(
         try:
             if call.kind.boxes:
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
-                found[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
+                plans[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
             elif call.parts and not call.in_one_buffer:
                 sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name]) for name in call.inputs]
-                found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
+                plans[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
-                plan = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)
+                plan = plans[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)
                 if call.result:
                     shapes[call.result] = plan.result
         except ValueError as error:
             raise RankError(f"rank {transport.rank}: {step}: {error}") from None
-    return found
+    return plans
 
 
 def connected(program: RankProgram, manifest: Manifest, transport: Transport) -> frozenset[int]:
@@ -117,16 +117,16 @@ def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport)
 def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective]) -> list[Lifetime]:
     """Returns the memory that collectives need besides their values, with its lifetimes."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
-    found = []
+    scratch = []
     for index, step in enumerate(steps):
         if isinstance(step, StartCollective) and step.call.tag in plans:
             tag, plan = step.call.tag, plans[step.call.tag]
             end = finishes.get(tag, index)
             leaves = step.call.leaves
             sends = (index,) if leaves else ()
-            found.append(Lifetime(scratch_name(tag, "out"), plan.packed, index, index if leaves else end, sends))
-            found.append(Lifetime(scratch_name(tag, "in"), plan.landing, index, end))
-    return found
+            scratch.append(Lifetime(scratch_name(tag, "out"), plan.packed, index, index if leaves else end, sends))
+            scratch.append(Lifetime(scratch_name(tag, "in"), plan.landing, index, end))
+    return scratch
 
 
 def scratch_name(tag: int, side: str) -> str:

@@ -110,13 +110,13 @@ class LocalProgram:
             main._recover()
         main._sound = False
         try:
-            found = self._threads.run(jobs, after=self._world.reset)
+            results = self._threads.run(jobs, after=self._world.reset)
         except BaseException:
             if self._threads.idle:
                 main._recover()
             raise
         main._sound = True
-        return found
+        return results
 
     def _recover(self) -> None:
         """Discards what a failed call left, in the ranks' own threads, so that another Ctrl-C leaves none of their locks taken."""

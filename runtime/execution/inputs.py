@@ -103,7 +103,7 @@ class InputReader:
         """Forgets the last value."""
         self.sizes = self._last = None
 
-    def _shard(self, value: Value, given: object) -> Value:
+    def _shard(self, value: Value, fed: object) -> Value:
         """Returns this rank's shard of an input and sets `sizes` to the global dims; ValueError if these are not integers."""
         box = self._box
         if not isinstance(value, Tensor | np.ndarray):
@@ -111,7 +111,7 @@ class InputReader:
         self.sizes = value.shape
         if box is None:
             return value
-        if not isinstance(given, Whole):
+        if not isinstance(fed, Whole):
             sizes = []
             for axis, (size, cut) in enumerate(zip(value.shape, box, strict=True)):
                 try:

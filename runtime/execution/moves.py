@@ -156,16 +156,16 @@ class AtLarge:
         call = step.call
         match call.op:
             case "Pull":
-                found = self._pull(step, lookup)
+                results = self._pull(step, lookup)
             case "Route" if call.ids is not None:
-                found = self._route(step, lookup)
+                results = self._route(step, lookup)
             case "Push":
                 asked = Pulled(*(self._operand(name) for name in call.requests))
                 ids, rows = lookup.push(asked, self._operand(call.operand))
-                found = {call.numbers: ids, call.result: rows}
+                results = {call.numbers: ids, call.result: rows}
             case _:
-                found = {call.result: self._routed(step, lookup, self._tensor(call.operand or ""))}
-        for name, value in found.items():
+                results = {call.result: self._routed(step, lookup, self._tensor(call.operand or ""))}
+        for name, value in results.items():
             if name:
                 self._cells[name] = value
 

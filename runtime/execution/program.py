@@ -101,16 +101,16 @@ class StepAgreement:
 
         If a rank has sent a request there may be no next step: then nothing is sent ahead, and the next step begins with its own agreement.
         """
-        announced, told = self._announced, self._told
+        announced, sent = self._announced, self._told
         self._announced = self._told = None
-        if told is None:
-            told = self._send(inputs)
-        elif not told.is_of(inputs):
+        if sent is None:
+            sent = self._send(inputs)
+        elif not sent.is_of(inputs):
             raise UsageError(
                 f"rank {self.transport.rank}: the inputs of a step are not those that were announced\n"
                 "  help: call it with the very arrays that were announced, or announce nothing"
             )
-        found = self.binder.bind(told, self.transport)
+        found = self.binder.bind(sent, self.transport)
         if announced is not None and not self.requested:
             self._told = self._send(announced)
         return found

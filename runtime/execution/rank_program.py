@@ -269,13 +269,13 @@ def _updater(
 
 
 def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
-    found: dict[int, str] = {}
+    targets: dict[int, str] = {}
     for index, step in enumerate(steps):
         if isinstance(step, Segment | Update):
-            found[index] = devices.target(step.target)
+            targets[index] = devices.target(step.target)
         elif isinstance(step, Copy):
-            found[index] = devices.target(step.to)
-    return found
+            targets[index] = devices.target(step.to)
+    return targets
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
@@ -322,7 +322,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     loose.update(name for border in file.borders for name in border.call.inputs)
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
     loose.difference_update(record.value for record in file.state)
-    found: dict[str, tuple[str, Value]] = {}
+    weights: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
         if tensor.name in loose:
             array = numbers(tensor, folder, file.manifest)
@@ -333,5 +333,5 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
             else:
                 texts = [text.decode() if isinstance(text, bytes) else str(text) for text in array.reshape(-1).tolist()]
                 value = np.array(texts, object).reshape(array.shape)
-            found[tensor.name] = f"tensor({element(tensor.data_type)})", value
-    return found
+            weights[tensor.name] = f"tensor({element(tensor.data_type)})", value
+    return weights

@@ -123,24 +123,26 @@ class RankThreads:
         end, if all have succeeded.
         """
         of_all = _Round([*range(len(jobs))], after)
-        given = [_Job(self._of_rank(rank, job), of_all) for rank, job in enumerate(jobs)]
+        of_ranks = [_Job(self._of_rank(rank, job), of_all) for rank, job in enumerate(jobs)]
         try:
-            self._jobs = given
-            for queue, one in zip(self._queues, given, strict=True):
-                queue.put(one)
-            _wait(given, lambda: of_all.failed or all(one.done for one in given))
-            _wait(given, lambda: all(one.done for one in given), patience)
+            self._jobs = of_ranks
+            for queue, rank_job in zip(self._queues, of_ranks, strict=True):
+                queue.put(rank_job)
+            _wait(of_ranks, lambda: of_all.failed or all(one.done for one in of_ranks))
+            _wait(of_ranks, lambda: all(one.done for one in of_ranks), patience)
         except BaseException as error:
             threading.Thread(target=self.world.fail, args=(f"the job was ended: {type(error).__name__}",)).start()
-            for one in given:
-                _give_up(one)  # cancels jobs that have not begun: an interrupt may come between the starts of two jobs
-            _wait(given, lambda: all(one.done for one in given), _PATIENCE)
+            for rank_job in of_ranks:
+                _give_up(
+                    rank_job
+                )  # cancels jobs that have not begun: an interrupt may come between the starts of two jobs
+            _wait(of_ranks, lambda: all(one.done for one in of_ranks), _PATIENCE)
             raise
-        errors = [one.error for one in given if one.done and one.error is not None]
+        errors = [one.error for one in of_ranks if one.done and one.error is not None]
         if errors:
             own = [error for error in errors if not isinstance(error, RankError)]
             raise next((error for error in own if not isinstance(error, PartcError)), (own or errors)[0])
-        return [one.result for one in given]
+        return [one.result for one in of_ranks]
 
     def close(self) -> None:
         """Ends the threads that have no job; the others end with the process."""

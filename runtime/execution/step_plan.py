@@ -417,13 +417,13 @@ def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]
 
     A send may be in progress until the step ends. A collective in `at_once` begins at its wait.
     """
-    found: set[int] = set()
+    indices: set[int] = set()
     coming: set[int] = set()
     sent = False
     for index, step in enumerate(steps):
         match step:
             case Segment() | Update() if sent or coming:
-                found.add(index)
+                indices.add(index)
             case Send():
                 sent = True
             case PostRecv():
@@ -435,4 +435,4 @@ def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]
                 coming.add(step.call.tag)
             case WaitCollective():
                 coming.discard(step.call.tag)
-    return found
+    return indices

@@ -241,16 +241,16 @@ class Binder:
                 self._told, self._same_of_all = None, False
                 reader.forget()
                 continue
-            given = inputs[name]
+            fed = inputs[name]
             try:
-                if not reader.read_again(given, values):
+                if not reader.read_again(fed, values):
                     self._told, self._same_of_all = None, False
-                    reader.read(given, values)
+                    reader.read(fed, values)
             except ValueError as error:
                 problems.append(f"input '{name}': {error}")
             except Exception as error:
                 # Whatever converting a caller's object raises must not keep this rank from the agreement.
-                problems.append(f"input '{name}': a {type(given).__name__} is not an array: {error}")
+                problems.append(f"input '{name}': a {type(fed).__name__} is not an array: {error}")
         if len(values) < len(inputs) and not inputs.keys() <= self._names:
             unknown = (name for name in inputs if name not in self._names)
             text = "the model has no input '{}'\n  help: its inputs are {}"

@@ -163,7 +163,7 @@ def _behind(begin: int, size: int, scratch: Scratch) -> Vector:
 def _logits(keys: Vector, scratch: Scratch) -> Array:
     """The logits of keys. Casts are separate copies: within other operations they would allocate buffers."""
     size = keys.size
-    upper, found = scratch.of("upper", size, np.int64), scratch.of("logits", size, np.float64)
+    upper, logits = scratch.of("upper", size, np.int64), scratch.of("logits", size, np.float64)
     bits, signs = scratch.of("bits", size, np.int32), scratch.of("signs", size, np.int32)
     np.right_shift(keys, 32, out=upper)
     np.copyto(bits, upper, casting="same_kind")
@@ -172,8 +172,8 @@ def _logits(keys: Vector, scratch: Scratch) -> Array:
     np.subtract(bits, signs, out=bits)
     np.left_shift(signs, 31, out=signs)
     np.bitwise_or(bits, signs, out=bits)
-    np.copyto(found, bits.view(np.float32))
-    return found
+    np.copyto(logits, bits.view(np.float32))
+    return logits
 
 
 def _total(shards: Sequence[Candidates], largest: float, temperature: float, scratch: Scratch) -> float:

@@ -132,15 +132,15 @@ class Generator:
         if step.encoded is not None:
             return lambda: slots.take(step, [])
         # where groups take turns the last stage has them
-        made: object = None
+        results: object = None
         for one in outputs.values():
-            made = one.get(self.record.next, made)
+            results = one.get(self.record.next, results)
         drawing, scores, embedding = step.drawing(), step.has_scores, step.embedding_rows
         pooled = self._pooled(step, outputs, embedding) if embedding else None
-        if isinstance(made, np.ndarray) and not (drawing or scores or embedding or self._tokens):
-            found = made.tolist()
+        if isinstance(results, np.ndarray) and not (drawing or scores or embedding or self._tokens):
+            found = results.tolist()
             return lambda: self._taken(slots, step, found)
-        chosen = np.full(step.results, -1, np.int64) if made is None else np.array(made, np.int64)
+        chosen = np.full(step.results, -1, np.int64) if results is None else np.array(results, np.int64)
         logits = self._logits(step, outputs, scores) if drawing or scores else {}
         draws = Draws(self._shards[step.program], drawing, logits, self._scratch) if drawing else None
         together = draws is not None and self._several and draws.shards.is_sharded
@@ -159,15 +159,15 @@ class Generator:
                 draws.finish(chosen, self._agree(step.group), None if numbers is None else numbers[chosen.size :])
             elif draws is not None and self._several and numbers is None:
                 np.copyto(chosen, self._agree(step.group)(chosen))
-            found = chosen.tolist()
+            tokens = chosen.tolist()
             agree = self._agree(step.group) if self._several else None
-            given: dict[str, Any] = {}
+            further: dict[str, Any] = {}
             if pooled is not None:
                 numbers = (agree(pooled.reshape(-1)) if agree else pooled).reshape(pooled.shape).astype(np.uint32)
-                given["pooled"] = dict(zip(embedding, numbers.view(np.float32).astype(np.float64), strict=False))
-            if scored := step.scored(found, self.record.vocabulary) if scores else {}:
-                given["scores"] = scores_of(self._shards[step.program], scored, logits, self._scratch, agree)
-            return self._taken(slots, step, found, **given)
+                further["pooled"] = dict(zip(embedding, numbers.view(np.float32).astype(np.float64), strict=False))
+            if scored := step.scored(tokens, self.record.vocabulary) if scores else {}:
+                further["scores"] = scores_of(self._shards[step.program], scored, logits, self._scratch, agree)
+            return self._taken(slots, step, tokens, **further)
 
         return taken
 
@@ -184,7 +184,7 @@ class Generator:
         """
         port = self._embeddings[step.program]
         shape = [int(dim) for dim in port.shape or ()]
-        found = np.full((1 << (len(rows) - 1).bit_length(), shape[1]), -1, np.int64)
+        pooled = np.full((1 << (len(rows) - 1).bit_length(), shape[1]), -1, np.int64)
         for rank, one in outputs.items():
             if port.name in one:
                 box = port.box(rank)
@@ -193,8 +193,8 @@ class Generator:
                 bits = np.ascontiguousarray(one[port.name], np.float32).view(np.uint32)
                 for place, row in enumerate(rows):
                     if begin <= row < end:
-                        found[place, first:last] = bits[row - begin]
-        return found
+                        pooled[place, first:last] = bits[row - begin]
+        return pooled
 
     def _agree(self, group: int) -> Callable[[Vector], Vector]:
         """Returns a function of the maxima of all ranks' numbers, in the order of the steps of a group."""
@@ -271,14 +271,14 @@ class Generator:
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
         """Runs a step of one of the programs; maps each rank of this process to its results."""
-        program, given = self._programs[step.program], self._inputs(step)
+        program, inputs = self._programs[step.program], self._inputs(step)
         if step.slots is not None:
             program.at_slots(step.slots)
         elif self.record.groups > 1:
             program.at_slots(self.record.slots_of(step.group))
         if isinstance(program, Program):
-            return {program.rank: program.step_of_all(given)}
-        return dict(enumerate(program.step_of_all(given)))
+            return {program.rank: program.step_of_all(inputs)}
+        return dict(enumerate(program.step_of_all(inputs)))
 
     def _inputs(self, step: Step) -> Mapping[str, object]:
         """Maps names to the inputs of a step; those of a group's decodes are the same object as long as their arrays are."""

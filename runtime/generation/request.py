@@ -188,15 +188,15 @@ class Answer:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     embedding: Array | None = field(default=None, compare=False)
 
-    def add(self, made: NewToken) -> None:
+    def add(self, new_token: NewToken) -> None:
         """Adds the next token of the request."""
-        self.finish = made.finish
-        if made.embedding is not None:
-            self.embedding = made.embedding
-        if not made.of_prompt:
-            self.tokens.append(made.token)
-        if made.score is not None:
-            (self.prompt_scores if made.of_prompt else self.scores).append(made.score)
+        self.finish = new_token.finish
+        if new_token.embedding is not None:
+            self.embedding = new_token.embedding
+        if not new_token.of_prompt:
+            self.tokens.append(new_token.token)
+        if new_token.score is not None:
+            (self.prompt_scores if new_token.of_prompt else self.scores).append(new_token.score)
 
 
 def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
@@ -265,43 +265,47 @@ def _faults_of_embedding(request: Request, record: GenerationRecord) -> Iterator
             yield f"it asks for an embedding and has {name}, and an embedding has no tokens\n  help: leave it out"
 
 
-def _faults_of_changes(one: Request, record: GenerationRecord) -> Iterator[str]:
+def _faults_of_changes(request: Request, record: GenerationRecord) -> Iterator[str]:
     """Yields the faults of a request's options about logits."""
-    asked = [name for name in _CHANGES if getattr(one, name) != _DEFAULTS[name]]
-    tokens = [*one.suppress, *one.suppress_first, *(of for of in (one.forced_first, one.forced_last) if of is not None)]
+    asked = [name for name in _CHANGES if getattr(request, name) != _DEFAULTS[name]]
+    tokens = [
+        *request.suppress,
+        *request.suppress_first,
+        *(of for of in (request.forced_first, request.forced_last) if of is not None),
+    ]
     if outside := [token for token in tokens if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
     if asked and not record.logits:
         fact = f"it asks for {asked[0]}, and the artifact gives the likeliest token alone ('sampling: false')"
         yield f"{fact}\n  help: leave it out, or compile with 'sampling: true'"
-    if not 0 < one.repetition_penalty < _MOST_PENALTY:
-        yield f"its repetition_penalty is {one.repetition_penalty}; it is above 0 and below {_MOST_PENALTY:,}"
+    if not 0 < request.repetition_penalty < _MOST_PENALTY:
+        yield f"its repetition_penalty is {request.repetition_penalty}; it is above 0 and below {_MOST_PENALTY:,}"
     for name in ("presence_penalty", "frequency_penalty"):
-        if not -2 <= getattr(one, name) <= 2:
-            yield f"its {name} is {getattr(one, name)}; it is -2 to 2"
-    if len(one.logit_bias) > MOST_BIASES:
-        yield f"its logit_bias has {len(one.logit_bias):,} tokens; at most {MOST_BIASES:,}"
-    elif outside := [token for token in one.logit_bias if not 0 <= token < record.vocabulary]:
+        if not -2 <= getattr(request, name) <= 2:
+            yield f"its {name} is {getattr(request, name)}; it is -2 to 2"
+    if len(request.logit_bias) > MOST_BIASES:
+        yield f"its logit_bias has {len(request.logit_bias):,} tokens; at most {MOST_BIASES:,}"
+    elif outside := [token for token in request.logit_bias if not 0 <= token < record.vocabulary]:
         yield f"its logit_bias has {outside[0]}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
-    elif outside := [token for token, bias in one.logit_bias.items() if not -100 <= bias <= 100]:
-        yield f"its logit_bias of {outside[0]} is {one.logit_bias[outside[0]]}; it is -100 to 100"
-    if not 0 <= one.min_tokens <= (most := one.most(record)):
-        yield f"its min_tokens is {one.min_tokens}; it is 0 to {most}, the most tokens of its answer"
+    elif outside := [token for token, bias in request.logit_bias.items() if not -100 <= bias <= 100]:
+        yield f"its logit_bias of {outside[0]} is {request.logit_bias[outside[0]]}; it is -100 to 100"
+    if not 0 <= request.min_tokens <= (most := request.most(record)):
+        yield f"its min_tokens is {request.min_tokens}; it is 0 to {most}, the most tokens of its answer"
 
 
 def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:
     """Yields the faults of a request's input of an encoder."""
-    given = one.encoder
+    encoder_input = one.encoder
     if record is None:
-        if given is not None:
+        if encoder_input is not None:
             fact = "it has an input for an encoder, and the model is a decoder alone"
             yield f"{fact}\n  help: leave it out, or give its tokens as the prompt"
         return
     what = f"at most {record.length} tokens" if record.count else f"an array {record.shape}, {record.type}"
-    if given is None:
+    if encoder_input is None:
         yield f"it has no input for the encoder\n  help: give {what} as 'encoder'"
         return
-    array = np.asarray(given)
+    array = np.asarray(encoder_input)
     wanted = dense(record.type)
     assert wanted is not None
     if not record.count:

@@ -105,28 +105,28 @@ class Draws:
         return self.shards.of_row[row][0].rank in self._logits
 
     def finish(
-        self, chosen: Vector, agree: Callable[[Vector], Vector] | None = None, told: Vector | None = None
+        self, chosen: Vector, agree: Callable[[Vector], Vector] | None = None, agreed: Vector | None = None
     ) -> None:
         """Writes the tokens into `chosen`, -1 for rows that other processes draw. An entry of `NO_TOKEN` stays: its logits are not finite.
 
-        `agree` returns the maxima of all ranks' numbers; without it this process has all shards of its rows. `told`: the maxima of all
+        `agree` returns the maxima of all ranks' numbers; without it this process has all shards of its rows. `agreed`: the maxima of all
         ranks' `shard_vector()`, if they were already exchanged.
         """
         chosen[self._others] = -1
         if agree is None:
-            for row, one in self._pending.items():
+            for row, pending in self._pending.items():
                 if chosen[row] < self.shards.vocabulary:
-                    chosen[row] = self._alone(row, one)
+                    chosen[row] = self._alone(row, pending)
             return
         while self._pending:
-            given = agree(self.shard_vector()) if told is None else told
-            for place, (row, one) in enumerate(self._pending.items()):
+            given = agree(self.shard_vector()) if agreed is None else agreed
+            for place, (row, pending) in enumerate(self._pending.items()):
                 if chosen[row] < self.shards.vocabulary:
-                    token = self._drawn(row, place, given, one) if self._draws(row) else None
+                    token = self._drawn(row, place, given, pending) if self._draws(row) else None
                     chosen[row] = -1 if token is None else token
             np.copyto(chosen, agree(chosen))
             self._pending = {row: one for row, one in self._pending.items() if chosen[row] < 0}
-            self._further, told = self._further + 1, None
+            self._further, agreed = self._further + 1, None
 
     def _alone(self, row: int, drawing: Drawing) -> int:
         """Draws the token of a row whose shards are all in this process."""
@@ -152,15 +152,15 @@ class Draws:
         """Returns this process's message about its shards: for each row to draw, and each of its shards, the sum of weights and the keys of
         candidates; `NONE` for other processes' shards. The message has one of a few sizes, whichever rows are drawn.
         """
-        told = np.full(self._words, NONE, np.int64)
-        parts = self._parts(told)
+        words = np.full(self._words, NONE, np.int64)
+        parts = self._parts(words)
         for place, (row, drawing) in enumerate(self._pending.items()):
             for at, shard in enumerate(self.shards.of_row[row]):
                 if shard.rank in self._logits:
                     one = self._candidates(row, shard, drawing, self._further)
                     parts[place, at, :1].view(np.float64)[0] = one.weight
                     parts[place, at, 1 : 1 + one.keys.size] = one.keys
-        return told
+        return words
 
     @property
     def _words(self) -> int:

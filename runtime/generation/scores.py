@@ -35,14 +35,14 @@ def scores_of(
     `logits` maps each rank of this process to its logits. `agree` returns the maxima of the numbers of all ranks, which must score the same
     rows; None if all logits are in this process.
     """
-    told = np.full((1 << (len(scored) - 1).bit_length(), shards.count, _WORDS), NONE, np.int64)
-    for part, (row, (token, _)) in zip(told, scored.items(), strict=False):
+    agreed = np.full((1 << (len(scored) - 1).bit_length(), shards.count, _WORDS), NONE, np.int64)
+    for part, (row, (token, _)) in zip(agreed, scored.items(), strict=False):
         for words, shard in zip(part, shards.of_row[row], strict=True):
             if shard.rank in logits:
                 _write(words, logits[shard.rank][row - shard.row], shard, token, scratch)
     if agree is not None:
-        told = agree(told.reshape(-1)).reshape(told.shape)
-    return {row: _score(part, count) for part, (row, (_, count)) in zip(told, scored.items(), strict=False)}
+        agreed = agree(agreed.reshape(-1)).reshape(agreed.shape)
+    return {row: _score(part, count) for part, (row, (_, count)) in zip(agreed, scored.items(), strict=False)}
 
 
 def _write(words: Vector, logits: Array, shard: Shard, token: int, scratch: Scratch) -> None:

@@ -170,14 +170,14 @@ class Step:
 
         A result after drafts is drawn as if these were the answer's tokens; if they are not, it does not count.
         """
-        found = dict[int, Drawing]()
+        drawings = dict[int, Drawing]()
         for row, (_, count, one) in self.taking.items():
             if (one.request.temperature or one.changes) and count >= one.unread:
                 for draft in range(min(count, self._of_row)):
                     drafts = [] if draft == 0 else self.tokens[row, 1 : draft + 1].tolist()
                     tokens = [*one.tokens, *drafts] if drafts else one.tokens
-                    found[row * self._of_row + draft] = Drawing(one.request, tokens, one.changes)
-        return found
+                    drawings[row * self._of_row + draft] = Drawing(one.request, tokens, one.changes)
+        return drawings
 
     @property
     def has_scores(self) -> bool:
@@ -194,16 +194,16 @@ class Step:
 
         The token is the chosen one, or that of a prompt.
         """
-        found = dict[int, tuple[int, int]]()
-        for row, (_, count, one) in self.taking.items():
+        scored_rows = dict[int, tuple[int, int]]()
+        for row, (_, count, sequence) in self.taking.items():
             for place in self.valid(row, chosen):
-                if (many := one.request.logprobs) is None or chosen[place] >= vocabulary:
+                if (many := sequence.request.logprobs) is None or chosen[place] >= vocabulary:
                     break
-                if (left := one.unread - count) > 0 and one.request.scores_prompt:
-                    found[place] = one.request.prompt[-left], many
-                elif left <= 0 and one.request.max_tokens:
-                    found[place] = chosen[place], many
-        return found
+                if (left := sequence.unread - count) > 0 and sequence.request.scores_prompt:
+                    scored_rows[place] = sequence.request.prompt[-left], many
+                elif left <= 0 and sequence.request.max_tokens:
+                    scored_rows[place] = chosen[place], many
+        return scored_rows
 
 
 class Slots:
@@ -353,18 +353,18 @@ class Slots:
         `scores`: the scores of some results. `pooled`: maps each row that asks for an embedding to the head's input for its tokens,
         float64.
         """
-        made = list[NewToken]()
-        for row, (slot, count, one) in step.taking.items():
+        tokens = list[NewToken]()
+        for row, (slot, count, sequence) in step.taking.items():
             valid = step.valid(row, chosen) if step.encoded is None else range(0)
             broken = any(chosen[place] >= self.record.vocabulary for place in valid)
             if broken:  # its entries become zeros
                 self._prefixes.forget(slot)
-            if (other := self._running[slot]) is not one:  # it was cancelled while the step was under way
+            if (other := self._running[slot]) is not sequence:  # it was cancelled while the step was under way
                 if broken and other is not None:
                     other.position = other.cached = self._prefixes.begin(slot, other.shared)
                 continue
             if step.encoded is not None:
-                one.encoded = True
+                sequence.encoded = True
                 continue
             if self.record.draft is not None and step.scored_tokens.shape[1] > 1:
                 self.drafted, self.accepted, count = (
@@ -372,43 +372,45 @@ class Slots:
                     self.accepted + len(valid) - 1,
                     len(valid),
                 )
-            one.position += count
+            sequence.position += count
             if not broken:
-                self._prefixes.read(slot, one.position)
+                self._prefixes.read(slot, sequence.position)
             token = min(int(chosen[valid.start]), self.record.vocabulary)
             finish: Finish = ""
             if row in pooled and self.record.embedding is not None and token < self.record.vocabulary:
-                one.pool(pooled[row], self.record.embedding.pooling)
-                if not one.unread:
+                sequence.pool(pooled[row], self.record.embedding.pooling)
+                if not sequence.unread:
                     self._end(slot)
-                    last = one.request.prompt[-1]
-                    made.append(NewToken(one.number, last, "stop", of_prompt=True, embedding=one.embedding))
+                    last = sequence.request.prompt[-1]
+                    tokens.append(NewToken(sequence.number, last, "stop", of_prompt=True, embedding=sequence.embedding))
                 continue
-            if token < self.record.vocabulary and (one.unread or not one.request.max_tokens):
-                if one.request.scores_prompt:
-                    finish = "" if one.request.max_tokens or one.unread > 1 else "length"
-                    token = one.request.prompt[-max(one.unread, 1)]
-                    made.append(NewToken(one.number, token, finish, score=scores.get(valid.start), of_prompt=True))
+            if token < self.record.vocabulary and (sequence.unread or not sequence.request.max_tokens):
+                if sequence.request.scores_prompt:
+                    finish = "" if sequence.request.max_tokens or sequence.unread > 1 else "length"
+                    token = sequence.request.prompt[-max(sequence.unread, 1)]
+                    tokens.append(
+                        NewToken(sequence.number, token, finish, score=scores.get(valid.start), of_prompt=True)
+                    )
                 if finish:
                     self._end(slot)
                 continue
             for place in valid:
                 token = min(int(chosen[place]), self.record.vocabulary)
-                one.tokens.append(token)
+                sequence.tokens.append(token)
                 if token >= self.record.vocabulary:
                     finish = "error"
-                elif token in one.request.stop or (token in self._stop and not one.request.ignore_end):
+                elif token in sequence.request.stop or (token in self._stop and not sequence.request.ignore_end):
                     finish = "stop"
-                elif len(one.tokens) == one.request.max_tokens:
+                elif len(sequence.tokens) == sequence.request.max_tokens:
                     finish = "length"
-                cached = one.cached if len(one.tokens) == 1 else 0
-                made.append(NewToken(one.number, token, finish, cached, scores.get(place)))
+                cached = sequence.cached if len(sequence.tokens) == 1 else 0
+                tokens.append(NewToken(sequence.number, token, finish, cached, scores.get(place)))
                 if finish:
                     self._end(slot)
                     break
-            if one.drafts is not None and not finish:
-                one.drafts.add(one.tokens[-len(valid) :])
-        return made
+            if sequence.drafts is not None and not finish:
+                sequence.drafts.add(sequence.tokens[-len(valid) :])
+        return tokens
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
         """Returns a prefill of a chunk of the earliest prompt of each run of a group's slots."""
@@ -473,15 +475,15 @@ class Slots:
         """Returns the copies by which the earliest prompt of each run gets entries that another slot of its run and group has by now."""
         size = self.record.slots // self.record.runs
         copies, runs = list[Copy](), set[int]()
-        for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
+        for slot, sequence in sorted(reading.items(), key=lambda pair: pair[1].number):
             if (run := slot // size) in runs:
                 continue
             runs.add(run)
             others = [other for other in self._of_group[group] if other // size == run and other != slot]
-            if (copy := self._prefixes.copied(slot, one.shared, others)) is not None:
+            if (copy := self._prefixes.copied(slot, sequence.shared, others)) is not None:
                 copies.append(copy)
-                one.cached += copy.count - one.position
-                one.position = copy.count
+                sequence.cached += copy.count - sequence.position
+                sequence.position = copy.count
         return copies
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
@@ -491,14 +493,14 @@ class Slots:
         slots, taking = self._of_each_run(waiting, group)
         kind = dense(encoder.type)
         assert kind is not None
-        given = np.zeros((len(slots), *encoder.shape), kind.numpy)
+        encoder_inputs = np.zeros((len(slots), *encoder.shape), kind.numpy)
         for row, slot in enumerate(slots):
             one = self._running[slot]
             if one is not None and one.request.encoder is not None:
-                given[row][: one.request.entries] = one.request.encoder
+                encoder_inputs[row][: one.request.entries] = one.request.encoder
         none = np.zeros(len(slots), np.int64)
         lengths, adapters = self._lengths(slots), self._adapters(slots)
-        return Step(none[:, None], none, none, taking, ENCODE, slots, group, lengths, given, adapters=adapters)
+        return Step(none[:, None], none, none, taking, ENCODE, slots, group, lengths, encoder_inputs, adapters=adapters)
 
     def _of_each_run(
         self,

@@ -41,18 +41,18 @@ class Turns:
 
         `before` is called once it is known that there is a step, before the step runs.
         """
-        found: list[NewToken] = []
+        tokens: list[NewToken] = []
         for _ in range(self._groups):
             group, self._group = self._group, (self._group + 1) % self._groups
-            found += self._taken(group)
+            tokens += self._taken(group)
             if (step := self.slots.next(group)) is not None:
                 before()
                 taken = self._generator.begin(self.slots, step)
                 if self._groups == 1:
                     return taken()
                 self._under_way[group] = taken
-                return found
-        return found or None
+                return tokens
+        return tokens or None
 
     def end(self) -> None:
         """Waits for the steps that are under way."""

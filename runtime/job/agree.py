@@ -24,17 +24,17 @@ def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]
         result = action()
     except Exception as error:
         failure = error
-    told = [json.loads(text) for text in share(json.dumps(_words(failure)))]
-    if not any(told):
+    outcomes = [json.loads(text) for text in share(json.dumps(_words(failure)))]
+    if not any(outcomes):
         return result  # type: ignore[return-value]
-    strange = [(rank, words) for rank, words in enumerate(told) if words and words[0] is None]
+    strange = [(rank, words) for rank, words in enumerate(outcomes) if words and words[0] is None]
     if strange:
         if failure is not None and _words(failure)[0] is None:
             raise failure
         rank, words = strange[0]
         raise RankError(f"rank {rank} failed: {words[1]}")
-    first = next(words[0] for words in told if words)
-    texts = dict.fromkeys(text for words in told if words and words[0] == first for text in words[1:])
+    first = next(words[0] for words in outcomes if words)
+    texts = dict.fromkeys(text for words in outcomes if words and words[0] == first for text in words[1:])
     if first == DamagedError.__name__:
         raise DamagedError(list(texts))
     kind = next(one for one in _KINDS if one.__name__ == first)

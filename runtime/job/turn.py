@@ -171,7 +171,7 @@ def one_call(
 
     def decorated(method: Method[Owner, Arguments, Result]) -> Method[Owner, Arguments, Result]:
         @wraps(method)
-        def call(self: Owner, /, *given: Arguments.args, **named: Arguments.kwargs) -> Result:
+        def call(self: Owner, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             turn = self.turn
             state, calls = turn.state, turn.state.calls
             inner = _Call(threading.get_ident(), level, name or f"{method.__name__}()")
@@ -181,7 +181,7 @@ def one_call(
                 outer, state.call = state.call, inner
                 state.calls += outer is None
                 try:
-                    return method(self, *given, **named)
+                    return method(self, *arguments, **named)
                 finally:
                     state.call = outer
 

@@ -56,15 +56,15 @@ class Distinct:
     inverse: npt.NDArray[np.integer]
 
 
-def distinct(given: Ids) -> Distinct:
+def distinct(requested: Ids) -> Distinct:
     """Returns the distinct ids; all must be 0 or above."""
-    count = given.size
+    count = requested.size
     if count == 0:
-        return Distinct(given, given)
-    if count >> _BITS or int(given.max()) >> _BITS:
-        ids, inverse = np.unique(given, return_inverse=True)
+        return Distinct(requested, requested)
+    if count >> _BITS or int(requested.max()) >> _BITS:
+        ids, inverse = np.unique(requested, return_inverse=True)
         return Distinct(ids, inverse)
-    keys = (given << _BITS) | np.arange(count)
+    keys = (requested << _BITS) | np.arange(count)
     keys.sort()
     ordered = keys >> _BITS
     first = np.empty(count, np.bool_)
@@ -197,20 +197,20 @@ class Lookup:
 
     def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> tuple[Tensor | None, Pulled]:
         """Returns the rows for the ids, in `result` if given, and the requests; raises StepError on all ranks if an id is not a row."""
-        once, given, counts = self._ask(ids)
+        once, requests, counts = self._ask(ids)
         mine = self.transport.rank
-        asked = self._asked(once, given, counts, ids)
-        came = self._landing(asked, given, counts)
+        asked = self._asked(once, requests, counts, ids)
+        came = self._landing(asked, requests, counts)
         answers = self._rows("answers", once.ids.size)
         bounds = self._bounds(once)
         coming = {rank: self._receive(data.view(np.uint8), rank) for rank, data in came.items()}
         rows = {owner: answers[at] for owner, at in bounds.items() if owner != mine and at.start < at.stop}
         later = [self._receive(one.reshape(-1), owner) for owner, one in rows.items()]
-        leaving = [self._send(given[owner].view(np.uint8), owner) for owner in rows]
+        leaving = [self._send(requests[owner].view(np.uint8), owner) for owner in rows]
         if table is not None:
             held = table.data.reshape(self.call.rows_of_owner, self.row_bytes)
             if mine in bounds:
-                np.take(held, given[mine], axis=0, out=answers[bounds[mine]], mode="clip")
+                np.take(held, requests[mine], axis=0, out=answers[bounds[mine]], mode="clip")
             for rank, request in coming.items():
                 self._wait(request)
                 rows_of_rank = self._rows(f"rows {rank}", came[rank].size)
@@ -218,17 +218,17 @@ class Lookup:
                 leaving.append(self._send(rows_of_rank.reshape(-1), rank))
         for request in later:
             self._wait(request)
-        found = None
+        rows_found = None
         if ids is not None:
             shape = (*ids.shape, *self.call.row)
-            found = result if result is not None else Tensor.empty(self.dtype, shape)
-            if found.data.size:
-                np.take(answers, once.inverse, axis=0, out=found.data.reshape(-1, self.row_bytes), mode="clip")
+            rows_found = result if result is not None else Tensor.empty(self.dtype, shape)
+            if rows_found.data.size:
+                np.take(answers, once.inverse, axis=0, out=rows_found.data.reshape(-1, self.row_bytes), mode="clip")
         for request in leaving:
             self._wait(request)
         received = sum(one.nbytes for one in came.values()) + sum(one.nbytes for one in rows.values())
         self._count(once.inverse.size, once.ids.size, received)
-        return found, asked
+        return rows_found, asked
 
     def push(self, pulled: Pulled, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns, at an owner, the ids that it was asked for, and the sum of the givers' rows for each, in the order of givers."""
@@ -241,16 +241,16 @@ class Lookup:
             inverse: Ids = pulled.places.array().reshape(-1).view(np.int64)
             total = self._sums(rows.array().reshape(inverse.size, prod(self.call.row)), inverse, ends[-1])
             summed = np.ascontiguousarray(total).view(np.uint8).reshape(ends[-1], self.row_bytes)
-        made = None
+        sums = None
         landing = np.empty((0, self.row_bytes), np.uint8)
         coming: dict[int, int] = {}
         if mine in self.owners:
             coming = dict(zip(self.givers, counts[owners:], strict=True))
-            made = Tensor.empty(self.dtype, (sum(coming.values()), *self.call.row))
-            landing = made.data.reshape(made.shape[0], self.row_bytes)
+            sums = Tensor.empty(self.dtype, (sum(coming.values()), *self.call.row))
+            landing = sums.data.reshape(sums.shape[0], self.row_bytes)
         received = self._exchange(summed, dict(zip(self.owners, counts, strict=False)), landing, coming)
         self._count(0 if pulled.places is None else pulled.places.array().size, ends[-1], received)
-        return pulled.ids, made
+        return pulled.ids, sums
 
     def route(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Routed]:
         """Sends rows to the owners of their experts; raises StepError on all ranks if an id is not an expert.
@@ -321,21 +321,23 @@ class Lookup:
             header[:, 1:] = _NO_ROW, flat[wrong], record
             flat = flat[:0]
         asked = distinct(flat)
-        given = {}
+        requests = {}
         for owner, at in self._bounds(asked).items():
             each = self.call.rows_of_owner
-            given[owner] = asked.ids[at] - self.owners.index(owner) * each
+            requests[owner] = asked.ids[at] - self.owners.index(owner) * each
             header[self.ranks.index(owner), _COUNT] = at.stop - at.start
         rows = self._meet(header)
-        return asked, given, {rank: int(row[_COUNT]) for rank, row in zip(self.ranks, rows, strict=True)}
+        return asked, requests, {rank: int(row[_COUNT]) for rank, row in zip(self.ranks, rows, strict=True)}
 
-    def _asked(self, once: Distinct, given: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None) -> Pulled:
+    def _asked(
+        self, once: Distinct, requests: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None
+    ) -> Pulled:
         """Returns the requests that a Push reads; at an owner the ids of other givers are still to be received."""
         mine, kind = self.transport.rank, BY_NAME["int64"]
         owns, gives = mine in self.owners, mine in self.givers
         if not owns and not gives:
             return Pulled()
-        of_owners = [given[owner].size if gives else 0 for owner in self.owners]
+        of_owners = [requests[owner].size if gives else 0 for owner in self.owners]
         of_givers = [counts[giver] if owns else 0 for giver in self.givers]
         numbers = Tensor.empty(kind, (sum(of_givers),)) if owns else None
         places = None
@@ -343,20 +345,20 @@ class Lookup:
             places = Tensor.of(np.asarray(once.inverse, np.int64).reshape(ids.shape), kind)
         return Pulled(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
 
-    def _landing(self, asked: Pulled, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
+    def _landing(self, asked: Pulled, requests: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
         """Maps each rank to the place of the ids that it requests; the rank's own requests as a giver are already there."""
-        found: dict[int, Ids] = {}
+        landings: dict[int, Ids] = {}
         if asked.ids is not None:
             numbers, begin = asked.ids.data.view(np.int64), 0
             for giver in self.givers:
-                found[giver] = numbers[begin : begin + counts[giver]]
+                landings[giver] = numbers[begin : begin + counts[giver]]
                 begin += counts[giver]
-            if (own := found.get(self.transport.rank)) is not None:
-                own[:] = given[self.transport.rank]
+            if (own := landings.get(self.transport.rank)) is not None:
+                own[:] = requests[self.transport.rank]
         for rank in self._turn:
-            if rank not in found:
-                found[rank] = self.memory.of(f"ids {rank}", _ITEM * counts[rank]).view(np.int64)
-        return {rank: found[rank] for rank in self._turn if counts[rank]}
+            if rank not in landings:
+                landings[rank] = self.memory.of(f"ids {rank}", _ITEM * counts[rank]).view(np.int64)
+        return {rank: landings[rank] for rank in self._turn if counts[rank]}
 
     def _meet(self, header: Array) -> list[list[int]]:
         """Returns, for each place in the list, the header sent to this rank; raises StepError on all ranks if one refuses."""

@@ -22,17 +22,17 @@ def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
     A run counts as one point in time: its copies may be done in any order, and no two of its values share memory (`lifetimes.py`).
     """
     runs: list[list[int]] = []
-    made: set[str] = set()
+    results: set[str] = set()
     for index, step in enumerate(steps):
         if not isinstance(step, Copy):
             continue
         last = steps[index - 1] if index else None
-        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task) and step.source not in made:
+        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task) and step.source not in results:
             runs[-1].append(index)
         else:
             runs.append([index])
-            made = set()
-        made.add(step.result)
+            results = set()
+        results.add(step.result)
     return runs
 
 
@@ -49,17 +49,17 @@ def copied_buffers(
     A sum to which tasks add stays in its own place, where each task adds to it.
     """
     places = {name: (buffer.name, at) for buffer in laid for name, at in buffer.places.items()}
-    made = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}
-    made -= {name for step in file.steps if isinstance(step, Segment) and step.task for _, name in step.sums}
+    outputs = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}
+    outputs -= {name for step in file.steps if isinstance(step, Segment) and step.task for _, name in step.sums}
     results = {step.result for step in file.copies} - {*file.outputs}
     taken = set(places)
-    found: list[FlatBuffer] = []
+    buffers: list[FlatBuffer] = []
     for run in copy_runs(file.steps):
         copies = [step for index in run if isinstance(step := file.steps[index], Copy)]
         pairs = [(one.result, one.source) for one in copies] + [(one.source, one.result) for one in copies]
         groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for flat, other in pairs:
-            fits = other in (results if flat in {one.source for one in copies} else made) and other not in taken
+            fits = other in (results if flat in {one.source for one in copies} else outputs) and other not in taken
             if flat in places and fits and fixed_shape(shapes.get(other)) is not None and other in types:
                 buffer, at = places[flat]
                 groups.setdefault((buffer, types[other]), []).append((at, other))
@@ -67,7 +67,7 @@ def copied_buffers(
             names = tuple(dict.fromkeys(name for _, name in sorted(members) if name not in taken))
             if len(names) > 1:
                 taken.update(names)
-                found.append(
+                buffers.append(
                     FlatBuffer(
                         f"copies of {buffer} {run[0]}",
                         type,
@@ -75,15 +75,15 @@ def copied_buffers(
                         tuple(prod(fixed_shape(shapes[one]) or ()) for one in names),
                     )
                 )
-    return found
+    return buffers
 
 
 def merged(spans: Collection[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Merges moves of memory (source address, target address, bytes) that are adjacent on both sides."""
-    found: list[tuple[int, int, int]] = []
+    joined: list[tuple[int, int, int]] = []
     for source, target, size in sorted(spans):
-        if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (source, target):
-            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + size)
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (source, target):
+            joined[-1] = (joined[-1][0], joined[-1][1], joined[-1][2] + size)
         else:
-            found.append((source, target, size))
-    return found
+            joined.append((source, target, size))
+    return joined

@@ -66,23 +66,23 @@ def _segment_rows(
     for at, values in enumerate(operands):
         for value in values:
             readers.setdefault(value, set()).add(segment_of.get(at, -1))
-    single, found = in_one_thread(model.functions), list[SegmentRow]()
+    single, rows = in_one_thread(model.functions), list[SegmentRow]()
     for number, members in enumerate(segments):
         chosen = [nodes[at] for at in members]
-        made = dict.fromkeys(value for node in chosen for value in node.output if value)
-        needed = dict.fromkeys(value for at in members for value in operands[at] if value not in made)
+        made_values = dict.fromkeys(value for node in chosen for value in node.output if value)
+        needed = dict.fromkeys(value for at in members for value in operands[at] if value not in made_values)
         moved = {value for node in chosen for value in moved_statistics(node)}
-        found.append(
+        rows.append(
             SegmentRow(
                 nodes=numbers_text(members),
                 inputs=[value for value in needed if value not in fixed],
-                outputs=[value for value in made if value in moved or readers.get(value, set()) - {number}],
+                outputs=[value for value in made_values if value in moved or readers.get(value, set()) - {number}],
                 weights=[value for value in needed if value in fixed],
                 target=target_of(chosen[0]),
                 threads=int(any(wants_one_thread(node, single) for node in chosen)),
             )
         )
-    return found
+    return rows
 
 
 def _add(cells: list[str], letter: str, groups: list[list[int]], at: int, nodes: list[NodeProto]) -> None:

@@ -37,7 +37,7 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
 
     ArtifactError where the shape of a value is not fixed.
     """
-    found = []
+    buffers = []
     for call in file.calls:
         if not call.parts or call.kind.joins:
             continue
@@ -48,10 +48,10 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
                 "  help: compile again"
             )
         elements = tuple(prod(fixed[name] or ()) for name in call.outputs)
-        found.append(
+        buffers.append(
             FlatBuffer(call.result or f"{call.value} and on", file.collectives[call.tag].type, call.outputs, elements)
         )
-    return found
+    return buffers
 
 
 def flat_places(file: RankFile, buffers: Sequence[FlatBuffer]) -> dict[str, tuple[str, int]]:

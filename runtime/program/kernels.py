@@ -39,15 +39,15 @@ def refuse_moved_to_host(where: str, device: Device, session: Session, model: Mo
 
     onnxruntime may run shape arithmetic, on integers, there.
     """
-    found = left_on_host(session)
-    if not found:
+    on_host = left_on_host(session)
+    if not on_host:
         return
     from onnx import shape_inference
 
     inferred = shape_inference.infer_shapes(model).graph
     kinds = {one.name: one.type.tensor_type.elem_type for one in (*inferred.value_info, *inferred.output)}
     computing = {node.name for node in model.graph.node if any(kinds.get(name) in _FLOATS for name in node.output)}
-    _refuse(where, device, [(op, name) for op, name in found if name in computing], list(model.graph.node))
+    _refuse(where, device, [(op, name) for op, name in on_host if name in computing], list(model.graph.node))
 
 
 def _refuse(where: str, device: Device, found: Iterable[tuple[str, str]], nodes: Sequence[NodeProto]) -> None:

@@ -48,32 +48,32 @@ def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Live
     """Returns the live range of every value of a program; an output of the program is used until its end."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     runs = run_ends(steps)
-    found: dict[str, LiveRange] = {}
+    ranges: dict[str, LiveRange] = {}
     for index, step in enumerate(steps):
         begin, last = runs.get(index, (index, index))
         for name, end in _uses(step, last, finishes):
-            found.setdefault(name, LiveRange(begin)).ends.append(end)
+            ranges.setdefault(name, LiveRange(begin)).ends.append(end)
         leaving = _leaving(step)
         if leaving is not None:
-            found[leaving].sends.append(index)
+            ranges[leaving].sends.append(index)
     for name in outputs:
-        found.setdefault(name, LiveRange(0)).ends.append(len(steps))
+        ranges.setdefault(name, LiveRange(0)).ends.append(len(steps))
     for begin, last in bodies_of(steps):  # the next turn reads again what was there before the first
-        for span in found.values():
+        for span in ranges.values():
             if span.born <= begin < max(span.ends) < last:
                 span.ends.append(last)
-    return found
+    return ranges
 
 
 def merged_ranges(live_ranges: Mapping[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
     """Returns the live ranges with those of the values in a flat buffer merged into one; `members` maps values to their buffers."""
-    found: dict[str, LiveRange] = {}
+    ranges: dict[str, LiveRange] = {}
     for name, span in live_ranges.items():
-        whole = found.setdefault(members.get(name, name), LiveRange(span.born))
+        whole = ranges.setdefault(members.get(name, name), LiveRange(span.born))
         whole.born = min(whole.born, span.born)
         whole.ends += span.ends
         whole.sends += span.sends
-    return found
+    return ranges
 
 
 def in_place_aliases(
@@ -90,12 +90,12 @@ def in_place_aliases(
     by step); the last two need operands that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for index, step in enumerate(steps):
         for term, made in step.sums if isinstance(step, Segment) and step.task else renewed.get(index, ()):
             ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
             if ends and max(ends) == index and not live_ranges[term].sends:
-                found[made] = found.get(term, term)
+                aliases[made] = aliases.get(term, term)
         if not isinstance(step, StartCollective) or step.call.tag in excluded:
             continue
         kind = step.call.kind
@@ -107,8 +107,8 @@ def in_place_aliases(
         others = list(live_ranges[source].ends)
         others.remove(finishes[step.call.tag])
         if not live_ranges[source].sends and all(end < index for end in others):
-            found[result] = found.get(source, source)
-    return found
+            aliases[result] = aliases.get(source, source)
+    return aliases
 
 
 def lifetimes(

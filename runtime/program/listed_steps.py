@@ -77,37 +77,37 @@ class _Reader:
         ends = {integer_of(node, TAG, 0): node for node in nodes if node.domain == DOMAIN and not is_copy(node)}
         borders = self.borders(nodes)
         done, begun, waited = Counter[int](), list[int](), list[int]()
-        found: list[Step] = []
+        steps: list[Step] = []
         for cell in self.run.rows[name].split():
             letter, number = parsed_step(cell)
             if not letter:
-                found += self.task(cell, nodes)
+                steps += self.task(cell, nodes)
             elif letter == "S":
-                found.append(self.segment(number, cell, nodes, done))
+                steps.append(self.segment(number, cell, nodes, done))
             elif letter == "U":
-                found.append(self.update(number, cell, nodes, done))
+                steps.append(self.update(number, cell, nodes, done))
             elif letter == "C":
                 if number >= len(nodes) or not is_copy(nodes[number]):
                     self.refuse(f"there is no node for {cell}")
                 node = nodes[number]
-                found.append(Copy(node.input[0], node.output[0], copied_to(node, self.where), path_of(node)))
+                steps.append(Copy(node.input[0], node.output[0], copied_to(node, self.where), path_of(node)))
             elif letter == "B":
                 if number not in borders:
                     self.refuse(f"there is no border of a body for {cell}")
-                found.append(borders[number])
+                steps.append(borders[number])
             elif number not in ends:
                 self.refuse(f"no node has the tag of {cell}")
             else:
-                found.append(self.communication(letter, cell, ends[number]))
+                steps.append(self.communication(letter, cell, ends[number]))
                 begun += [number] if letter in "RA" and any(ends[number].output) else []
                 waited += [number] if letter == "W" else []
         if again := [node for node, times in done.items() if times > 1]:
             self.refuse(f"node {again[0]} of row '{name}' runs {done[again[0]]} times")
         if sorted(begun) != sorted(waited) or len({*begun}) < len(begun):
             self.refuse(f"row '{name}' does not wait once for each message and collective that begins")
-        if [step for step in found if isinstance(step, Border)] != list(borders.values()):
+        if [step for step in steps if isinstance(step, Border)] != list(borders.values()):
             self.refuse(f"row '{name}' does not pass each border of a body once, in order")
-        return found
+        return steps
 
     def borders(self, nodes: Sequence[NodeProto]) -> dict[int, Border]:
         """Maps the number of each border of a body to its step."""

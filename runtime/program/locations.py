@@ -24,24 +24,24 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
 
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
-    found: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for step in file.steps:
         if isinstance(step, Copy):
-            found[step.result] = devices.target(step.to)
+            targets[step.result] = devices.target(step.to)
         elif isinstance(step, Segment) and step.target:
             sizes = {name for node in step.nodes if node.op_type in _SIZES and not node.domain for name in node.output}
             names = dict(step.output_pairs)
             sizes = {names[name] for name in sizes if name in names}
-            found |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
+            targets |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
         elif isinstance(step, Update) and step.target:
-            found |= {name: devices.target(step.target) for node in step.nodes for name in node.output}
+            targets |= {name: devices.target(step.target) for node in step.nodes for name in node.output}
     homes = _homes(file, devices) if state is None else state
     for record in file.state:
-        found[record.value] = found[record.next] if record.next in found else homes.get(record.value, CPU)
-    found = {name: target for name, target in found.items() if target != CPU}
-    if found:
-        _refuse_unreachable(file, devices, found)
-    return found
+        targets[record.value] = targets[record.next] if record.next in targets else homes.get(record.value, CPU)
+    targets = {name: target for name, target in targets.items() if target != CPU}
+    if targets:
+        _refuse_unreachable(file, devices, targets)
+    return targets
 
 
 def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
@@ -56,14 +56,14 @@ def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
     return homes
 
 
-def _refuse_unreachable(file: RankFile, devices: Devices, found: Mapping[str, str]) -> None:
+def _refuse_unreachable(file: RankFile, devices: Devices, targets: Mapping[str, str]) -> None:
     problems = []
     for step in file.steps:
         target, read = _reader(step, devices)
         problems += [
-            f"{file.where}: the {step} reads '{name}', which lies on {found[name]}, and no Copy brings it to {target}"
+            f"{file.where}: the {step} reads '{name}', which lies on {targets[name]}, and no Copy brings it to {target}"
             for name in read
-            if found.get(name, target) != target
+            if targets.get(name, target) != target
         ]
     if problems:
         raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))

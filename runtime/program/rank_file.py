@@ -147,18 +147,18 @@ class RankFile:
     @cached_property
     def named(self) -> set[str]:
         """The values that steps read or make, and the state: all values outside of sessions."""
-        found = {*self.inputs, *self.outputs, *self.computed}
+        names = {*self.inputs, *self.outputs, *self.computed}
         for step in self.steps:
             match step:
                 case Segment() | Update():
-                    found.update(step.inputs)
+                    names.update(step.inputs)
                 case Copy():
-                    found.add(step.source)
+                    names.add(step.source)
                 case Send() | PostRecv():
-                    found.add(step.value)
+                    names.add(step.value)
                 case StartCollective() | LookUp() | Border():
-                    found.update((*step.call.inputs, *step.call.outputs))
-        return found.union(*((one.value, one.next) for one in self.state))
+                    names.update((*step.call.inputs, *step.call.outputs))
+        return names.union(*((one.value, one.next) for one in self.state))
 
     @cached_property
     def declared(self) -> dict[str, ValueInfoProto]:
@@ -172,7 +172,7 @@ class RankFile:
 
     def shapes_of(self, names: Iterable[str]) -> dict[str, Shape]:
         """Maps those of `names` that have a declared shape to it."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         known: dict[int, Shape] = {}
         for name in names:
             value = self.declared.get(name)
@@ -182,20 +182,20 @@ class RankFile:
                 dims = value.type.tensor_type.shape.dim
                 stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
                 known[id(value)] = stated if "" not in stated else None
-            found[name] = known[id(value)]
-        return found
+            shapes[name] = known[id(value)]
+        return shapes
 
     @cached_property
     def declared_types(self) -> dict[str, str]:
         """Maps weights and declared values to their types."""
-        found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
+        types = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
         known: dict[int, str] = {}
         for name, value in self.declared.items():
             if id(value) not in known:
                 known[id(value)] = type_text(value.type)
             if known[id(value)]:
-                found[name] = known[id(value)]
-        return found
+                types[name] = known[id(value)]
+        return types
 
     @cached_property
     def _updated(self) -> list[str]:

@@ -234,13 +234,13 @@ class Builder:
 
         A cache's type omits only the number of slots, because onnxruntime takes a dim of unknown size to be as long as the new entries.
         """
-        found = self.protos.get(name)
-        if found is None or not self.settings.caches:
-            return found
+        declared = self.protos.get(name)
+        if declared is None or not self.settings.caches:
+            return declared
         if name not in self.settings.caches:
-            return type_proto(text) if (text := type_text(found)) else found
-        copy = type(found)()
-        copy.CopyFrom(found)
+            return type_proto(text) if (text := type_text(declared)) else declared
+        copy = type(declared)()
+        copy.CopyFrom(declared)
         copy.tensor_type.shape.dim[0].Clear()
         return copy
 

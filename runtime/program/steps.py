@@ -227,14 +227,14 @@ class Border:
 
 def bodies_of(steps: Sequence[Step]) -> list[tuple[int, int]]:
     """Returns the steps that begin and end each Loop, inner ones first."""
-    found, open_ = list[tuple[int, int]](), list[int]()
+    pairs, open_ = list[tuple[int, int]](), list[int]()
     for index, step in enumerate(steps):
         if isinstance(step, Border) and step.call.op == BEGIN:
             open_.append(index)
         elif isinstance(step, Border) and step.call.op == END:
             begin = open_.pop()
-            found += [(begin, index)] if step.call.kind == LOOP else []
-    return found
+            pairs += [(begin, index)] if step.call.kind == LOOP else []
+    return pairs
 
 
 Step: TypeAlias = (

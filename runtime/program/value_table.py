@@ -139,7 +139,7 @@ def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype
     """Maps each input that is not fed to its type and shape; raises ArtifactError if the inputs of a step do not determine them."""
     declared = file.shapes_of(file.sized)
     ports = {port.name: port for port in file.manifest.inputs}
-    found: dict[str, tuple[Dtype, list[Dim]]] = {}
+    sized: dict[str, tuple[Dtype, list[Dim]]] = {}
     for name in file.sized:
         shape, dtype = declared.get(name), dense(ports[name].type)
         if shape is None or dtype is None or not _known(shape, file.manifest, bound):
@@ -147,8 +147,8 @@ def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype
                 f"{file.where}: the input '{name}' is read for its sizes alone, which the inputs of a step do not determine\n"
                 "  help: compile again"
             )
-        found[name] = dtype, list(shape)
-    return found
+        sized[name] = dtype, list(shape)
+    return sized
 
 
 def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:

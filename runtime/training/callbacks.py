@@ -31,15 +31,15 @@ class Callbacks:
 
     def __init__(self, module: ModuleType, where: str, stall: float = 30.0) -> None:
         self._where, self._stall = where, min(stall, threading.TIMEOUT_MAX)
-        found = {name: one for name, one in vars(module).items() if name.startswith("on_") and callable(one)}
-        for name in found:
+        functions = {name: one for name, one in vars(module).items() if name.startswith("on_") and callable(one)}
+        for name in functions:
             if name not in EVENTS:
                 near = difflib.get_close_matches(name, EVENTS, 1)
                 help = f"the nearest is {near[0]}" if near else f"they are {', '.join(EVENTS)}"
                 raise UsageError(f"{where}: '{name}' is not an event of a training\n  help: {help}")
-        if not found:
+        if not functions:
             raise UsageError(f"{where}: it has no callback\n  help: define {', '.join(EVENTS)}, or one of them")
-        self._found: Mapping[str, Callable[..., object]] = found
+        self._found: Mapping[str, Callable[..., object]] = functions
 
     def stepped(self, progress: Progress) -> None:
         """Calls `on_step`."""
@@ -56,19 +56,19 @@ class Callbacks:
         """Calls `on_save`."""
         self._call("on_save", step, step, path)
 
-    def _call(self, event: str, step: int, *given: object) -> None:
+    def _call(self, event: str, step: int, *arguments: object) -> None:
         if event in self._found:
             late = (
                 f"partc: rank 0 waits for {event} of {self._where}, called after step {step}, for {self._stall:.0f} s"
             )
-            told = threading.Timer(self._stall, partial(print, late, file=sys.stderr, flush=True))
-            told.daemon = True
-            told.start()
+            timer = threading.Timer(self._stall, partial(print, late, file=sys.stderr, flush=True))
+            timer.daemon = True
+            timer.start()
             try:
                 with user_code(self._where, f"calling {event} after step {step}"):
-                    self._found[event](*given)
+                    self._found[event](*arguments)
             finally:
-                told.cancel()
+                timer.cancel()
 
 
 class Listeners:

@@ -278,7 +278,7 @@ def _write(file: Path, data: Bytes) -> None:
 
 def _listed(folder: Path) -> dict[str, tuple[str, list[str], dict[str, int]]]:
     """Maps each step's number to the last line of its index, the files that are there, and the sizes of all that belong to it."""
-    found = {}
+    by_step = {}
     for step, place in steps(folder):
         try:
             index = read_index(place)
@@ -287,8 +287,8 @@ def _listed(folder: Path) -> dict[str, tuple[str, list[str], dict[str, int]]]:
             continue
         sizes = {**{name: one.bytes for name, one in index.files.items()}, INDEX: len(text)}
         there = [name for name, size in sizes.items() if _has(place / name, size)]
-        found[str(step)] = text.decode().splitlines()[-2], there, sizes
-    return found
+        by_step[str(step)] = text.decode().splitlines()[-2], there, sizes
+    return by_step
 
 
 def _has(file: Path, size: int) -> bool:

@@ -95,7 +95,7 @@ def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | 
 
     '' where any label counts, None where the rank reads no labels.
     """
-    found: str | None = None
+    described: str | None = None
     for port in ports:
         ignored = port.labels.ignored if port.labels is not None else []
         if not ignored or port.name not in batch:
@@ -104,8 +104,8 @@ def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | 
         if array.size and np.isin(array, ignored).all():
             numbers = ", ".join(str(number) for number in ignored if (array == number).any())
             return f"all {array.size:,} labels of '{port.name}' are {numbers}, which is ignored"
-        found = found or ""
-    return found
+        described = described or ""
+    return described
 
 
 def not_finite(arrays: Iterable[tuple[StateRecord, Array]]) -> list[str]:

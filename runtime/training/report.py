@@ -53,15 +53,15 @@ class Report:
 
     def numbers(self, seconds: float) -> dict[str, float]:
         """Returns the numbers for the steps since the last call, which took `seconds`; collective."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if "parameter_norm" in self._wanted:
             squares = self._trainer.program.all_gather_text(repr(self._squares()))
-            found["parameter_norm"] = math.sqrt(math.fsum(map(float, squares)))
+            numbers["parameter_norm"] = math.sqrt(math.fsum(map(float, squares)))
         if "tokens" in self._wanted:
-            found["tokens_per_second"], self._tokens = self._tokens / seconds, 0
+            numbers["tokens_per_second"], self._tokens = self._tokens / seconds, 0
         if "memory" in self._wanted:
-            found["memory_bytes"] = max(map(float, self._trainer.program.all_gather_text(str(_resident()))))
-        return found
+            numbers["memory_bytes"] = max(map(float, self._trainer.program.all_gather_text(str(_resident()))))
+        return numbers
 
     def _squares(self) -> float:
         """Returns the sum of squares over the elements of parameters that this rank owns."""

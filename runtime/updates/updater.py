@@ -73,7 +73,7 @@ class Updater:
         a GPU there is one slice, since there is no cache into which it must fit; operands on the host are copied to the GPU when they are
         bound.
         """
-        group, found = self.group, list[Call]()
+        group, calls = self.group, list[Call]()
         shard = SHARD if self.device.is_host else max(group.elements, 1)
         for begin in range(0, group.elements, shard):
             count = min(shard, group.elements - begin)
@@ -85,11 +85,11 @@ class Updater:
                 first = place(names[0])
                 _bind(binding.bind_input, formal, first, begin, count)
                 if not self.device.is_host and isinstance(first, Tensor):
-                    found.append(partial(_bind, binding.bind_input, formal, first, begin, count))
+                    calls.append(partial(_bind, binding.bind_input, formal, first, begin, count))
             for formal, names in zip(group.function.output, group.outputs, strict=True):
                 _bind(binding.bind_output, formal, place(names[0]), begin, count)
-            found.append(partial(self.session.run_with_iobinding, binding))
-        return found
+            calls.append(partial(self.session.run_with_iobinding, binding))
+        return calls
 
 
 def _bind(bind: Callable[..., None], formal: str, first: Placed, begin: int, count: int) -> None:

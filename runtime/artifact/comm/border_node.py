@@ -101,12 +101,16 @@ def border_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -
     kind = attributes[KIND].s.decode(errors="replace")
     if kind not in (IF, LOOP):
         yield f"its kind is '{kind}'; it is {IF} or {LOOP}"
-    given, made = len(node.input), len(node.output)
-    if kind == LOOP and node.op_type == BEGIN and (given < 2 or made != given):
-        yield f"a Loop with {given} operands has a body of as many inputs, and it has {made}"
-    if kind == LOOP and node.op_type == END and (given != made + 1 or not given or not node.input[0]):
-        yield f"a body gives a condition and a value for each of the {made} results, and it gives {given} values"
-    if kind == IF and node.op_type == BEGIN and (given != 1 or made or not node.input[0]):
-        yield f"an If has one condition, and it has {given} operands"
-    if kind == IF and node.op_type == END and given != made:
-        yield f"a branch gives {given} values, and the If has {made} results"
+    input_count, output_count = len(node.input), len(node.output)
+    if kind == LOOP and node.op_type == BEGIN and (input_count < 2 or output_count != input_count):
+        yield f"a Loop with {input_count} operands has a body of as many inputs, and it has {output_count}"
+    if (
+        kind == LOOP
+        and node.op_type == END
+        and (input_count != output_count + 1 or not input_count or not node.input[0])
+    ):
+        yield f"a body gives a condition and a value for each of the {output_count} results, and it gives {input_count} values"
+    if kind == IF and node.op_type == BEGIN and (input_count != 1 or output_count or not node.input[0]):
+        yield f"an If has one condition, and it has {input_count} operands"
+    if kind == IF and node.op_type == END and input_count != output_count:
+        yield f"a branch gives {input_count} values, and the If has {output_count} results"

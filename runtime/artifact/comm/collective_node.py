@@ -127,20 +127,20 @@ def read_call(node: NodeProto, where: str) -> AnyCall:
         raise ArtifactError(
             f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
         )
-    found = {attribute.name: attribute for attribute in node.attribute}
+    attributes = {attribute.name: attribute for attribute in node.attribute}
     name = node.name or next(filter(None, (*node.output, *node.input)), "")
-    problems = [*_problems(node, found)]
+    problems = [*_problems(node, attributes)]
     if problems:
         lines = [f"{where}: {node.op_type} '{name}': {problem}" for problem in problems]
         raise ArtifactError("\n".join([*lines, "  help: compile again"]))
 
     def number(name: str) -> int:
-        return found[name].i if name in found else 0
+        return attributes[name].i if name in attributes else 0
 
     if node.op_type in LOOKUPS:
-        return lookup_call(node, found)
+        return lookup_call(node, attributes)
     if node.op_type in BODIES:
-        return border_call(node, found)
+        return border_call(node, attributes)
     kind = COLLECTIVES[node.op_type]
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
     source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
@@ -150,15 +150,15 @@ def read_call(node: NodeProto, where: str) -> AnyCall:
         op=node.op_type,
         source=source,
         result=result,
-        group=found[GROUP].s.decode(errors="replace"),
+        group=attributes[GROUP].s.decode(errors="replace"),
         tag=number(TAG),
         path=path_of(node),
-        reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
+        reduce=attributes[REDUCE].s.decode(errors="replace") if REDUCE in attributes else "",
         axis=number(kind.splits or kind.joins),
         concat_axis=number(kind.joins if kind.splits else ""),
         root=number(ROOT),
-        gives=_shards(found, SEND_PEERS, SEND_BOXES),
-        takes=_shards(found, RECV_PEERS, RECV_BOXES),
+        gives=_shards(attributes, SEND_PEERS, SEND_BOXES),
+        takes=_shards(attributes, RECV_PEERS, RECV_BOXES),
         parts=parts,
     )
 
@@ -232,14 +232,15 @@ def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:
     return (*shape[:axis], size // by, *shape[axis + 1 :])
 
 
-def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[PeerBox, ...]:
-    if peers not in found:
+def _shards(attributes: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[PeerBox, ...]:
+    if peers not in attributes:
         return ()
-    rank = found[RANK].i
-    numbers = list(found[boxes].ints) if boxes in found else []
+    rank = attributes[RANK].i
+    numbers = list(attributes[boxes].ints) if boxes in attributes else []
     dims = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
     return tuple(
-        PeerBox(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
+        PeerBox(peer, tuple(dims[index * rank : (index + 1) * rank]))
+        for index, peer in enumerate(attributes[peers].ints)
     )
 
 

@@ -91,25 +91,25 @@ class LookupCall(GroupCall):
 
 def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> LookupCall:
     """Returns the call of a valid node."""
-    given = [*(name or None for name in node.input), *[None] * 4]
-    made = [*(name or None for name in node.output), *[None] * 4]
+    inputs = [*(name or None for name in node.input), *[None] * 4]
+    outputs = [*(name or None for name in node.output), *[None] * 4]
     op = node.op_type
-    ids = None if op in (PUSH, RETURN) else given[1]
+    ids = None if op in (PUSH, RETURN) else inputs[1]
     requests = {
-        PULL: made[1:4],
-        PUSH: given[:3],
-        ROUTE: given[2:4] if ids is None else made[2:4],
-        RETURN: given[1:3],
+        PULL: outputs[1:4],
+        PUSH: inputs[:3],
+        ROUTE: inputs[2:4] if ids is None else outputs[2:4],
+        RETURN: inputs[1:3],
     }
     return LookupCall(
         op=op,
         ids=ids,
-        result=made[1] if op == PUSH else made[0],
+        result=outputs[1] if op == PUSH else outputs[0],
         group=attributes[GROUP].s.decode(errors="replace"),
         tag=attributes[TAG].i,
         path=path_of(node),
-        operand=given[3] if op == PUSH else given[0],
-        numbers=made[0] if op == PUSH else made[1] if op == ROUTE else None,
+        operand=inputs[3] if op == PUSH else inputs[0],
+        numbers=outputs[0] if op == PUSH else outputs[1] if op == ROUTE else None,
         requests=tuple(requests[op]),
         owners=tuple(attributes[OWNERS].ints),
         rows=attributes[ROWS].i,

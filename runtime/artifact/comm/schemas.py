@@ -109,7 +109,7 @@ def _copy() -> OpSchema:
 def _border(op: GroupOp) -> OpSchema:
     """The schema of a border of a body: values of any types."""
     option = OpSchema.FormalParameterOption.Variadic
-    given, made = (
+    input_values, output_values = (
         OpSchema.FormalParameter(name, "T", "Values.", param_option=option, is_homogeneous=False, min_arity=0)
         for name in "XY"
     )
@@ -118,8 +118,8 @@ def _border(op: GroupOp) -> OpSchema:
         DOMAIN,
         DOMAIN_VERSION,
         doc=op.doc,
-        inputs=[given],
-        outputs=[made],
+        inputs=[input_values],
+        outputs=[output_values],
         type_constraints=[("T", _types(), "Whatever a value can be.")],
         attributes=[_attribute(one) for one in op.every_attribute],
     )
@@ -182,13 +182,13 @@ def _infer_pull(context: Any) -> None:
     table, ids = (context.get_input_type(at) if context.get_num_inputs() > at else None for at in range(2))
     shape = ids.tensor_type.shape if ids is not None and ids.tensor_type.HasField("shape") else None
     if table is not None and table.HasField("tensor_type") and context.get_num_outputs():
-        found = TypeProto()
-        found.tensor_type.elem_type = table.tensor_type.elem_type
+        inferred = TypeProto()
+        inferred.tensor_type.elem_type = table.tensor_type.elem_type
         if shape is not None:
-            found.tensor_type.shape.CopyFrom(shape)
+            inferred.tensor_type.shape.CopyFrom(shape)
             for size in _row(context):
-                found.tensor_type.shape.dim.add(dim_value=size)
-        context.set_output_type(0, found)
+                inferred.tensor_type.shape.dim.add(dim_value=size)
+        context.set_output_type(0, inferred)
     for at in range(1, context.get_num_outputs()):
         numbers = TypeProto()
         numbers.tensor_type.elem_type = TensorProto.INT64
@@ -241,15 +241,15 @@ def _give_rows(context: Any, places: Any) -> None:
     rows = context.get_input_type(0) if context.get_num_inputs() else None
     if rows is None or not rows.HasField("tensor_type") or not context.get_num_outputs():
         return
-    found = TypeProto()
-    found.tensor_type.elem_type = rows.tensor_type.elem_type
+    inferred = TypeProto()
+    inferred.tensor_type.elem_type = rows.tensor_type.elem_type
     if places is not None and places.tensor_type.HasField("shape"):
-        found.tensor_type.shape.CopyFrom(places.tensor_type.shape)
+        inferred.tensor_type.shape.CopyFrom(places.tensor_type.shape)
     else:
-        found.tensor_type.shape.dim.add()
+        inferred.tensor_type.shape.dim.add()
     for size in _row(context):
-        found.tensor_type.shape.dim.add(dim_value=size)
-    context.set_output_type(0, found)
+        inferred.tensor_type.shape.dim.add(dim_value=size)
+    context.set_output_type(0, inferred)
 
 
 def _row(context: Any) -> Sequence[int]:
@@ -265,16 +265,20 @@ def _schema(
     name: str,
     doc: str,
     attributes: Sequence[Attribute],
-    given: OpSchema.FormalParameterOption | None,
-    made: OpSchema.FormalParameterOption | None,
+    input_option: OpSchema.FormalParameterOption | None,
+    output_option: OpSchema.FormalParameterOption | None,
 ) -> OpSchema:
     return OpSchema(
         name,
         DOMAIN,
         DOMAIN_VERSION,
         doc=doc,
-        inputs=[] if given is None else [OpSchema.FormalParameter("X", "T", "The value.", param_option=given)],
-        outputs=[] if made is None else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=made)],
+        inputs=[]
+        if input_option is None
+        else [OpSchema.FormalParameter("X", "T", "The value.", param_option=input_option)],
+        outputs=[]
+        if output_option is None
+        else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=output_option)],
         type_constraints=[("T", _types(), "Whatever a value can be.")],
         attributes=[_attribute(one) for one in attributes],
     )
@@ -289,23 +293,23 @@ def _infer(op: CollectiveOp) -> Callable[[Any], None]:
             infer_one(context, place)
 
     def infer_one(context: Any, place: int) -> None:
-        given = context.get_input_type(place) if context.get_num_inputs() else None
-        if given is None or not given.HasField("tensor_type"):
+        operand = context.get_input_type(place) if context.get_num_inputs() else None
+        if operand is None or not operand.HasField("tensor_type"):
             return
-        found = TypeProto()
-        found.tensor_type.elem_type = given.tensor_type.elem_type
+        inferred = TypeProto()
+        inferred.tensor_type.elem_type = operand.tensor_type.elem_type
         if op.boxes:
             for _ in range(context.get_attribute(RANK).i):
-                found.tensor_type.shape.dim.add()
-        elif given.tensor_type.HasField("shape"):
-            dims = given.tensor_type.shape.dim
+                inferred.tensor_type.shape.dim.add()
+        elif operand.tensor_type.HasField("shape"):
+            dims = operand.tensor_type.shape.dim
             axes = [context.get_attribute(name).i % max(len(dims), 1) for name in (op.splits, op.joins) if name]
             for axis, dim in enumerate(dims):
-                made = found.tensor_type.shape.dim.add()
+                made = inferred.tensor_type.shape.dim.add()
                 if axes.count(axis) != 1:  # an axis that is split and joined again keeps its size
                     made.CopyFrom(dim)
         if context.get_num_outputs():
-            context.set_output_type(place, found)
+            context.set_output_type(place, inferred)
 
     return infer
 

@@ -116,25 +116,25 @@ def _with_bodies(frame: _Open, types: Mapping[str, ValueInfoProto], inside: set[
 
 def _listed(nodes: Iterable[NodeProto], graph: GraphProto) -> list[NodeProto]:
     """The nodes with those of bodies between borders; their types are added to the graph."""
-    found: list[NodeProto] = []
+    listed: list[NodeProto] = []
     for node in nodes:
         tags = _tags(node)
         if not tags:
-            found.append(node)
+            listed.append(node)
             continue
         by_name = {one.name: one.g for one in node.attribute}
         bodies = [by_name[word] for word in _BODIES[node.op_type]]
         for body in bodies:
             graph.value_info.extend([*body.input, *body.value_info, *body.output])
         group = metadata_of(node, GROUP_OF_BODY)
-        found.append(_border(node, BEGIN, node.input, [one.name for one in bodies[0].input], tags[0], group))
+        listed.append(_border(node, BEGIN, node.input, [one.name for one in bodies[0].input], tags[0], group))
         for at, body in enumerate(bodies):
-            found += _listed(body.node, graph)
+            listed += _listed(body.node, graph)
             given = [value.name for value in body.output]
             last = body is bodies[-1]
             made = node.output if last else ()
-            found.append(_border(node, END if last else OTHERWISE, given, made, tags[at + 1], group))
-    return found
+            listed.append(_border(node, END if last else OTHERWISE, given, made, tags[at + 1], group))
+    return listed
 
 
 def _border(

@@ -53,19 +53,23 @@ def not_appended(
             if name in readers:
                 readers[name].append(node)
     outputs = {port.name for port in model.graph.output}
-    for one in caches:
-        found = readers[one.value]
-        appends = [node for node in found if _appends(node, one) or _begins(node, one, makers.get(one.next))]
+    for cache in caches:
+        reading = readers[cache.value]
+        appends = [node for node in reading if _appends(node, cache) or _begins(node, cache, makers.get(cache.next))]
         if not appends:
             yield (
-                one,
-                next(iter(found), None),
-                f"no node makes '{one.next}' of '{one.value}' by appending to it or replacing it",
+                cache,
+                next(iter(reading), None),
+                f"no node makes '{cache.next}' of '{cache.value}' by appending to it or replacing it",
             )
-        elif others := [node for node in found if node is not appends[0]]:
-            yield one, others[0], f"it reads '{one.value}', which {node_title(appends[0])} overwrites"
-        elif one.value in outputs:
-            yield one, None, f"the graph gives '{one.value}' as an output, and {node_title(appends[0])} overwrites it"
+        elif others := [node for node in reading if node is not appends[0]]:
+            yield cache, others[0], f"it reads '{cache.value}', which {node_title(appends[0])} overwrites"
+        elif cache.value in outputs:
+            yield (
+                cache,
+                None,
+                f"the graph gives '{cache.value}' as an output, and {node_title(appends[0])} overwrites it",
+            )
 
 
 def replaced(model: ModelProto, records: Iterable[StateRecord]) -> set[str]:

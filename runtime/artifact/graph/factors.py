@@ -85,13 +85,13 @@ def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Fa
     factors = read_factors(text)
     if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
         raise ValueError(text)
-    given = [
+    joined = [
         WHOLE * len(sizes[name])
         if name in sizes and one and not one.strip(WHOLE)
         else one  # axes may be one number, without a dim
         for name, one in zip(node.input, factors.inputs, strict=False)
     ]
-    if (inputs := (*given, *factors.inputs[len(given) :])) != factors.inputs:
+    if (inputs := (*joined, *factors.inputs[len(joined) :])) != factors.inputs:
         factors = replace(factors, inputs=inputs)
     sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
     if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):

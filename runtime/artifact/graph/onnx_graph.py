@@ -24,13 +24,13 @@ LARGEST_MODEL = 1 << 31
 
 def graph_bodies(node: NodeProto) -> list[GraphProto]:
     """The bodies of a node."""
-    found = []
+    graphs = []
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            found.append(attribute.g)
+            graphs.append(attribute.g)
         if attribute.graphs:
-            found += attribute.graphs
-    return found
+            graphs += attribute.graphs
+    return graphs
 
 
 def reads(node: NodeProto) -> Iterator[str]:

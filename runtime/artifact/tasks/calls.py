@@ -67,7 +67,7 @@ def is_call(node: NodeProto) -> bool:
 
 def bodies_of(model: ModelProto) -> dict[str, Body]:
     """Maps the name of each task function in a rank file to its body."""
-    found: dict[str, Body] = {}
+    bodies: dict[str, Body] = {}
     for function in model.functions:
         if function.domain != TASKS:
             continue
@@ -75,8 +75,8 @@ def bodies_of(model: ModelProto) -> dict[str, Body]:
         for name, tensor in constants.items():
             tensor.name = name
         nodes = tuple(node for node in function.node if not _is_constant(node))
-        found[function.name] = Body(function, nodes, constants)
-    return found
+        bodies[function.name] = Body(function, nodes, constants)
+    return bodies
 
 
 def _is_constant(node: NodeProto) -> bool:
@@ -101,7 +101,7 @@ def _value(node: NodeProto) -> TensorProto:
 
 def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, Body], where: str) -> dict[int, Call]:
     """Maps the index of each call in `nodes` to its `Call`; ArtifactError, naming the file `where`, where a call has no fitting body."""
-    found: dict[int, Call] = {}
+    calls: dict[int, Call] = {}
     problems = []
     for at, node in enumerate(nodes):
         if not is_call(node):
@@ -118,10 +118,10 @@ def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, 
         elif not all(node.input) or not all(node.output):
             problems.append(f"{title} leaves out an operand")
         else:
-            found[at] = Call(node, body, microbatch)
+            calls[at] = Call(node, body, microbatch)
     if problems:
         raise ArtifactError("\n".join([*problems, _AGAIN]))
-    return found
+    return calls
 
 
 def nodes_of(model: ModelProto, where: str = "") -> Iterator[tuple[NodeProto, int]]:
@@ -175,15 +175,15 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
         return model
     nodes = list(model.graph.node)
     calls = calls_of(nodes, bodies, where)
-    found = ModelProto()
-    found.CopyFrom(model)
-    graph = found.graph
+    flat = ModelProto()
+    flat.CopyFrom(model)
+    graph = flat.graph
     del graph.node[:]
-    del found.functions[:]
-    found.functions.extend(one for one in model.functions if one.domain != TASKS)
+    del flat.functions[:]
+    flat.functions.extend(one for one in model.functions if one.domain != TASKS)
     imports = [entry for entry in model.opset_import if entry.domain != TASKS]
-    del found.opset_import[:]
-    found.opset_import.extend(imports)
+    del flat.opset_import[:]
+    flat.opset_import.extend(imports)
     known = {tensor.name for tensor in graph.initializer}
     instead: dict[str, str] = {}
     firsts: dict[str, Call] = {}
@@ -209,7 +209,7 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
             if value.name in seen:
                 graph.value_info.remove(value)
             seen.add(value.name)
-    return found
+    return flat
 
 
 def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str, str]) -> None:

@@ -72,15 +72,17 @@ def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) ->
             yield f"'{node.input[0]}' is split into {len(node.output)} parts, and its num_outputs is {stated}"
         if len(node.output) != count:
             yield f"'{node.input[0]}' is split into {len(node.output)} parts, but {rows}"
-    made = {
+    parts_made = {
         name: (call.node.op_type, k, call.microbatch) for call in row.calls for k, name in enumerate(call.node.output)
     }
-    made |= {name: (id(node), 0, k) for node in splits.values() for k, name in enumerate(node.output) if name in parts}
+    parts_made |= {
+        name: (id(node), 0, k) for node in splits.values() for k, name in enumerate(node.output) if name in parts
+    }
     joined: dict[str, NodeProto] = {}
     for node in nodes:
         if node.op_type not in _JOINS or node.domain:
             continue
-        of = [made[name] for name in node.input if name in made]
+        of = [parts_made[name] for name in node.input if name in parts_made]
         source = next((one[:2] for one in of if sum(other[:2] == one[:2] for other in of) > 1), None)
         if source is None:
             continue

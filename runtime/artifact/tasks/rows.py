@@ -128,17 +128,17 @@ def rows_of_text(text: str) -> RowsText:
             if twice := sorted(rows.keys() & ranks):
                 raise ArtifactError(f"line {number}: rank {twice[0]} has two rows")
             rows |= dict.fromkeys(ranks, cells)
-            for one in _stages(cells, *counts, f"line {number}"):
-                homes.setdefault(one, []).append(row[1])
+            for stage in _stages(cells, *counts, f"line {number}"):
+                homes.setdefault(stage, []).append(row[1])
     if counts is None or counts[1] < 1 or not rows:
         raise ArtifactError("it has no number of stages and microbatches, or no rows")
     on = cache(lambda texts: sorted({rank for one in texts for rank in _ranks(one)}))
-    for one in sorted({*range(min(counts[0], len(stages) + 1)), *stages, *homes}):
-        said, have = (stages[one],) if one in stages else (), tuple(homes.get(one, ()))
-        if one >= counts[0] or not said or on(said) != on(have):
+    for stage in sorted({*range(min(counts[0], len(stages) + 1)), *stages, *homes}):
+        said, have = (stages[stage],) if stage in stages else (), tuple(homes.get(stage, ()))
+        if stage >= counts[0] or not said or on(said) != on(have):
             where = f"on {'ranks ' + said[0] if said else 'no rank'} by its head, which counts {counts[0]} stages"
             raise ArtifactError(
-                f"stage {one} is {where}; its tasks are in the rows of {' and '.join(have) or 'no rank'}"
+                f"stage {stage} is {where}; its tasks are in the rows of {' and '.join(have) or 'no rank'}"
             )
     return RowsText(counts[1], rows)
 
@@ -152,7 +152,7 @@ def _ranks(text: str) -> list[int]:
 
 def _stages(cells: Sequence[str], stages: int, microbatches: int, where: str) -> set[int]:
     """The stages of a row's tasks; ArtifactError where a cell is not a task of these stages and microbatches."""
-    found = set[int]()
+    numbers = set[int]()
     for at, cell in enumerate(cells, 1):
         try:
             task = parse(cell)
@@ -161,8 +161,8 @@ def _stages(cells: Sequence[str], stages: int, microbatches: int, where: str) ->
         if task.stage >= stages or task.microbatch >= microbatches:
             fact = f"{task}, and its head counts {stages} stages and {microbatches} microbatches"
             raise ArtifactError(f"{where}, cell {at}: {fact}")
-        found.add(task.stage)
-    return found
+        numbers.add(task.stage)
+    return numbers
 
 
 @dataclass(frozen=True)

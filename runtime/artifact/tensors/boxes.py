@@ -96,13 +96,13 @@ def intersection(one: Region, other: Region) -> Region | None:
     return Region(begin, end) if all(first < last for first, last in zip(begin, end, strict=True)) else None
 
 
-def difference(one: Region, other: Region) -> list[Region]:
+def difference(whole: Region, other: Region) -> list[Region]:
     """Disjoint regions that together have the elements of the first region that are not in the other."""
-    shared = intersection(one, other)
+    shared = intersection(whole, other)
     if shared is None:
-        return [one]
+        return [whole]
     rest = []
-    begin, end = list(one.begin), list(one.end)
+    begin, end = list(whole.begin), list(whole.end)
     for axis in range(len(begin)):
         if begin[axis] < shared.begin[axis]:
             rest.append(Region(tuple(begin), (*end[:axis], shared.begin[axis], *end[axis + 1 :])))

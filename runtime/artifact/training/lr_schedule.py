@@ -192,13 +192,13 @@ def _python(reference: str, where: str, folder: Path, run: Run) -> Rate:
 
     def rate(step: int) -> float:
         with user_code(str(path), f"asking `{name}` for the rate of step {step}"):
-            given = function(step)
+            result = function(step)
         try:
-            number = float(given)
+            number = float(result)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number) or number < 0:
-            raise UsageError(f"{where}: {reference}({step}) gave {given!r}\n  a rate is a number, at least 0")
+            raise UsageError(f"{where}: {reference}({step}) gave {result!r}\n  a rate is a number, at least 0")
         return number
 
     return rate

@@ -57,17 +57,19 @@ def base_folder(folder: Path, record: TrainingRecord) -> Path:
 
 def named(record: TrainingRecord, base: Path) -> list[Named]:
     """Returns all resources that a training record names; relative paths are in the folder `base`."""
-    settings, found = record.settings.seen_from(base), list[Named]()
+    settings, resources = record.settings.seen_from(base), list[Named]()
     if isinstance(settings.schedule, Python):
         file, _, function = settings.schedule.function.rpartition(":")
-        found.append(Named(SCHEDULE, "train: schedule", base / file, function))
+        resources.append(Named(SCHEDULE, "train: schedule", base / file, function))
     for setting, data in ((DATA, settings.data), (TEST, settings.test)):
-        found += _of_data(Spec.of(data, f"train: {setting}"), setting) if data is not None else ()
+        resources += _of_data(Spec.of(data, f"train: {setting}"), setting) if data is not None else ()
     if settings.callbacks is not None:
-        found.append(Named(CALLBACKS, "train: callbacks", Path(settings.callbacks), "on_step, on_evaluate, on_save"))
+        resources.append(
+            Named(CALLBACKS, "train: callbacks", Path(settings.callbacks), "on_step, on_evaluate, on_save")
+        )
     if settings.checkpoint is not None:
-        found.append(Named(CHECKPOINT, "train: checkpoint", Path(settings.checkpoint.folder)))
-    return found
+        resources.append(Named(CHECKPOINT, "train: checkpoint", Path(settings.checkpoint.folder)))
+    return resources
 
 
 def _of_data(spec: Spec, setting: str) -> Iterator[Named]:

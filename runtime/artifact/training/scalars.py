@@ -63,10 +63,10 @@ def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict
     """
     import numpy as np
 
-    found = {}
+    numbers = {}
     for name in names:
         optimizer, dot, scalar = name.rpartition(".")
         prefix = optimizer + dot
         own = {key.removeprefix(prefix): number for key, number in hyper.items() if key.startswith(prefix)}
-        found[name] = np.float32(SCALARS[scalar](step, own))
-    return found
+        numbers[name] = np.float32(SCALARS[scalar](step, own))
+    return numbers

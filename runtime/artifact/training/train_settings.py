@@ -33,14 +33,14 @@ Every: TypeAlias = Annotated[
 
 
 def _duration(value: object) -> float:
-    found = parse_seconds(str(value)) if isinstance(value, int | float | str) else None
-    if isinstance(value, bool) or not found:
+    seconds = parse_seconds(str(value)) if isinstance(value, int | float | str) else None
+    if isinstance(value, bool) or not seconds:
         raise Refused(
             f"expected a time, but got {shown(value)}",
             "a time is a number of seconds, 11h 50min, 1.5h, 11:50:00 or 1-12:00:00",
             "write max_time: 11h 50min",
         )
-    return found
+    return seconds
 
 
 Duration: TypeAlias = Annotated[

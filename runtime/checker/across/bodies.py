@@ -58,14 +58,14 @@ def check_bodies(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
         types = declared_types(model)
         yield from _check_types(manifest, file, model.graph.node, types)
         yield from _check_lists(manifest, file, ranks[0], model.graph.node)
-        told = set[str]()
+        reported = set[str]()
         for group in dict.fromkeys(call.group for call in calls):
             there = manifest.groups_of(ranks[0]).get(group, ())
             differing = _differing(manifest, models, ranks[0], there)
             for node, call in zip(borders, calls, strict=True):
                 for word, name in (("condition", call.condition), ("number of turns", call.count)):
-                    if call.group == group and name in differing and node.name not in told:
-                        told.add(node.name)
+                    if call.group == group and name in differing and node.name not in reported:
+                        reported.add(node.name)
                         made = f" is made of '{differing[name]}', which" if differing[name] != name else ""
                         fact = f"its {word} '{name}'{made} is not the same on ranks {', '.join(map(str, there))}"
                         law = "all ranks of a body take the same branch, and the same turns"
@@ -92,7 +92,7 @@ def _pairs(nodes: Iterable[NodeProto]) -> Iterator[tuple[NodeProto, BorderCall, 
 def _check_types(
     manifest: Manifest, file: str, nodes: Iterable[NodeProto], types: Mapping[str, ValueType]
 ) -> Iterator[Violation]:
-    for node, call, first, given in _pairs(nodes):
+    for node, call, first, other_branch in _pairs(nodes):
         pairs = list[tuple[str, str, str]]()
         if call.kind == LOOP and call.op == BEGIN:
             pairs = [(one, two, "begins as") for one, two in zip(call.carried, call.states, strict=True)]
@@ -103,9 +103,9 @@ def _check_types(
             ]
         elif call.op == END:
             pairs = [(one, two, "is of a branch") for one, two in zip(call.results, call.operands, strict=True)]
-            pairs += [(one, two, "is of a branch") for one, two in zip(call.results, given, strict=False)]
-            if len(given) != len(call.operands):
-                fact = f"one branch gives {len(given)} values, and the other {len(call.operands)}"
+            pairs += [(one, two, "is of a branch") for one, two in zip(call.results, other_branch, strict=False)]
+            if len(other_branch) != len(call.operands):
+                fact = f"one branch gives {len(other_branch)} values, and the other {len(call.operands)}"
                 yield Violation(file, fact, node_title(node), path_of(node), AGAIN)
         for name, other, how in pairs:
             one, two = types.get(name), types.get(other)
@@ -170,27 +170,27 @@ class _Alike:
 
 def _differing(manifest: Manifest, models: Mapping[int, ModelProto], rank: int, ranks: Sequence[int]) -> dict[str, str]:
     """Maps each value of a rank's file that may differ by rank to the first value of which it is made that does."""
-    found = dict[str, str]()
+    differing = dict[str, str]()
     for tensors in zip(*(models[one].graph.initializer for one in ranks if one in models), strict=False):
         contents = {(metadata_of(one, PIECE), b"" if one.external_data else one.raw_data) for one in tensors}
         if len(contents) > 1:
-            found[tensors[0].name] = tensors[0].name
+            differing[tensors[0].name] = tensors[0].name
     for port in manifest.inputs:
         if len({repr(port.box(one)) for one in ranks if one in port.ranks}) > 1:
-            found[port.name] = port.name
+            differing[port.name] = port.name
     for record in manifest.state:
         if len({repr(record.shard(one)) for one in ranks if one in record.ranks}) > 1:
-            found[record.value] = record.value
+            differing[record.value] = record.value
     alike = _Alike(manifest, ranks, {one.tag: one for one in manifest.collectives}, {})
     nodes, before = models[rank].graph.node, -1
-    while before != len(found):  # a state may differ because of what a turn gives
-        before = len(found)
+    while before != len(differing):  # a state may differ because of what a turn gives
+        before = len(differing)
         for node in nodes:
             if not is_border(node):
-                _follow(node, found, alike)
+                _follow(node, differing, alike)
         for _, call, first, given in _pairs(nodes):
-            _pass_border(call, first, given, found)
-    return found
+            _pass_border(call, first, given, differing)
+    return differing
 
 
 def _follow(node: NodeProto, known: dict[str, str], facts: _Alike) -> None:

@@ -29,7 +29,7 @@ def call_nodes(
     rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]
 ) -> tuple[list[CallNode], list[Violation]]:
     """The collective nodes of a rank in file order, and violations for those that cannot be read."""
-    found: list[CallNode] = []
+    calls: list[CallNode] = []
     problems: list[Violation] = []
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type in GROUP_OPS:
@@ -41,18 +41,18 @@ def call_nodes(
                 )
                 continue
             if isinstance(call, BorderCall):
-                found.append(CallNode(call, rank, file, node_title(node), None, None))
+                calls.append(CallNode(call, rank, file, node_title(node), None, None))
                 continue
             if isinstance(call, LookupCall):
                 looked_up = lookup_types(call, types)
-                found.append(CallNode(call, rank, file, node_title(node), None, None, looked_up=looked_up))
+                calls.append(CallNode(call, rank, file, node_title(node), None, None, looked_up=looked_up))
                 continue
             parts = tuple((types.get(source), types.get(result)) for source, result in call.parts)
             given, made = types.get(call.source or ""), types.get(call.result or "")
             if parts:
                 given, made = _as_one_vector([one for one, _ in parts]), _as_one_vector([one for _, one in parts])
-            found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
-    return found, problems
+            calls.append(CallNode(call, rank, file, node_title(node), given, made, parts))
+    return calls, problems
 
 
 def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
@@ -128,13 +128,18 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             yield node.violation(f"its file declares no type of its {kind} '{name}'")
         if declared is not None and declared[0] != record.type:
             yield node.violation(f"its {kind} is a {declared[0]}; {MANIFEST} says {record.type}")
-    for (source, result), (given, made) in zip(call.parts, node.parts, strict=True):
-        if given is None or made is None or given[1] is None or not all(isinstance(dim, int) for dim in given[1]):
+    for (source, result), (source_type, result_type) in zip(call.parts, node.parts, strict=True):
+        if (
+            source_type is None
+            or result_type is None
+            or source_type[1] is None
+            or not all(isinstance(dim, int) for dim in source_type[1])
+        ):
             yield node.violation(
                 f"the shape of '{source}' or of '{result}' is not fixed; values that travel as one have such"
             )
-        elif (given[0], made) != (record.type, _result_type(call, given, len(ranks))):
-            fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
+        elif (source_type[0], result_type) != (record.type, _result_type(call, source_type, len(ranks))):
+            fact = f"'{source}' is {source_type[0]} {_text(source_type[1])}, and '{result}' {result_type[0]} {_text(result_type[1])}"
             yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
     if node.input is not None and not same_dims(node.input[1], record.shape, manifest):
         yield node.violation(f"its input is {_text(node.input[1])}; {MANIFEST} says {_text(record.shape)}")
@@ -219,13 +224,13 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
 
 def _check_coalesced(first: CallNode, node: CallNode) -> Iterator[Violation]:
     """Checks that two ranks coalesce the same values in the same order: only their positions identify them."""
-    for place, (one, other) in enumerate(zip_longest(first.call.outputs, node.call.outputs)):
-        if one != other:
-            fact = (
-                f"its value {place} is '{other}', that of rank {first.rank} is '{one}': one would be added to the other"
-            )
+    for place, (own_value, other) in enumerate(zip_longest(first.call.outputs, node.call.outputs)):
+        if own_value != other:
+            fact = f"its value {place} is '{other}', that of rank {first.rank} is '{own_value}': one would be added to the other"
             yield node.violation(
-                fact if one and other else f"it has {len(node.parts)} values, rank {first.rank} {len(first.parts)}"
+                fact
+                if own_value and other
+                else f"it has {len(node.parts)} values, rank {first.rank} {len(first.parts)}"
             )
             return
 

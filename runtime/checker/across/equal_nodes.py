@@ -109,14 +109,14 @@ def _compare(
         )
         for one in forward
     )
-    made = [
+    forms = [
         ((tuple((places.get(name, -1), str(types.get(name))) for name in (*one.node.input, "", *one.node.output))), one)
         for one in backward
     ]
-    contents: dict[Hashable, NamedNode] = {(form, _content(one, integers, sized)): one for form, one in made}
-    nodes = Counter[Hashable]((form, _content(one, integers, sized)) for form, one in made)
+    contents: dict[Hashable, NamedNode] = {(form, _content(one, integers, sized)): one for form, one in forms}
+    nodes = Counter[Hashable]((form, _content(one, integers, sized)) for form, one in forms)
     own = Gradient(source, forward[0].file, nodes)
-    first = known.setdefault((function, frozenset(Counter(form for form, _ in made).items())), own)
+    first = known.setdefault((function, frozenset(Counter(form for form, _ in forms).items())), own)
     for other in nodes - first.nodes:
         there = f"'{first.source}'" + (f" in {first.file}" if first.file != own.file else "")
         fact = f"it is another node than in the gradient of {there}, and both are gradients of one function"
@@ -130,18 +130,18 @@ def _is_number(one: NamedNode) -> bool:
     return all(isinstance(each, tuple) and each[1] == [] for each in types)
 
 
-def _content(one: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Hashable:
+def _content(named: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Hashable:
     """Returns a key of the function that a node computes of its operands.
 
     Where sizes are not known (`sized`), integers may follow from them, and are not compared.
     """
-    operands = zip(one.node.input, one.operands, strict=False)
+    operands = zip(named.node.input, named.operands, strict=False)
     constants = tuple(origin if origin[0] is CONSTANT else integers.get(name) for name, origin in operands)
     if not sized:
         constants = tuple(
             None if isinstance(each, bytes) or (each and each[1] in _INTEGERS) else each for each in constants
         )
-    return one.node.domain, one.node.op_type, frozenset(one.attributes.items()), constants
+    return named.node.domain, named.node.op_type, frozenset(named.attributes.items()), constants
 
 
 def _sharded(one: NamedNode) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
     tasks = (task for row in subject.rows.values() for task in row.tasks if task is not None)
     microbatches = len({task.microbatch for task in tasks})
-    told = set[tuple[str, str]]()
+    reported = set[tuple[str, str]]()
     gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
@@ -205,10 +205,10 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             nodes.append(own)
             batches = microbatches if _is_of_loss(node, subject.training) else 0
             first = subject.known.nodes.setdefault((*key, batches), own)
-            if first is not own and key not in told and (fact := _difference(first, own, subject)):
-                told.add(key)
+            if first is not own and key not in reported and (fact := _difference(first, own, subject)):
+                reported.add(key)
                 yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
-        if not told:
+        if not reported:
             own_tensors = [
                 one for one in model.graph.initializer if one.data_type in _INTEGERS and not one.external_data
             ]
@@ -428,14 +428,14 @@ def _is_of_loss(node: NodeProto, training: TrainingRecord | None) -> bool:
     return any(f"{source_path(node)}.".startswith(f"{name}.") for name in names)
 
 
-def _are_comparable(one: Origin, two: Origin, programs: set[str], subject: Subject) -> bool:
+def _are_comparable(first: Origin, two: Origin, programs: set[str], subject: Subject) -> bool:
     """Whether operands in two programs are known to correspond: results of nodes that both programs have, and tensors.
 
     A program that trains makes some values differently, and attention is fused if a step has no more tokens than a mask shows.
     """
-    if all(len(origin) == 3 and isinstance(origin[2], str) for origin in (one, two)):
-        return all(programs <= subject.known.programs.get(origin, set()) for origin in (one, two))
-    return subject.training is None or (_is_tensor(one) and _is_tensor(two))
+    if all(len(origin) == 3 and isinstance(origin[2], str) for origin in (first, two)):
+        return all(programs <= subject.known.programs.get(origin, set()) for origin in (first, two))
+    return subject.training is None or (_is_tensor(first) and _is_tensor(two))
 
 
 def _is_tensor(origin: Origin) -> bool:

@@ -41,14 +41,14 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
         if record.given is None or record.made is None or record.op not in GROUP_OPS:
             continue
         try:
-            given, made = (layout_of(one, known) for one in (record.given, record.made))
+            before, after = (layout_of(one, known) for one in (record.given, record.made))
             lists = [
                 ranks
                 for ranks in manifest.groups.get(record.group, [])
                 if any(r in nodes.get(record.tag, {}) for r in ranks)
             ]
             for ranks in lists:
-                _check_list(record, ranks, nodes[record.tag], given, made)
+                _check_list(record, ranks, nodes[record.tag], before, after)
         except (ValueError, KeyError, IndexError) as error:
             said = f"rank {error.args[0]} has no shard of it" if isinstance(error, KeyError) else str(error)
             fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {said}"
@@ -56,33 +56,37 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
 
 
 def _check_list(
-    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: ShardLayout, made: ShardLayout
+    record: Collective,
+    ranks: Sequence[int],
+    nodes: Mapping[int, CallNode],
+    layout_before: ShardLayout,
+    layout_after: ShardLayout,
 ) -> None:
-    """Raises ValueError if the nodes of a list's ranks do not turn the layout `given` into `made`."""
+    """Raises ValueError if the nodes of a list's ranks do not turn the layout `layout_before` into `layout_after`."""
     if record.op == EXCHANGE:
         for rank in ranks:
             if rank in nodes:
-                _check_exchange(nodes[rank].collective, rank, nodes, given, made)
+                _check_exchange(nodes[rank].collective, rank, nodes, layout_before, layout_after)
         return
     call = nodes[ranks[0]].call
     if isinstance(call, LookupCall):
-        check_owners(record, call, ranks, given, made)
+        check_owners(record, call, ranks, layout_before, layout_after)
         return
     if not isinstance(call, CollectiveCall):
         raise ValueError("no value moves at the border of a body")
     kind = call.kind
     if kind.root == "gives":
-        root = given.shards[ranks[call.root]]
+        root = layout_before.shards[ranks[call.root]]
         for rank in ranks:
-            if rank != ranks[call.root] and made.shards[rank] != root:
+            if rank != ranks[call.root] and layout_after.shards[rank] != root:
                 raise ValueError(
-                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(made.shards[rank].shard)}"
+                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(layout_after.shards[rank].shard)}"
                 )
         return
     getting = [ranks[call.root]] if kind.root == "takes" else ranks
-    before, after = [given.shards[rank] for rank in ranks], [made.shards[rank] for rank in getting]
+    before, after = [layout_before.shards[rank] for rank in ranks], [layout_after.shards[rank] for rank in getting]
     if kind.reduces:
-        _check_reduction(call, ranks, before, given, made)
+        _check_reduction(call, ranks, before, layout_before, layout_after)
     shards = [one.shard for one in before]
     wanted = shards[: len(getting)]
     if kind.joins:
@@ -98,35 +102,43 @@ def _check_list(
 
 
 def _check_reduction(
-    call: CollectiveCall, ranks: Sequence[int], before: Sequence[RankShard], given: ShardLayout, made: ShardLayout
+    call: CollectiveCall,
+    ranks: Sequence[int],
+    before: Sequence[RankShard],
+    layout_before: ShardLayout,
+    layout_after: ShardLayout,
 ) -> None:
     if (
         len(ranks) > 1
-        and given.reductions != {call.reduce}
-        and not (given.reductions - made.reductions) <= {call.reduce}
+        and layout_before.reductions != {call.reduce}
+        and not (layout_before.reductions - layout_after.reductions) <= {call.reduce}
     ):
         raise ValueError(
-            f"its {call.reduce} is not the reduction of its partial values, {' and '.join(sorted(given.reductions)) or 'none'}"
+            f"its {call.reduce} is not the reduction of its partial values, {' and '.join(sorted(layout_before.reductions)) or 'none'}"
         )
-    if len(ranks) > 1 and call.reduce not in given.reductions:
+    if len(ranks) > 1 and call.reduce not in layout_before.reductions:
         raise ValueError(f"its {call.reduce} reduces a value that is not partial")
-    if len({one.term for one in before}) != len(ranks) or len(ranks) * made.terms != given.terms:
+    if len({one.term for one in before}) != len(ranks) or len(ranks) * layout_after.terms != layout_before.terms:
         raise ValueError(
-            f"ranks {', '.join(map(str, ranks))} reduce the partial values {[one.term for one in before]} of {given.terms}"
+            f"ranks {', '.join(map(str, ranks))} reduce the partial values {[one.term for one in before]} of {layout_before.terms}"
         )
     if len({one.shard for one in before}) > 1:
         raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce shards of different places")
 
 
 def _check_exchange(
-    call: CollectiveCall, rank: int, nodes: Mapping[int, CallNode], given: ShardLayout, made: ShardLayout
+    call: CollectiveCall,
+    rank: int,
+    nodes: Mapping[int, CallNode],
+    layout_before: ShardLayout,
+    layout_after: ShardLayout,
 ) -> None:
     """Raises ValueError unless each box that a rank receives is the region of the value that its peer sends."""
     taken: dict[int, int] = {}
     for shard in call.takes:
         at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
         gives = [one for one in nodes[shard.peer].collective.gives if one.peer == rank]
-        source, target = given.shards[shard.peer], made.shards[rank]
+        source, target = layout_before.shards[shard.peer], layout_after.shards[rank]
         here, there = _inside(target.shard, shard.box), _inside(source.shard, gives[at].box)
         if here != there:
             raise ValueError(

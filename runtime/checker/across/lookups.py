@@ -118,7 +118,7 @@ def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
 def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
     """Yields every Push, Return and Route that does not read the values of one Pull or Route on all its ranks; the nodes are checked."""
     records = {one.tag: one for one in manifest.collectives}
-    made = {
+    makers = {
         (rank, name): (node, at)
         for rank, nodes in calls.items()
         for node in nodes
@@ -131,7 +131,7 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
         for node in nodes:
             call = node.call
             for at, name in enumerate(call.requests) if isinstance(call, LookupCall) and not call.asks else ():
-                pull, place = made.get((rank, name or ""), (None, at))
+                pull, place = makers.get((rank, name or ""), (None, at))
                 source = PULL if call.op == PUSH else ROUTE
                 if name and (pull is None or place != at or pull.call.op != source):
                     yield node.violation(f"its '{name}' is not {_WORDS[source][at]} of a {source}")
@@ -181,32 +181,32 @@ def _differs(
     manifest: Manifest, records: Mapping[int, Collective], push: CallNode, pull: CallNode, pulls: dict[int, CallNode]
 ) -> str:
     """Returns the reason for which the rows of a Push do not match a Pull's ids on one rank, or ""; `pulls`: those of the Pushes seen."""
-    one, other = push.call, pull.call
-    assert isinstance(one, LookupCall)
+    pushed, other = push.call, pull.call
+    assert isinstance(pushed, LookupCall)
     assert isinstance(other, LookupCall)
-    first = pulls.setdefault(one.tag, pull)
+    first = pulls.setdefault(pushed.tag, pull)
     if first.call.tag != other.tag:
         return f"it reads what {pull} asked, and on rank {first.rank} what {first} asked"
-    ranks, asked = (manifest.groups_of(push.rank)[call.group] for call in (one, other))
-    for word, here, there in (("owners", one.owners, other.owners), ("givers", one.givers, other.givers)):
+    ranks, asked = (manifest.groups_of(push.rank)[call.group] for call in (pushed, other))
+    for word, here, there in (("owners", pushed.owners, other.owners), ("givers", pushed.givers, other.givers)):
         wanted, have = ([some[place] for place in places] for some, places in ((asked, there), (ranks, here)))
         if wanted != have:
             return f"its {word} are ranks {have}, and those of {pull} are ranks {wanted}"
-    if one.rows != other.rows or (one.row != other.row and one.op == PUSH):
-        return f"it is of a table {[one.rows, *one.row]}, and {pull} of one {[other.rows, *other.row]}"
-    shapes = [records[call.tag].shape for call in (one, other)]
+    if pushed.rows != other.rows or (pushed.row != other.row and pushed.op == PUSH):
+        return f"it is of a table {[pushed.rows, *pushed.row]}, and {pull} of one {[other.rows, *other.row]}"
+    shapes = [records[call.tag].shape for call in (pushed, other)]
     return "" if shapes[0] == shapes[1] else f"it has ids of the shape {shapes[0]}, and {pull} of {shapes[1]}"
 
 
 def check_owners(
-    record: Collective, call: LookupCall, ranks: Sequence[int], given: ShardLayout, made: ShardLayout
+    record: Collective, call: LookupCall, ranks: Sequence[int], layout_before: ShardLayout, layout_after: ShardLayout
 ) -> None:
     """Raises ValueError if the ranks of a list do not have the runs of rows that the call states."""
-    table, asked = (given, made) if record.op == PULL else (made, given)
-    if given.terms > 1 or made.terms > 1:
+    table, asked = (layout_before, layout_after) if record.op == PULL else (layout_after, layout_before)
+    if layout_before.terms > 1 or layout_after.terms > 1:
         raise ValueError("it looks up rows of a partial sum")
     if record.op in (ROUTE, RETURN):
-        ends = [(given.shards[rank].shard[1:], made.shards[rank].shard[1:]) for rank in ranks]
+        ends = [(layout_before.shards[rank].shard[1:], layout_after.shards[rank].shard[1:]) for rank in ranks]
         if len({*ends}) > 1 or ends[0][0] != ends[0][1]:
             raise ValueError(f"ranks {', '.join(map(str, ranks))} have other columns of the rows")
         return

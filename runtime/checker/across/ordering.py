@@ -73,15 +73,15 @@ def comm_nodes(
     rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType], groups: Mapping[str, Sequence[int]]
 ) -> list[CommNode]:
     """Returns the Send and Recv nodes of a rank, in order; `types`: its file's declarations, `groups`: the lists that contain the rank."""
-    found = []
+    nodes = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in (SEND, RECV):
             continue
         value = next(iter(node.input if node.op_type == SEND else node.output), "")
         peer, tag = peer_of(node, groups), integer_of(node, TAG, -1)
         title, path = node_title(node), path_of(node)
-        found.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path, file))
-    return found
+        nodes.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path, file))
+    return nodes
 
 
 def check_order(
@@ -94,21 +94,21 @@ def check_order(
         rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file], manifest.groups_of(rank))
         for rank, model in models.items()
     }
-    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
+    violations = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
     read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
-    found += [violation for _, unread in read.values() for violation in unread]
+    violations += [violation for _, unread in read.values() for violation in unread]
     calls = {rank: [one.on(rank) for one in read[manifest.program(rank)][0]] for rank in models}
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
-    if found or unmatched or len(models) < manifest.ranks:
-        return [*dict.fromkeys([*found, *unmatched])]
+    if violations or unmatched or len(models) < manifest.ranks:
+        return [*dict.fromkeys([*violations, *unmatched])]
     by_file = {file: models[rank] for file, rank in files.items()}
     routed = check_routed(by_file, types, {file: one[0] for file, one in read.items()})
-    if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls), *routed]:
-        return found
+    if violations := [*check_layouts(manifest, calls), *check_pushed(manifest, calls), *routed]:
+        return violations
     for file, one in by_file.items():
-        found += check_expert_rows(file, one, types[file], read[file][0])
-    if found:
-        return found
+        violations += check_expert_rows(file, one, types[file], read[file][0])
+    if violations:
+        return violations
     kinds = {file: _are_messages(models[rank]) for file, rank in files.items()}
     events = {rank: _events(kinds[manifest.program(rank)], programs[rank], calls[rank]) for rank in models}
     return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest, rows or {})]

@@ -64,8 +64,8 @@ class _Orders:
 
     def follow(self, node: NodeProto) -> str:
         """Finds the order of a node's results; returns what is wrong, or an empty text."""
-        given = [self.orders.get(name) for name in node.input]
-        first = given[0] if given else None
+        read_orders = [self.orders.get(name) for name in node.input]
+        first = read_orders[0] if read_orders else None
         if text := metadata_of(node, ORDER):
             word, _, ranks = text.partition(" ")
             axis = integer_of(node, "axis", 0)
@@ -81,21 +81,23 @@ class _Orders:
             node.op_type == "Slice" and self._is_of_rank(node.input[1])
         ):  # the same dims, in other shards
             if (first is not None and len(node.input) == len(node.output)) or node.op_type == "Slice":
-                self.orders |= {out: list(one) for out, one in zip(node.output, given, strict=False) if one is not None}
+                self.orders |= {
+                    out: list(one) for out, one in zip(node.output, read_orders, strict=False) if one is not None
+                }
             return ""
-        if node.op_type in _MADE_IN_ORDER and not any(any(one) for one in given if one):
+        if node.op_type in _MADE_IN_ORDER and not any(any(one) for one in read_orders if one):
             self.orders |= {out: [False] * len(self.sizes[out]) for out in node.output if out in self.sizes}
             return ""
-        return self._pass(node, given)
+        return self._pass(node, read_orders)
 
-    def _pass(self, node: NodeProto, given: list[Order | None]) -> str:
+    def _pass(self, node: NodeProto, read_orders: list[Order | None]) -> str:
         """Follows dims along letters."""
         try:
-            factors = read_factors(text) if (text := metadata_of(node, FACTORS)) else _alike(node, given)
+            factors = read_factors(text) if (text := metadata_of(node, FACTORS)) else _alike(node, read_orders)
         except ValueError:
             return ""  # told with the shards' places
         by_letter = dict[str, tuple[bool, str]]()
-        for name, letters, one in zip(node.input, factors.inputs if factors else (), given, strict=False):
+        for name, letters, one in zip(node.input, factors.inputs if factors else (), read_orders, strict=False):
             for dim, folded in enumerate(one or ()):
                 letter = letters[dim] if letters and dim < len(letters) else WHOLE
                 if folded is None or self._size(name, dim) == 1:
@@ -110,13 +112,17 @@ class _Orders:
                     return f"its operand '{name}' has tokens in {orders[0]} order in dim {dim}, and '{other}' in {orders[1]} order"
                 by_letter[letter] = (there or folded, other)
         if factors is None:
-            dims = [(name, one.index(True)) for name, one in zip(node.input, given, strict=True) if one and True in one]
+            dims = [
+                (name, one.index(True))
+                for name, one in zip(node.input, read_orders, strict=True)
+                if one and True in one
+            ]
             return self._unaware(node, *dims[0]) if dims and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS) else ""
         if node.op_type in _WITHOUT_ORDER[1:3]:
             return ""
         for out, letters in zip(node.output, factors.outputs, strict=False):
             if letters is not None:
-                rest = given[0] if node.op_type in _WITHOUT_ORDER and given[0] else ()
+                rest = read_orders[0] if node.op_type in _WITHOUT_ORDER and read_orders[0] else ()
                 self.orders[out] = [
                     rest[dim] if letter == WHOLE and dim < len(rest) else by_letter.get(letter, (None, ""))[0]
                     for dim, letter in enumerate(letters)

@@ -84,7 +84,7 @@ class Ruled:
 def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
     """Returns the effect of a node on the places of its operands."""
     known: dict[str, Met] = {}
-    found = Ruled([], [], [])
+    effect = Ruled([], [], [])
     for name, letters in zip(node.input, factors.inputs, strict=False):
         there = places.get(name)
         if letters is None or there is None or len(there) != len(letters):
@@ -97,16 +97,16 @@ def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes
                 known[letter] = met
             else:
                 first = known[letter]
-                found.meetings.append((first, Met(name, _scaled(met, first.size), first.size), axis))
+                effect.meetings.append((first, Met(name, _scaled(met, first.size), first.size), axis))
             if letter in factors.reductions and begins is not None:
-                found.reduced.append((factors.reductions[letter], begins))
+                effect.reduced.append((factors.reductions[letter], begins))
     for name, letters in zip(node.output, factors.outputs, strict=False):
         if letters is None:
-            found.made.append(None)
+            effect.made.append(None)
             continue
         pairs = zip(letters, sizes.get(name) or [None] * len(letters), strict=True)
-        found.made.append([_scaled(known[letter], size) if letter in known else None for letter, size in pairs])
-    return found
+        effect.made.append([_scaled(known[letter], size) if letter in known else None for letter, size in pairs])
+    return effect
 
 
 def _scaled(met: Met, size: int | None) -> Begins | None:
@@ -345,13 +345,13 @@ class _Places:
     def _check_replicated(self, file: _File, nodes: Mapping[str, NodeProto]) -> None:
         """Checks that an output that all ranks have replicated is not made of a sharded output, except through communication."""
         boxes = {port.name: [port.box(rank) for rank in port.ranks] for port in self.manifest.outputs}
-        made = {name: name for name, own in boxes.items() if any(box != own[0] for box in own)}
+        sharded_source = {name: name for name, own in boxes.items() if any(box != own[0] for box in own)}
         for node in file.model.graph.node:
-            source = next((made[name] for name in node.input if name in made), "")
+            source = next((sharded_source[name] for name in node.input if name in sharded_source), "")
             if source and node.domain != DOMAIN and node.op_type not in ("Shape", "Size"):
-                made |= dict.fromkeys(filter(None, node.output), source)
+                sharded_source |= dict.fromkeys(filter(None, node.output), source)
         for port in self.manifest.outputs:
-            source, own = made.get(port.name, ""), boxes[port.name]
+            source, own = sharded_source.get(port.name, ""), boxes[port.name]
             if source and len(own) > 1 and own.count(own[0]) == len(own) and {*file.ranks} <= {*port.ranks}:
                 fact = (
                     f"all ranks have '{port.name}' whole, and it is made of '{source}', of which each has another shard"
@@ -469,10 +469,10 @@ def _laid(layout: ShardLayout, ranks: Sequence[int], sizes: Sizes) -> Places:
     """Returns the elements at which the shards of a layout begin on these ranks; `sizes`: the sizes of the value's dims."""
     if not all(rank in layout.shards for rank in ranks):
         return None
-    found: list[Begins | None] = []
+    begins: list[Begins | None] = []
     for axis, size in enumerate(sizes):
         spans = [layout.shards[rank].shard[axis] for rank in ranks]
         at = {(first, last): first / (last - first) * (size or 0) for first, last in {*spans}}
         whole = size is not None and all(begin.denominator == 1 for begin in at.values())
-        found.append(tuple(at[span].numerator for span in spans) if whole else None)
-    return found
+        begins.append(tuple(at[span].numerator for span in spans) if whole else None)
+    return begins

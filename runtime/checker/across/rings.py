@@ -99,17 +99,19 @@ def check_rings(subject: Subject) -> Iterator[Violation]:
     """Yields a violation for each block that is not the one of its hop, and for each hop that is missing."""
     ranks = rank_records(subject)
     lists = dict[Ring, set[tuple[int, ...]]]()
-    for rank, one in ranks.items():
-        for ring, hops in one.hops.items():
-            first = one.received.get(hops[1][0]) if 1 in hops else None
+    for rank, rank_rings in ranks.items():
+        for ring, hops in rank_rings.hops.items():
+            first = rank_rings.received.get(hops[1][0]) if 1 in hops else None
             for hop, (value, node) in hops.items():
                 if hop and (group := _list_of(first, rank, subject)) is not None:
                     lists.setdefault(ring, set()).add(group)
                     if fact := _strange(ranks, rank, ring, hop, value, group):
-                        yield Violation(one.file, fact, node_title(node), path_of(node), "compile the model again")
+                        yield Violation(
+                            rank_rings.file, fact, node_title(node), path_of(node), "compile the model again"
+                        )
                 elif hop:
                     fact = f"it begins with '{value}', which no message brings, and is of hop {hop}"
-                    yield Violation(one.file, fact, node_title(node), path_of(node), "compile the model again")
+                    yield Violation(rank_rings.file, fact, node_title(node), path_of(node), "compile the model again")
     for ring, groups in lists.items():
         for group in sorted(groups):
             yield from _missing(ranks, ring, group)
@@ -176,15 +178,15 @@ def _runs(two: tuple[int, int], read: set[str]) -> list[int]:
 
 def _runs_read(node: NodeProto, readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto]) -> set[str]:
     """The runs of a block that are read: by Slices of halves after a node, or by others as a whole."""
-    found, waiting = set[str](), [*node.output]
+    runs, waiting = set[str](), [*node.output]
     while waiting:
         for reader in readers.get(waiting.pop(), ()):
             if reader.op_type == "Transpose":
                 waiting += reader.output
             elif reader.op_type != "Shape":
                 is_half = metadata_of(reader, HOP).endswith(f" {_HALF}")
-                found.add(_half_of(reader, makers) if is_half else "both")
-    return found
+                runs.add(_half_of(reader, makers) if is_half else "both")
+    return runs
 
 
 def _half_of(node: NodeProto, makers: Mapping[str, NodeProto]) -> str:

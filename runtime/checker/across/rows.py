@@ -64,14 +64,14 @@ class _File:
 
 def check_rows(subject: Subject) -> Iterator[Violation]:
     """Yields the faults of an artifact's rows: for each row the first fault of each kind."""
-    found = [
+    files = [
         _File(file, tuple(ranks), subject.rows[ranks[0]])
         for file, ranks in subject.manifest.by_file(subject.rows).items()
     ]
-    if not found:
+    if not files:
         return
     stated: Mapping[int, tuple[str, ...]] = {}
-    count = 1 + max((task.microbatch for one in found for task in one.row.tasks if task), default=0)
+    count = 1 + max((task.microbatch for one in files for task in one.row.tasks if task), default=0)
     text = dump_file(SCHEDULE, subject.manifest.prefix)
     if text in subject.manifest.files and text not in subject.wrong:
         try:
@@ -79,18 +79,18 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
             count, stated = read.microbatches, read.rows
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
             yield Violation(text, str(error), help=_AGAIN)
-    wrong = [violation for one in found for violation in _row_violations(one, count)]
+    wrong = [violation for one in files for violation in _row_violations(one, count)]
     yield from wrong
     if wrong:
         return
-    yield from _unlike(found)
-    yield from _not_as_stated(found, stated, text)
-    makers = {name: one.row.tasks[at] for one in found for name, at in one.row.makers.items()}
-    for one in found:
+    yield from _unlike(files)
+    yield from _not_as_stated(files, stated, text)
+    makers = {name: one.row.tasks[at] for one in files for name, at in one.row.makers.items()}
+    for one in files:
         yield from _reads_others(one, makers)
 
 
-def _row_violations(one: _File, count: int) -> Iterator[Violation]:
+def _row_violations(file: _File, count: int) -> Iterator[Violation]:
     """Yields one violation for each law that a row breaks by itself, at the first cell that does; `count`: the number of microbatches."""
     first: dict[Task, int] = {}
     told = set[str]()
@@ -98,9 +98,9 @@ def _row_violations(one: _File, count: int) -> Iterator[Violation]:
     def wrong_at(law: str, at: int, fact: str) -> Iterator[Violation]:
         if law not in told:
             told.add(law)
-            yield one.wrong(at, fact, law)
+            yield file.wrong(at, fact, law)
 
-    for at, (call, task) in enumerate(zip(one.row.calls, one.row.tasks, strict=True)):
+    for at, (call, task) in enumerate(zip(file.row.calls, file.row.tasks, strict=True)):
         if task is None:
             law = "the functions of tasks are F, B or W and a stage, such as F2"
             yield from wrong_at(law, at, f"'{call.cell}' is a call of '{call.node.op_type}'")
@@ -116,15 +116,17 @@ def _row_violations(one: _File, count: int) -> Iterator[Violation]:
             )
         for kind in _KINDS[: _KINDS.index(task.kind)]:
             before = task._replace(kind=kind)
-            if before.body in one.row.functions and before not in first:
+            if before.body in file.row.functions and before not in first:
                 yield from wrong_at(_ORDER, at, f"{task} comes before {before}")
         first.setdefault(task, at)
     called = {(task.body, task.microbatch) for task in first}
-    absent = [f"{name[1:]}{name[:1]}{k}" for name in one.row.functions for k in range(count) if (name, k) not in called]
+    absent = [
+        f"{name[1:]}{name[:1]}{k}" for name in file.row.functions for k in range(count) if (name, k) not in called
+    ]
     if absent:
         more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         fact = f"{' '.join(absent[:_SHOWN])}{more} {'is' if len(absent) == 1 else 'are'} missing"
-        yield from wrong_at(_ONCE, len(one.row.cells), fact)
+        yield from wrong_at(_ONCE, len(file.row.cells), fact)
 
 
 def _unlike(files: Sequence[_File]) -> Iterator[Violation]:
@@ -140,13 +142,13 @@ def _unlike(files: Sequence[_File]) -> Iterator[Violation]:
                 break
 
 
-def _first_unlike(one: _File, other: _File) -> Violation | None:
-    shared = {*one.row.tasks} & {*other.row.tasks}
-    mine = [at for at, task in enumerate(one.row.tasks) if task in shared]
+def _first_unlike(file: _File, other: _File) -> Violation | None:
+    shared = {*file.row.tasks} & {*other.row.tasks}
+    mine = [at for at, task in enumerate(file.row.tasks) if task in shared]
     theirs = [task for task in other.row.tasks if task in shared]
     for at, task in zip(mine, theirs, strict=True):
-        if one.row.tasks[at] != task:
-            return one.wrong(at, f"{one.row.tasks[at]} stands where {other.label} has {task}", _ALIKE)
+        if file.row.tasks[at] != task:
+            return file.wrong(at, f"{file.row.tasks[at]} stands where {other.label} has {task}", _ALIKE)
     return None
 
 
@@ -156,23 +158,23 @@ def _not_as_stated(files: Sequence[_File], stated: Mapping[int, tuple[str, ...]]
     A rank has no call of a task in which it has no work, and may have calls of other stages, in whose values it takes part.
     """
     every = {cell for cells in {*stated.values()} for cell in cells}
-    for one in files if stated else ():
-        for rank in one.ranks:
-            cells = [cell for cell in stated.get(rank, ()) if _body(cell) in one.row.functions]
+    for file in files if stated else ():
+        for rank in file.ranks:
+            cells = [cell for cell in stated.get(rank, ()) if _body(cell) in file.row.functions]
             own = {_body(cell)[1:] for cell in cells}
-            row = [at for at, task in enumerate(one.row.tasks) if task is not None and str(task.stage) in own]
+            row = [at for at, task in enumerate(file.row.tasks) if task is not None and str(task.stage) in own]
             pairs = zip_longest(row, cells)
-            wrong = next(((at, cell) for at, cell in pairs if at is None or one.row.cells[at] != cell), None)
+            wrong = next(((at, cell) for at, cell in pairs if at is None or file.row.cells[at] != cell), None)
             if wrong is not None:
-                at = len(one.row.cells) if wrong[0] is None else wrong[0]
-                stands = "its end" if wrong[0] is None else one.row.cells[at]
+                at = len(file.row.cells) if wrong[0] is None else wrong[0]
+                stands = "its end" if wrong[0] is None else file.row.cells[at]
                 fact = f"{stands} stands where {text} has {wrong[1] or 'no task'}"
-                yield one.wrong(at, fact, _ONE)
+                yield file.wrong(at, fact, _ONE)
                 break
         else:
-            absent = next((at for at, cell in enumerate(one.row.cells) if cell not in every), None)
+            absent = next((at for at, cell in enumerate(file.row.cells) if cell not in every), None)
             if absent is not None:
-                yield one.wrong(absent, f"{one.row.cells[absent]} is in no row of {text}", _ONE)
+                yield file.wrong(absent, f"{file.row.cells[absent]} is in no row of {text}", _ONE)
 
 
 def _body(cell: str) -> str:
@@ -181,14 +183,14 @@ def _body(cell: str) -> str:
     return f"{kind}{cell.partition(kind)[0]}" if kind else cell
 
 
-def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
+def _reads_others(file: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
     """Yields the first task that reads a value of another microbatch or does not continue a sum of gradients."""
     by_function: dict[str, list[int]] = {}
-    for at, call in enumerate(one.row.calls):
+    for at, call in enumerate(file.row.calls):
         by_function.setdefault(call.node.op_type, []).append(at)
-    found: list[tuple[int, str]] = []
+    faults: list[tuple[int, str]] = []
     for places in by_function.values():
-        calls = [one.row.calls[at] for at in places]
+        calls = [file.row.calls[at] for at in places]
         sums = _sums(calls[0])
         for k, formal in enumerate(calls[0].body.function.input):
             names = [call.node.input[k] for call in calls]
@@ -202,19 +204,19 @@ def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Vio
             if any(carried):
                 if not all(carried):
                     at = places[1 + carried.index(False)]
-                    fact = f"it adds to '{one.row.calls[at].node.input[k]}', not to what the call before it made"
-                    found.append((at, f"{one.row.cells[at]}: {fact}"))
+                    fact = f"it adds to '{file.row.calls[at].node.input[k]}', not to what the call before it made"
+                    faults.append((at, f"{file.row.cells[at]}: {fact}"))
                 continue
             for at, name in zip(places, names, strict=True):
-                own = one.row.calls[at].microbatch
+                own = file.row.calls[at].microbatch
                 maker = makers.get(name)
-                other = maker.microbatch if maker else one.row.split.get(name, own)
+                other = maker.microbatch if maker else file.row.split.get(name, own)
                 if other != own:
-                    fact = f"{one.row.cells[at]} reads '{name}', which is of microbatch {other}"
-                    found.append((at, fact))
+                    fact = f"{file.row.cells[at]} reads '{name}', which is of microbatch {other}"
+                    faults.append((at, fact))
                     break
-    if found:
-        yield one.wrong(*min(found), _OWN)
+    if faults:
+        yield file.wrong(*min(faults), _OWN)
 
 
 def _sums(call: Call) -> dict[str, int]:

@@ -40,23 +40,26 @@ def check_tree_sums(manifest: Manifest, models: Mapping[int, ModelProto]) -> Ite
     training = manifest.training
     if training is None or not training.parts or len(models) < manifest.ranks:
         return
-    parts, told = training.parts, set[tuple[str, str]]()
+    parts, reported = training.parts, set[tuple[str, str]]()
     ranks = {rank: _Rank(manifest, rank, models[rank], parts) for rank in models}
     sent: dict[tuple[int, int], Nodes | str] = {}
     while sum(one.follow(sent) for one in ranks.values()):
         pass
     whole = ((0, parts),), tuple((part, part + 1) for part in range(parts))
-    for one in ranks.values():
-        file = manifest.program(one.rank)
+    for rank_sums in ranks.values():
+        file = manifest.program(rank_sums.rank)
         statistics = {
             record.next
             for record in manifest.state
-            if record.kind == "statistics" and one.rank in record.ranks and record.next and "int" not in record.type
+            if record.kind == "statistics"
+            and rank_sums.rank in record.ranks
+            and record.next
+            and "int" not in record.type
         }
-        for node, name in one.results({training.loss, *statistics}):
-            if one.known.get(name) not in whole and (file, name) not in told:
-                told.add((file, name))
-                fact = f"'{name}' is not the sum over {parts} parts by their tree{one.why(name)}"
+        for node, name in rank_sums.results({training.loss, *statistics}):
+            if rank_sums.known.get(name) not in whole and (file, name) not in reported:
+                reported.add((file, name))
+                fact = f"'{name}' is not the sum over {parts} parts by their tree{rank_sums.why(name)}"
                 yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
 
 

@@ -41,17 +41,17 @@ def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[
     kinds |= {tensor.name: known.setdefault(_content(tensor), len(known)) for tensor in model.graph.initializer}
     new = set[int]()
     for at, node in enumerate(model.graph.node):
-        attributes, made = [one.SerializeToString() for one in node.attribute], [*node.output]
+        attributes, outputs = [one.SerializeToString() for one in node.attribute], [*node.output]
         own = file if is_rank_constant(node) else functions.get((node.domain, node.op_type), opsets)
         read = (*node.input, *reads(node)) if attributes and graph_bodies(node) else node.input
         operands = [kinds.get(name, name) for name in read]
-        results = [kinds.get(name, -1) if name else None for name in made]
+        results = [kinds.get(name, -1) if name else None for name in outputs]
         key = (own, node.domain, node.op_type, node.overload, *attributes, None, *operands, None, *results)
         count = len(known)
         number = known.setdefault(key, count)
         if number >= count or -1 in results:
             new.add(at)
-        for place, name in enumerate(made):
+        for place, name in enumerate(outputs):
             if name in integers or not _is_known(ports.get(name)):
                 kinds[name] = known.setdefault((number, place), len(known))
     return new
@@ -73,20 +73,20 @@ def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
                 if port is None or port.type.tensor_type.elem_type in _INTEGERS or not _is_known(port):
                     needed.add(name)
     kept.reverse()
-    made = {name for node in kept for name in node.output}
+    made_names = {name for node in kept for name in node.output}
     read = {name for node in kept for name in reads(node)}
     weights = [tensor for tensor in model.graph.initializer if tensor.name in read]
     inputs = [port for port in model.graph.input if port.name in read]
-    given = made | {port.name for port in inputs} | {tensor.name for tensor in weights}
+    available = made_names | {port.name for port in inputs} | {tensor.name for tensor in weights}
     rest = ModelProto()
     rest.CopyFrom(model)
     for field in ("node", "input", "output", "initializer", "value_info"):
         rest.graph.ClearField(field)
     rest.graph.node.extend(kept)
     rest.graph.initializer.extend(weights)
-    rest.graph.input.extend([*inputs, *(ports[name] for name in sorted(read - given) if name in ports)])
-    rest.graph.output.extend(port for port in model.graph.output if port.name in made)
-    rest.graph.value_info.extend(port for port in model.graph.value_info if port.name in made)
+    rest.graph.input.extend([*inputs, *(ports[name] for name in sorted(read - available) if name in ports)])
+    rest.graph.output.extend(port for port in model.graph.output if port.name in made_names)
+    rest.graph.value_info.extend(port for port in model.graph.value_info if port.name in made_names)
     return rest
 
 

@@ -71,32 +71,32 @@ def _check_nodes(
     file: str,
     owner: str,
     nodes: Sequence[NodeProto],
-    made: set[str],
+    defined: set[str],
     results: Sequence[str],
     outer: set[str],
     lost: str,
 ) -> Iterator[Violation]:
     """Checks that nodes read existing values, and make each value once.
 
-    `made`: the values that exist before the nodes; `results`: the values that must exist after them; `outer`: the values of the graphs
+    `defined`: the values that exist before the nodes; `results`: the values that must exist after them; `outer`: the values of the graphs
     around; `lost`: the message about a value without a producer.
     """
     later: set[str] | None = None
     for node in nodes:
-        missing = [name for name in node.input if name not in made and name and name not in outer]
+        missing = [name for name in node.input if name not in defined and name and name not in outer]
         if missing and later is None:
             later = {name for each in nodes for name in each.output if name}
         for name in dict.fromkeys(missing):
             fact = f"its input '{name}' {'is defined after it' if later and name in later else lost}"
             yield Violation(file, fact, node_title(node), path_of(node))
         for body in graph_bodies(node):
-            yield from _check_scope(file, body, made | outer)
+            yield from _check_scope(file, body, defined | outer)
         for name in filter(None, node.output):
-            if name in made:
+            if name in defined:
                 yield Violation(file, f"its output '{name}' is defined twice", node_title(node), path_of(node))
-            made.add(name)
+            defined.add(name)
     for name in results:
-        if name not in made and name not in outer:
+        if name not in defined and name not in outer:
             yield Violation(file, f"its output '{name}' {lost}", owner)
 
 

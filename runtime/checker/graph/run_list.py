@@ -288,13 +288,13 @@ class _Row:
         """Raises where a node's operands or results are not next to those of the node before."""
         player, formals = self.player, [*function.input, *function.output]
         pairs = zip(formals, (*before.input, *before.output), (*after.input, *after.output), strict=True)
-        for formal, one, two in pairs:
-            if formal in NUMBERS and one == two:
+        for formal, first, two in pairs:
+            if formal in NUMBERS and first == two:
                 continue
-            one, two = player.following.get(one, one), player.following.get(two, two)
-            if formal in NUMBERS or player.next_to.get(one) != two:
+            first, two = player.following.get(first, first), player.following.get(two, two)
+            if formal in NUMBERS or player.next_to.get(first) != two:
                 raise _WrongListError(
-                    f"{cell} runs it as one, and nothing says that '{two}' follows '{one}' in memory", after
+                    f"{cell} runs it as one, and nothing says that '{two}' follows '{first}' in memory", after
                 )
 
     def communicate(self, cell: str, letter: str, tag: int) -> None:
@@ -304,20 +304,20 @@ class _Row:
         kinds = "X" if node.op_type == SEND else "RW" if call is None else "L" if isinstance(call, LookupCall) else "AW"
         if letter not in kinds:
             raise _WrongListError(f"{cell} is not a step of it", node)
-        given, made = (node.input, node.output) if call is None else (call.inputs, call.outputs)
+        inputs, outputs = (node.input, node.output) if call is None else (call.inputs, call.outputs)
         if letter == "W":
             if tag not in self.pending:
                 raise _WrongListError(f"{cell} waits for what has not begun, or was waited for", node)
             self.make(cell, [at], self.pending.pop(tag)[1])
             return
         self.begin(cell, at)
-        self.read(cell, node, given)
-        if letter == "X" or (letter == "A" and (call is None or not made or call.op == "Exchange")):
-            self.leaving |= {*given}
-        if letter in "RA" and made:
-            self.pending[tag] = [*given], [*made]
+        self.read(cell, node, inputs)
+        if letter == "X" or (letter == "A" and (call is None or not outputs or call.op == "Exchange")):
+            self.leaving |= {*inputs}
+        if letter in "RA" and outputs:
+            self.pending[tag] = [*inputs], [*outputs]
         else:
-            self.make(cell, [at], made)
+            self.make(cell, [at], outputs)
 
     def begin(self, cell: str, at: int) -> None:
         """Records that communication or a task begins; raises if it is out of the order of the file."""
@@ -325,10 +325,10 @@ class _Row:
             raise _WrongListError(f"{cell} begins out of the order of the file", self.nodes[at])
         self.begun.append(at)
 
-    def run_nodes(self, cell: str, numbers: Sequence[int], given: Collection[str] | None = None) -> set[str]:
+    def run_nodes(self, cell: str, numbers: Sequence[int], outputs: Collection[str] | None = None) -> set[str]:
         """Simulates nodes one after the other, and returns the values that they read from elsewhere.
 
-        Afterwards the values `given` exist, by default all that the nodes make.
+        Afterwards the values `outputs` exist, by default all that the nodes make.
         """
         inside, needed = set[str](), set[str]()
         for at in numbers:
@@ -336,9 +336,9 @@ class _Row:
             self.read(cell, self.nodes[at], outer)
             needed.update(outer)
             inside.update(filter(None, self.nodes[at].output))
-        if given is not None and not inside.issuperset(given):
-            raise _WrongListError(f"{cell} gives '{min({*given} - inside)}', which its nodes do not make")
-        self.make(cell, numbers, inside if given is None else given)
+        if outputs is not None and not inside.issuperset(outputs):
+            raise _WrongListError(f"{cell} gives '{min({*outputs} - inside)}', which its nodes do not make")
+        self.make(cell, numbers, inside if outputs is None else outputs)
         return needed
 
     def read(self, cell: str, node: NodeProto, names: Iterable[str]) -> None:

@@ -18,15 +18,15 @@ _LARGER = (3, 6, 12, 24, 48, 96)
 
 def samples(manifest: Manifest, larger: bool = False) -> list[Bindings]:
     """Returns a few samples of legal sizes of the symbols, different where the laws allow it; with `larger`, also larger ones."""
-    found = []
+    all_sizes = []
     for number in (*range(_SAMPLES), *(_LARGER if larger else ())):
         sizes: Bindings = {}
         for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
             least = smallest(law)
             size = least + law.divisor * number * (place + 1)
             sizes[name] = least if law.max is not None and size > law.max else size
-        found.append(sizes)
-    return found
+        all_sizes.append(sizes)
+    return all_sizes
 
 
 def filled_samples(manifest: Manifest, dims: Iterable[str], count: int) -> list[Bindings]:
@@ -44,28 +44,28 @@ def filled_samples(manifest: Manifest, dims: Iterable[str], count: int) -> list[
 
 def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
     """The dims at these sizes; None for dims that the symbols do not determine."""
-    found: list[int | None] = []
+    known_dims: list[int | None] = []
     for dim in shape or []:
         if isinstance(dim, int):
-            found.append(dim)
+            known_dims.append(dim)
             continue
         try:
-            found.append(expression.parse(dim, manifest.symbols)(sizes))
+            known_dims.append(expression.parse(dim, manifest.symbols)(sizes))
         except ValueError:
-            found.append(None)
-    return found
+            known_dims.append(None)
+    return known_dims
 
 
-def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
+def same_dims(shape: Shape, other: Shape, manifest: Manifest) -> bool:
     """Whether two shapes are equal at all sample sizes; a dim that the symbols do not determine is equal to any."""
-    if one is None or other is None or one == other:
+    if shape is None or other is None or shape == other:
         return True
-    if len(one) != len(other):
+    if len(shape) != len(other):
         return False
     return all(
         first is None or second is None or first == second
         for sizes in samples(manifest)
-        for first, second in zip(numbers(one, manifest, sizes), numbers(other, manifest, sizes), strict=True)
+        for first, second in zip(numbers(shape, manifest, sizes), numbers(other, manifest, sizes), strict=True)
     )
 
 

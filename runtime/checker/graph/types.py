@@ -68,20 +68,22 @@ def _outputs_of(
 
     `declared`: with dims as numbers; `stated`: as the file has them.
     """
-    made = _inferred(model)
-    believed = _undetermined(model, stated, made)
+    inferred = _inferred(model)
+    believed = _undetermined(model, stated, inferred)
     if believed:
-        made |= _inferred(model, believed)
-    given = {name: type for name, type in declared.items() if name not in made}
-    given |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in model.graph.initializer}
+        inferred |= _inferred(model, believed)
+    stated_types = {name: type for name, type in declared.items() if name not in inferred}
+    stated_types |= {
+        one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in model.graph.initializer
+    }
     while True:
-        known = {**given, **made}
+        known = {**stated_types, **inferred}
         unfit = {node.output[0] for node in model.graph.node if _does_not_fit(node, known)} - believed
         if not unfit:
-            return made
+            return inferred
         believed |= unfit
-        given |= {name: declared[name] for name in unfit if name in declared}
-        made = _inferred(model, believed)
+        stated_types |= {name: declared[name] for name in unfit if name in declared}
+        inferred = _inferred(model, believed)
 
 
 def as_plain_onnx(model: ModelProto) -> ModelProto:
@@ -127,7 +129,7 @@ def without_weights(model: ModelProto, read_here: bool = False) -> ModelProto:
     return light
 
 
-def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
+def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], inferred: Mapping[str, TypeProto]) -> set[str]:
     """Returns the values at which onnx loses a size that the file declares, such as slices with a computed begin.
 
     The types after them are inferred from their declared types.
@@ -136,7 +138,7 @@ def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Ma
     unknown: set[str] = set()
     for node in model.graph.node:
         for name in filter(None, node.output):
-            if name in made and None in _sizes(made[name]):
+            if name in inferred and None in _sizes(inferred[name]):
                 unknown.add(name)
                 if unknown.isdisjoint(node.input) and name in declared and None not in _sizes(declared[name], True):
                     lost.add(name)
@@ -191,15 +193,17 @@ def _inferred(model: ModelProto, believed: Collection[str] = ()) -> dict[str, Ty
     light = ModelProto()
     light.CopyFrom(model)
     graph = light.graph
-    given = {name for node in graph.node if _is_stated(node, light) for name in node.output} | {*believed}
+    stated_names = {name for node in graph.node if _is_stated(node, light) for name in node.output} | {*believed}
     types = {port.name: port for port in (*model.graph.value_info, *model.graph.output)}
     del graph.value_info[:]
-    graph.value_info.extend([types[name] for name in sorted(given & types.keys())])
+    graph.value_info.extend([types[name] for name in sorted(stated_names & types.keys())])
     for port in graph.output:
-        if port.name not in given:
+        if port.name not in stated_names:
             port.CopyFrom(ValueInfoProto(name=port.name))
     made = _infer(light)
-    return {port.name: port.type for port in (*made.graph.value_info, *made.graph.output) if port.name not in given}
+    return {
+        port.name: port.type for port in (*made.graph.value_info, *made.graph.output) if port.name not in stated_names
+    }
 
 
 def _infer(model: ModelProto) -> ModelProto:
@@ -207,14 +211,14 @@ def _infer(model: ModelProto) -> ModelProto:
 
     They are not propagated if a vector is long: onnx makes a dim, of a hundred bytes, of each of its elements.
     """
-    made = onnx.shape_inference.infer_shapes(model)
-    graph = made.graph
+    inferred = onnx.shape_inference.infer_shapes(model)
+    graph = inferred.graph
     types = {port.name: port.type for port in (*graph.value_info, *graph.output, *graph.input)}
     vectors = [tensor.dims[0] for tensor in graph.initializer if len(tensor.dims) == 1]
     vectors += [sizes[0] or 0 for sizes in map(_sizes, types.values()) if len(sizes) == 1]
     results = [types.get(name) for node in graph.node for name in node.output if name]
     if max(vectors, default=0) > _LONG or all(type is not None and None not in _sizes(type) for type in results):
-        return made
+        return inferred
     return onnx.shape_inference.infer_shapes(model, data_prop=True)
 
 
@@ -278,14 +282,14 @@ def _type(type: TypeProto) -> tuple[str, Shape]:
 
 
 def _differs(
-    name: str, declared: tuple[str, Shape], made: tuple[str, Shape], manifest: Manifest, sizes: Mapping[str, int]
+    name: str, declared: tuple[str, Shape], inferred: tuple[str, Shape], manifest: Manifest, sizes: Mapping[str, int]
 ) -> Iterator[str]:
-    if declared[0] and made[0] and declared[0] != made[0]:
-        yield f"it makes '{name}' a {made[0]}, and the file declares a {declared[0]}"
+    if declared[0] and inferred[0] and declared[0] != inferred[0]:
+        yield f"it makes '{name}' a {inferred[0]}, and the file declares a {declared[0]}"
         return
-    if declared[1] is None or made[1] is None or declared[1] == made[1]:
+    if declared[1] is None or inferred[1] is None or declared[1] == inferred[1]:
         return
-    wanted, have = (numbers(shape, manifest, dict(sizes)) for shape in (declared[1], made[1]))
+    wanted, have = (numbers(shape, manifest, dict(sizes)) for shape in (declared[1], inferred[1]))
     if len(wanted) != len(have) or any(None not in (a, b) and a != b for a, b in zip(wanted, have, strict=True)):
         text = ", ".join("?" if size is None else str(size) for size in have)
         stated = ", ".join(str(dim) or "?" for dim in declared[1])

@@ -51,9 +51,9 @@ def encoder_faults(subject: Subject, record: GenerationRecord, rows: int) -> Ite
         yield f"{there}, and the generation has {'no' if encoder is None else 'an'} encoder"
     if encoder is None:
         return
-    given = {port.name: port for port in manifest.inputs}
-    if encoder.count and (manifest.name != ENCODE or encoder.count in given):  # an encoder may have no use for it
-        yield from _input("count", encoder.count, given, "tensor(int64)", [rows])
+    inputs = {port.name: port for port in manifest.inputs}
+    if encoder.count and (manifest.name != ENCODE or encoder.count in inputs):  # an encoder may have no use for it
+        yield from _input("count", encoder.count, inputs, "tensor(int64)", [rows])
     if manifest.is_main and encoder.count and encoder.shape != [encoder.length]:
         yield f"the encoder's input has the shape {encoder.shape}, and at most {encoder.length} entries"
     if manifest.is_main:
@@ -61,8 +61,8 @@ def encoder_faults(subject: Subject, record: GenerationRecord, rows: int) -> Ite
             if not 0 <= token < record.vocabulary:
                 yield f"a decoder begins with {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
     if manifest.name == ENCODE:
-        yield from _input("input", encoder.input, given, encoder.type, [rows, *encoder.shape])
-        for law in given[encoder.input].ids if encoder.input in given else ():
+        yield from _input("input", encoder.input, inputs, encoder.type, [rows, *encoder.shape])
+        for law in inputs[encoder.input].ids if encoder.input in inputs else ():
             if encoder.vocabulary is not None and encoder.vocabulary > law.rows:
                 yield f"the encoder knows {encoder.vocabulary} tokens, and its table '{law.table}' has {law.rows} rows"
         yield from _room(subject, encoder)
@@ -125,31 +125,31 @@ def check_generation(subject: Subject) -> list[Violation]:
 
 
 def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[str]:
-    given = {port.name: port for port in manifest.inputs}
-    made = {port.name: port for port in manifest.outputs}
+    inputs = {port.name: port for port in manifest.inputs}
+    outputs = {port.name: port for port in manifest.outputs}
     names = (record.tokens, record.position, record.count)
     if len({*names}) < len(names):
         yield f"tokens, position and count are the inputs {', '.join(map(repr, names))}; each is another one"
     kind, size = kind_and_size(manifest.name)
     width = 1 if kind == DECODE else size or record.chunk
-    yield from _port("tokens", "input", record.tokens, given, [rows, width], None if record.padded else manifest)
-    yield from _port("position", "input", record.position, given, [rows])
-    yield from _port("count", "input", record.count, given, [rows])
+    yield from _port("tokens", "input", record.tokens, inputs, [rows, width], None if record.padded else manifest)
+    yield from _port("position", "input", record.position, inputs, [rows])
+    yield from _port("count", "input", record.count, inputs, [rows])
     if record.adapter:
-        yield from _port("adapter", "input", record.adapter, given, [rows])
+        yield from _port("adapter", "input", record.adapter, inputs, [rows])
     if (embedding := record.embedding) is not None:
-        yield from _port("embedding", "output", embedding.output, made, [rows, embedding.width])
-        yield from _shards("embedding", embedding.output, made, [rows, embedding.width])
+        yield from _port("embedding", "output", embedding.output, outputs, [rows, embedding.width])
+        yield from _shards("embedding", embedding.output, outputs, [rows, embedding.width])
     scored = size if kind == DRAFT else 1
     if record.draft is not None:
-        yield from _port("scored", "input", record.draft.scored, given, [rows, scored])
+        yield from _port("scored", "input", record.draft.scored, inputs, [rows, scored])
     results = rows * scored
-    yield from _port("next", "output", record.next, made, [results])
-    if record.groups == 1 and record.next in made and len(made[record.next].ranks) != manifest.ranks:
+    yield from _port("next", "output", record.next, outputs, [results])
+    if record.groups == 1 and record.next in outputs and len(outputs[record.next].ranks) != manifest.ranks:
         yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"
     if record.logits:
-        yield from _port("logits", "output", record.logits, made, [results, record.vocabulary])
-        yield from _shards("logits", record.logits, made, [results, record.vocabulary])
+        yield from _port("logits", "output", record.logits, outputs, [results, record.vocabulary])
+        yield from _shards("logits", record.logits, outputs, [results, record.vocabulary])
 
 
 def _port(
@@ -185,13 +185,13 @@ def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:
 
 def _states(subject: Subject, record: GenerationRecord) -> Iterator[str]:
     """Yields states that the record omits, or names wrongly: prompts do not share states, and invalid tokens must not change them."""
-    found = set[str]()
+    replaced_states = set[str]()
     for rank, *_ in subject.manifest.by_file(subject.models).values():
         kept = [one for one in subject.manifest.state if rank in one.ranks]
-        found |= replaced(subject.models[rank], kept)
-    for value in sorted(found - {*record.states}):
+        replaced_states |= replaced(subject.models[rank], kept)
+    for value in sorted(replaced_states - {*record.states}):
         yield f"each token replaces '{value}', and the generation does not name it"
-    for value in sorted({*record.states} - found):
+    for value in sorted({*record.states} - replaced_states):
         yield f"the generation names the state '{value}', which no node replaces"
     if record.states and record.chunk > 1:
         yield f"a step has {record.chunk} tokens, and each of them replaces '{record.states[0]}'"
@@ -215,14 +215,14 @@ def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[s
     """Yields the faults of the caches' room and rows; for several caches of one shape only the first."""
     needed = record.length + record.chunk - 1
     told = set[tuple[int, ...]]()
-    for one in (one for one in subject.manifest.state if one.kind == CACHE and one.ranks):
-        if (shape := tuple(one.shape)) in told:
+    for cache in (one for one in subject.manifest.state if one.kind == CACHE and one.ranks):
+        if (shape := tuple(cache.shape)) in told:
             continue
         told.add(shape)
-        if one.shape[0] != rows:
-            yield f"the cache '{one.value}' has {one.shape[0]} rows; a step of {subject.manifest.name} computes {rows}"
-        model = subject.models.get(one.ranks[0])
-        axis = entries_axis(model, one) if model is not None else None
-        if axis is not None and one.shape[axis] < needed:
-            fact = f"the cache '{one.value}' has room for {one.shape[axis]} entries"
+        if cache.shape[0] != rows:
+            yield f"the cache '{cache.value}' has {cache.shape[0]} rows; a step of {subject.manifest.name} computes {rows}"
+        model = subject.models.get(cache.ranks[0])
+        axis = entries_axis(model, cache) if model is not None else None
+        if axis is not None and cache.shape[axis] < needed:
+            fact = f"the cache '{cache.value}' has room for {cache.shape[axis]} entries"
             yield f"{fact}; sequences of {record.length} tokens in chunks of {record.chunk} need {needed}"

@@ -54,17 +54,17 @@ class Replaced:
 
 def check_updates(subject: Subject) -> list[Violation]:
     """Returns every reason for which an update in place is not safe, and the counts of both ways; the rank files are sound graphs."""
-    manifest, total, found = subject.manifest, Replaced(), list[Violation]()
+    manifest, total, violations = subject.manifest, Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in subject.models.items():
         records = [record for record in manifest.state if rank in record.ranks and record.next]
         key = (manifest.program(rank), frozenset((record.value, record.next) for record in records))
         if records and key not in known:
             known[key], problems = _Rank(manifest.program(rank), model, records, manifest.guard).check()
-            found += problems
+            violations += problems
         total += known.get(key, Replaced())
     subject.counts.in_place, subject.counts.copied = total.in_place, total.copied
-    return found
+    return violations
 
 
 def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
@@ -95,33 +95,33 @@ class _Rank:
 
     def check(self) -> tuple[Replaced, list[Violation]]:
         """Returns the counts of both ways, and the violations."""
-        found = list[Violation]()
+        violations = list[Violation]()
         in_place: dict[str, int] = {}
         appends = appended(self.model, self.records)
         for record, node, fact in not_appended(self.model, self.records):
             title = node_title(node) if node is not None else f"state '{record.value}'"
             law = "a cache is read by the one node that appends to it"
-            found.append(
+            violations.append(
                 Violation(self.file, f"{fact}; {law}", title, path_of(node) if node is not None else "", _AGAIN)
             )
         for record in self.records:
             makers = self.makers.get(record.next, [])
             if len(makers) != 1:
                 fact = f"{len(makers)} nodes make '{record.next}', which takes its place; it must be one"
-                found.append(Violation(self.file, fact, f"state '{record.value}'", help=_AGAIN))
+                violations.append(Violation(self.file, fact, f"state '{record.value}'", help=_AGAIN))
             elif self._function(makers[0]) is not None:
                 in_place[record.value] = makers[0]
-                found += self._check_record(record, makers[0])
+                violations += self._check_record(record, makers[0])
         for at in dict.fromkeys(in_place.values()):
             if self.guard and any(maker > at for maker in self.makers.get(self.guard, [at + 1])):
                 fact = f"it stands before the node that makes '{self.guard}', by which it is decided whether it runs"
-                found.append(self._violation(at, fact))
-            found += self._check_rows(at)
+                violations.append(self._violation(at, fact))
+            violations += self._check_rows(at)
         for at in {self.nodes[at].op_type: at for at in in_place.values()}.values():
-            found += self._check_function(at)
-        found += self._check_in_flight(in_place)
+            violations += self._check_function(at)
+        violations += self._check_in_flight(in_place)
         number = len(in_place) + len(appends)
-        return Replaced(number, len(self.records) - number), found
+        return Replaced(number, len(self.records) - number), violations
 
     def _function(self, at: int) -> FunctionProto | None:
         """Returns the function with which a node updates in place; None for an ordinary node, whose result is copied."""

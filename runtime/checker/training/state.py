@@ -35,15 +35,15 @@ def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     malformed = [_violation(record, fact) for record in manifest.state for fact in _malformed(record, manifest)]
     if malformed:
         return malformed
-    found = [*_check_tensors(manifest.state), *_check_slots(manifest)]
+    faults = [*_check_tensors(manifest.state), *_check_slots(manifest)]
     seen = set()
     for rank, model in models.items():
         records = [record for record in manifest.state if rank in record.ranks]
         key = (manifest.program(rank), tuple((record.value, str(record.box(rank))) for record in records))
         if key not in seen:
             seen.add(key)
-            found += _check_file(manifest, rank, model, records)
-    return found
+            faults += _check_file(manifest, rank, model, records)
+    return faults
 
 
 def different_tensors(manifest: Manifest, other: Manifest, file: str) -> Iterator[Violation]:

@@ -56,13 +56,15 @@ def check_stored(subject: Subject) -> Iterator[Violation]:
     for ranks in subject.manifest.by_file(subject.models).values():
         units = {tensor: unit for unit in stored.units if ranks[0] in unit.ranks for tensor in unit.tensors}
         file = subject.manifest.program(ranks[0])
-        found = _Gathers(file, subject.models[ranks[0]], units, subject.manifest, ranks[0])
-        yield from found.violations()
+        gathers = _Gathers(file, subject.models[ranks[0]], units, subject.manifest, ranks[0])
+        yield from gathers.violations()
         for rank in ranks:
-            said, most = peaks.get(rank), found.peak
+            said, most = peaks.get(rank), gathers.peak
             if said is None or most > said or (most < said and not mixed):
                 fact = f"stored: rank {rank} has {most:,} bytes of gathered parameters at once, and the manifest says {said}"
-                yield Violation(MANIFEST, f"{fact}; these are of {', '.join(found.at_peak) or 'no unit'}", help=_AGAIN)
+                yield Violation(
+                    MANIFEST, f"{fact}; these are of {', '.join(gathers.at_peak) or 'no unit'}", help=_AGAIN
+                )
                 break
 
 
@@ -128,13 +130,15 @@ class _Gathers:
                 yield self._violation(node, f"it gathers {', '.join(own)}, which are not of one unit")
             begins.append((before, at))
             counts[self.units[own[0]].unit if own[0] in self.units else ""] += 1
-            for tensor, made in zip(own, node.output, strict=True):
-                latest[tensor] = made
-                forms |= {made: tensor} if tensor in self.units else {}
-                type, shape = types.get(made, ("", None))
+            for tensor, gathered_name in zip(own, node.output, strict=True):
+                latest[tensor] = gathered_name
+                forms |= {gathered_name: tensor} if tensor in self.units else {}
+                type, shape = types.get(gathered_name, ("", None))
                 sizes = [dim for dim in shape or () if isinstance(dim, int)]
                 kind = dense(type)
-                self.gathered[made] = _Gathered(tensor, at, kind.bytes_of(tuple(sizes)) if kind is not None else 0)
+                self.gathered[gathered_name] = _Gathered(
+                    tensor, at, kind.bytes_of(tuple(sizes)) if kind is not None else 0
+                )
         for port in self.model.graph.output:
             if port.name in self.gathered:
                 self.gathered[port.name].last = len(self.model.graph.node)

@@ -177,7 +177,7 @@ class ValueNumbering:
             inputs = self._before_expanded(rank, node, inputs)
         captured = tuple(numbers[name] for name in list(reads(node))[sum(map(bool, node.input)) :])
         own = (rank, *node.output) if _is_random(node) else ()
-        made = (
+        function_key = (
             "node",
             self.ops[rank].get((node.domain, node.op_type)),
             node.domain,
@@ -186,7 +186,7 @@ class ValueNumbering:
         )
         for place, name in enumerate(node.output):
             if name:
-                numbers[name] = self._number(*made, inputs, captured, own, place)
+                numbers[name] = self._number(*function_key, inputs, captured, own, place)
         if node.op_type == "Expand" and not node.domain:
             self._expanded[numbers[node.output[0]]] = inputs[0]
         return True
@@ -245,14 +245,14 @@ class ValueNumbering:
             return self._visit_exchange(rank, call)
         if any((call.tag, other) not in self.sources for other in ranks):
             return False
-        given = [self.sources[call.tag, other][1] for other in ranks]
+        sources = [self.sources[call.tag, other][1] for other in ranks]
         if isinstance(call, LookupCall):
             return self._visit_lookup(rank, call, ranks)
         for place, name in enumerate(call.outputs):
             if call.kind.root == "gives":
-                numbers[name] = given[call.root][0]
+                numbers[name] = sources[call.root][0]
                 continue
-            values = tuple(one[place] for one in given)
+            values = tuple(one[place] for one in sources)
             own = ranks.index(rank) if call.kind.splits else None
             made = ("collective", call.op, call.reduce, call.axis, call.concat_axis, values, own)
             numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
@@ -390,14 +390,14 @@ class _Comparison:
     def _difference(self, rank: int, name: str, other: int, twin: str) -> str:
         """Returns a text about the first difference of two values, found by going backward from them."""
         while True:
-            one, two = self.numbering.makers[rank].get(name), self.numbering.makers[other].get(twin)
-            if one is None or two is None or DOMAIN in (one.domain, two.domain):
+            maker, two = self.numbering.makers[rank].get(name), self.numbering.makers[other].get(twin)
+            if maker is None or two is None or DOMAIN in (maker.domain, two.domain):
                 return f"'{twin}' is not known to be the '{name}' of rank {rank}"
-            if (one.domain, one.op_type) != (two.domain, two.op_type):
-                return f"{node_title(two)} is {node_title(one)} there"
-            if self.numbering.attributes(one) != self.numbering.attributes(two):
-                return f"{node_title(two)} has {_text(two, one)}, and there {_text(one, two)}"
-            pairs = zip(one.input, two.input, strict=False)
+            if (maker.domain, maker.op_type) != (two.domain, two.op_type):
+                return f"{node_title(two)} is {node_title(maker)} there"
+            if self.numbering.attributes(maker) != self.numbering.attributes(two):
+                return f"{node_title(two)} has {_text(two, maker)}, and there {_text(maker, two)}"
+            pairs = zip(maker.input, two.input, strict=False)
             mine, own = self.numbering.numbers[rank], self.numbering.numbers[other]
             parted = [(a, b) for a, b in pairs if a and b and mine.get(a) != own.get(b)]
             if not parted:

@@ -145,12 +145,12 @@ def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Call
     wanted = {one.tensor for one in records}
     unused = [name for name in source.shapes if name not in wanted]
     problems: list[str] = []
-    found: dict[str, Callable[[], Array]] = {}
+    sources: dict[str, Callable[[], Array]] = {}
     for record in records:
         name, shape = record.tensor, tuple(record.shape)
         optimizer = record.kind == "optimizer"
         if optimizer and name not in source.slots:
-            found[name] = partial(_first, record)
+            sources[name] = partial(_first, record)
             continue
         have = source.slots[name].shape if optimizer else source.shapes.get(name)
         if have is None:
@@ -160,11 +160,11 @@ def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Call
             turned = ", its transpose" if have == shape[::-1] else ""
             problems.append(f"{source.path}: '{name}' is {list(have)}; the program's is {list(shape)}{turned}")
         else:
-            found[name] = partial(_as, partial(source.slots.__getitem__ if optimizer else source.read, name), record)
+            sources[name] = partial(_as, partial(source.slots.__getitem__ if optimizer else source.read, name), record)
     if problems:
         help = "give a file of the model that was compiled, with the names of its modules"
         raise CheckpointError("\n".join([*problems, f"  help: {help}"]))
-    return found, tuple(unused)
+    return sources, tuple(unused)
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:

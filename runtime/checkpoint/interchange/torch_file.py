@@ -162,16 +162,16 @@ def numpy_of(tensor: Tensor) -> Array:
 
 def torch_of(array: Array) -> Tensor:
     """Returns an array as a tensor of torch."""
-    torch, made = torch_module(), None
+    torch, narrow_type = torch_module(), None
     narrow = {"bfloat16": (torch.bfloat16, "int16"), "float8_e4m3fn": (torch.float8_e4m3fn, "int8")}
     narrow["float8_e5m2"] = (torch.float8_e5m2, "int8")
     if array.dtype.name in narrow:
         dtype, bits = narrow[array.dtype.name]
-        array, made = array.view(bits), dtype
+        array, narrow_type = array.view(bits), dtype
     found: Tensor = torch.from_numpy(array)
-    if made is None:
+    if narrow_type is None:
         return found
-    narrowed: Tensor = found.view(made)
+    narrowed: Tensor = found.view(narrow_type)
     return narrowed
 
 

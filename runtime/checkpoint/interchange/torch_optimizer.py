@@ -57,7 +57,7 @@ def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
     """Maps each parameter's name to its key in the optimizer's state; CheckpointError where the file does not determine it."""
     assert file.optimizer is not None
     groups = file.optimizer["param_groups"]
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     unnamed = []
     for group in groups:
         keys, names = group["params"], group.get("param_names")
@@ -66,10 +66,10 @@ def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
         if names is None:
             unnamed.append(keys)
         else:
-            found |= {name.removeprefix(file.prefix): key for name, key in zip(names, keys, strict=True)}
+            by_name |= {name.removeprefix(file.prefix): key for name, key in zip(names, keys, strict=True)}
     if not unnamed:
         tied = file.tied()
-        return {tied.get(name, name): key for name, key in found.items()}
+        return {tied.get(name, name): key for name, key in by_name.items()}
     for names in _orders(file, ours):
         for split in _splits(file, names, [len(keys) for keys in unnamed]):
             keyed = {
@@ -77,7 +77,7 @@ def parameter_keys(file: TorchFile, ours: StateNames) -> dict[str, Any]:
                 for some, keys in zip(split, unnamed, strict=True)
                 for name, key in zip(some, keys, strict=True)
             }
-            if not found and _fits(file, keyed):
+            if not by_name and _fits(file, keyed):
                 return keyed
     sizes = " and ".join(str(len(keys)) for keys in unnamed)
     raise CheckpointError(
@@ -132,13 +132,13 @@ def read_state(file: TorchFile, ours: StateNames) -> OptimizerState:
     for parameter, own in ours.slots.items():
         key = keys.get(tied.get(parameter, parameter))
         held = state.get(key, {}) if key is not None else {}
-        found = {slot: one for slot, one in held.items() if isinstance(one, torch.Tensor) and slot != STEP}
+        stored = {slot: one for slot, one in held.items() if isinstance(one, torch.Tensor) and slot != STEP}
         if STEP in held:
             steps.setdefault(int(held[STEP]), parameter)
-        if found and found.keys() != own.keys():
-            theirs, kept = (", ".join(sorted(some)) or "nothing" for some in (found, own))
+        if stored and stored.keys() != own.keys():
+            theirs, kept = (", ".join(sorted(some)) or "nothing" for some in (stored, own))
             problems.append(f"{file.path}: the optimizer keeps {theirs} of '{parameter}'; the program's keeps {kept}")
-        slots |= {own[slot]: one for slot, one in found.items() if slot in own}
+        slots |= {own[slot]: one for slot, one in stored.items() if slot in own}
     if len(steps) > 1:
         said = ", ".join(f"{step} for '{name}'" for step, name in [*steps.items()][:4])
         problems.append(f"{file.path}: the optimizer has counted other steps for each parameter: {said}")

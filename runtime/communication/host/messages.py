@@ -173,7 +173,7 @@ class HostMessages:
     def _empty(self, peer: int, receiver: _Receiver) -> None:
         """Copies filled slots into the expected messages, and stores the others."""
         channel = receiver.channel
-        filled, told = channel.filled[0], receiver.emptied
+        filled, released = channel.filled[0], receiver.emptied
         while receiver.emptied < filled:
             turn = receiver.emptied % SLOTS
             tag, total = channel.heads[turn][_TAG], channel.heads[turn][_TOTAL]
@@ -188,10 +188,10 @@ class HostMessages:
                 message.done, receiver.now = True, None
                 if message not in receiver.kept.get(tag, ()):
                     self._expect(peer, receiver, -1)
-            if receiver.emptied - told == _BATCH:
-                told = self._release(peer, receiver, told)
-        if receiver.emptied > told:
-            self._release(peer, receiver, told)
+            if receiver.emptied - released == _BATCH:
+                released = self._release(peer, receiver, released)
+        if receiver.emptied > released:
+            self._release(peer, receiver, released)
 
     def _taker(self, receiver: _Receiver, peer: int, tag: int, total: int) -> Message:
         expected = receiver.expected.get(tag)

@@ -256,12 +256,12 @@ class HostAgreements:
 
     def begin(self, vector: Vector) -> tuple[Collective, Vector]:
         """Begins the next agreement without waiting; returns its request and its result, valid from its completion until the next begin."""
-        found = self._by_size.get(vector.size)
-        if found is None:
-            given, made = np.empty_like(vector), np.empty_like(vector)
-            data = given.view(np.uint8), made.view(np.uint8)
+        prepared = self._by_size.get(vector.size)
+        if prepared is None:
+            given, agreed = np.empty_like(vector), np.empty_like(vector)
+            data = given.view(np.uint8), agreed.view(np.uint8)
             args = CollectiveArgs(ALL_REDUCE, self._ranks, 0, *data, BY_NAME["int64"], MAX)
-            found = self._by_size[vector.size] = given, made, self._among.prepare(args)
-        given, made, begin = found
+            prepared = self._by_size[vector.size] = given, agreed, self._among.prepare(args)
+        given, agreed, begin = prepared
         np.copyto(given, vector)
-        return begin(), made
+        return begin(), agreed

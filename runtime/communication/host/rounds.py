@@ -204,19 +204,19 @@ class HostGroup:
 
     def _get(self, number: int) -> None:
         """Gets a round that is closed."""
-        first, last, one = self.open[0]
-        action = one.rounds.get(number - first, number % ROOMS)
+        first, last, started = self.open[0]
+        action = started.rounds.get(number - first, number % ROOMS)
         if action is not None:
             action()
         self.got = number
         if number == last:
             self.open.popleft()
-            one.done |= one.rounds.takes
+            started.done |= started.rounds.takes
 
     def _put(self, number: int) -> bool:
         """Puts a round, unless an earlier one must be over first; returns whether it has."""
-        first, last, one = next(each for each in self.open if number <= each[1])
-        rounds = one.rounds
+        first, last, started = next(each for each in self.open if number <= each[1])
+        rounds = started.rounds
         if self.got < number - 1 and self.got < number - rounds.ahead(number - first):
             return False
         action = rounds.put(number - first, number % ROOMS)
@@ -234,5 +234,5 @@ class HostGroup:
             self.parking.fence()
             self.wake()
         if number == last:
-            one.done |= not rounds.takes
+            started.done |= not rounds.takes
         return True

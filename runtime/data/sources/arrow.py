@@ -50,18 +50,18 @@ class ArrowSource(IndexedSource):
                 return self._of_transform(self._custom[indices.tolist()], names)
             wanted = {name: self._keys[name] for name in names or self._keys}
             table = self._arrow[indices]
-            found: dict[str, Array | Ragged] = {}
+            fields: dict[str, Array | Ragged] = {}
             left = {}
             for name, key in wanted.items():
                 value = self._column(table.column(key).combine_chunks(), name)
                 if value is None:
                     left[name] = key
                 else:
-                    found[name] = value
+                    fields[name] = value
             if left:
                 decoded = self._decoded.with_format("numpy", columns=list(left.values()))[indices]
-                found |= {name: field_values(decoded[key]) for name, key in left.items()}
-            return {name: found[name] for name in wanted}
+                fields |= {name: field_values(decoded[key]) for name, key in left.items()}
+            return {name: fields[name] for name in wanted}
 
     def _of_transform(self, given: object, names: Collection[str] | None) -> Values:
         assert isinstance(given, Mapping)

@@ -71,18 +71,18 @@ class Naming:
         return dict(zip(names, values, strict=True))
 
     def _of_mapping(self, item: Mapping[object, object], what: str) -> Mapping[str, object]:
-        found = {str(name): value for name, value in item.items()}
+        values = {str(name): value for name, value in item.items()}
         if not self.fields:
-            return found
+            return values
         if not isinstance(self.fields, Mapping):
             raise Unfit(
-                f"{what} is a mapping, which names its fields itself: {quoted(found)}\n"
+                f"{what} is a mapping, which names its fields itself: {quoted(values)}\n"
                 "  help: write fields: {input: key}, or leave `fields` out"
             )
         for name, key in self.fields.items():
-            if key not in found:
-                near = nearest(key, found)
+            if key not in values:
+                near = nearest(key, values)
                 help = f"\n  help: write fields: {{{name}: {near}}}" if near else ""
-                raise Unfit(f"{what} has no '{key}', from which `fields` takes '{name}'; it has {quoted(found)}{help}")
-        own = {name: found[key] for name, key in self.fields.items()}
-        return {**{name: value for name, value in found.items() if name not in own}, **own}
+                raise Unfit(f"{what} has no '{key}', from which `fields` takes '{name}'; it has {quoted(values)}{help}")
+        own = {name: values[key] for name, key in self.fields.items()}
+        return {**{name: value for name, value in values.items() if name not in own}, **own}

@@ -40,16 +40,16 @@ class CodeSource(IndexedSource):
 
     def __init__(
         self,
-        found: object,
+        user_object: object,
         where: str,
         ragged: Collection[str] = (),
         naming: Naming | None = None,
         one_by_one: bool = False,
     ) -> None:
-        self._where, self._naming, self._object = where, naming or Naming(), cast(_Records, found)
+        self._where, self._naming, self._object = where, naming or Naming(), cast(_Records, user_object)
         self._single: bool | None = one_by_one or None
         """Whether records are read one by one; None before the first read."""
-        self._of_list = getattr(found, "__getitems__", None) if one_by_one else None
+        self._of_list = getattr(user_object, "__getitems__", None) if one_by_one else None
         with user_code(where, "asking for the number of records"):
             records = len(self._object)
         super().__init__(where, records, ragged)
@@ -99,25 +99,25 @@ class CodeSource(IndexedSource):
         with user_code(self._where, f"reading {numbered(indices)}"):
             return self._collated(given, len(indices), names)
 
-    def _collated(self, given: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
-        if isinstance(given, list):
-            records = [self._naming.of(record) for record in given]
+    def _collated(self, returned: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+        if isinstance(returned, list):
+            records = [self._naming.of(record) for record in returned]
             wanted = names or records[0]
             missing = [name for name in wanted for record in records if name not in record]
-            found = {} if missing else {name: stacked([record[name] for record in records]) for name in wanted}
-        elif not isinstance(given, Mapping | tuple) and not hasattr(given, "shape"):
-            raise Unfit(f"it returns a {type(given).__name__}, not a dict of arrays")
+            arrays = {} if missing else {name: stacked([record[name] for record in records]) for name in wanted}
+        elif not isinstance(returned, Mapping | tuple) and not hasattr(returned, "shape"):
+            raise Unfit(f"it returns a {type(returned).__name__}, not a dict of arrays")
         else:
-            fields = self._naming.of(given, "what it returns")
+            fields = self._naming.of(returned, "what it returns")
             missing = [name for name in names or fields if name not in fields]
-            found = {} if missing else {str(name): field_values(fields[name]) for name in names or fields}
+            arrays = {} if missing else {str(name): field_values(fields[name]) for name in names or fields}
         if missing:
             raise Unfit(f"it returns no '{missing[0]}'")
-        for name, value in found.items():
+        for name, value in arrays.items():
             rows = len(value.lengths) if isinstance(value, Ragged) else value.shape[0] if value.ndim else 0
             if rows != count:
                 raise Unfit(f"its '{name}' has {rows} rows for {count} indices")
-        return found
+        return arrays
 
 
 def _fact(error: Exception) -> str:

@@ -54,13 +54,13 @@ class StreamBatches:
     def _read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
         while epochs is None or position.epoch < epochs:
             number = position.batch
-            for given, last in self._epoch(position, state):
+            for received, last in self._epoch(position, state):
                 at = Position(position.epoch, number)
-                batch: Batch = {} if given is None else self._reader.read(given, at)
+                batch: Batch = {} if received is None else self._reader.read(received, at)
                 following = None if last is None else Position(at.epoch + 1) if last else Position(at.epoch, number + 1)
                 number += 1
-                size = self._size(at) if given is None else given.size
-                yield Read(batch, size, following, None if given is None else given.state)
+                size = self._size(at) if received is None else received.size
+                yield Read(batch, size, following, None if received is None else received.state)
             position, state = Position(position.epoch + 1), None
 
     def _size(self, at: Position) -> int:
@@ -97,19 +97,19 @@ class StreamBatches:
         small: tuple[int, StreamBatch] | None = None
         stream = self._stream.epoch(position.epoch, position.batch, state)
         try:
-            for number, given in enumerate(stream, position.batch):
-                where = f"{self._reader.where}: batch {number} of epoch {position.epoch} has {given.size} records"
+            for number, received in enumerate(stream, position.batch):
+                where = f"{self._reader.where}: batch {number} of epoch {position.epoch} has {received.size} records"
                 if small is not None:
                     raise UsageError(
                         f"{self._reader.where}: batch {small[0]} of epoch {position.epoch} has {small[1].size} records, and is not "
                         f"the last; batches have {self.batch}\n  help: give batches of one size, the last but for a smaller one"
                     )
-                if given.size > self.batch:
+                if received.size > self.batch:
                     raise UsageError(f"{where}; batches have {self.batch}\n  help: give batches of one size")
-                if given.size == self.batch:
-                    yield given
+                if received.size == self.batch:
+                    yield received
                 else:
-                    small = number, given
+                    small = number, received
         finally:
             close = getattr(stream, "close", None)
             if close is not None:

@@ -65,23 +65,23 @@ class StreamReader:
             found[name] = self.inputs.shard(self._conversions[name], fields[name][begin - first : end - first])
         return found
 
-    def _of_batch(self, given: StreamBatch, first: int, last: int) -> Batch:
+    def _of_batch(self, batch: StreamBatch, first: int, last: int) -> Batch:
         """Returns the fields of a batch with only the records that this rank needs."""
         wanted = self._wanted()
-        found: Batch = {}
-        for name, value in self._naming.of(given.value, "a batch").items():
+        fields: Batch = {}
+        for name, value in self._naming.of(batch.value, "a batch").items():
             if wanted is not None and name not in wanted:
                 continue
             array = field_values(value)
             if isinstance(array, Ragged):
                 raise Unfit(f"'{name}' is a list of arrays of unequal lengths\n  help: fill them up in `collate_fn`")
-            if not array.ndim or len(array) != given.rows:
+            if not array.ndim or len(array) != batch.rows:
                 shape = list(array.shape)
                 raise Unfit(
-                    f"'{name}' is {shape} in a batch of {given.rows} records\n  help: its first dim counts records"
+                    f"'{name}' is {shape} in a batch of {batch.rows} records\n  help: its first dim counts records"
                 )
-            found[name] = array[first - given.first : last - given.first]
-        return found
+            fields[name] = array[first - batch.first : last - batch.first]
+        return fields
 
     def _of_records(self, given: StreamBatch, first: int, last: int) -> Batch:
         """Returns the fields of the records that this rank needs, stacked."""
@@ -94,7 +94,7 @@ class StreamReader:
         for number, record in enumerate(records):
             if missing := [name for name in names if name not in record]:
                 raise Unfit(f"record {begin + number} of it has no '{missing[0]}'; it has {quoted(record)}")
-        found: Batch = {}
+        fields: Batch = {}
         ragged: dict[str, Ragged] = {}
         for name in names:
             values = [record[name] for record in records]
@@ -107,8 +107,8 @@ class StreamReader:
                     f"records of '{name}' have unequal lengths, {array.lengths.min()} to {array.lengths.max()}\n"
                     f"  help: say what fills them up: pad: {{{name}: 0}}"
                 )
-            found[name] = array
-        return found | self._padded(ragged, first, last)
+            fields[name] = array
+        return fields | self._padded(ragged, first, last)
 
     def _padded(self, ragged: Mapping[str, Ragged], first: int, last: int) -> Batch:
         """Returns ragged fields, padded to the length that the global batch needs, and their true lengths."""
@@ -116,14 +116,14 @@ class StreamReader:
         lengths, problems = padded_lengths(view, self.inputs.needed, [*ragged])
         if problems:
             raise Unfit("\n".join(problems))
-        found: Batch = {}
+        fields: Batch = {}
         for one in lengths:
             for name in one.names:
                 value = ragged[name]
                 width = one.of(np.arange(len(value.lengths)))
-                found[name] = value.padded(width, self._spec.pad[name])[first:last]
-                found[name + LENGTH] = value.lengths[first:last]
-        return found
+                fields[name] = value.padded(width, self._spec.pad[name])[first:last]
+                fields[name + LENGTH] = value.lengths[first:last]
+        return fields
 
     def _wanted(self) -> Collection[str] | None:
         """Returns the fields that the model reads; None if there is a transform, which may read any field."""
@@ -139,7 +139,7 @@ class StreamReader:
             for name, one in signature.items()
             if one.dtype != self._dtypes.get(name, one.dtype)
         ]
-        found, differences = conversions(self.inputs.needed, signature, size)
+        by_input, differences = conversions(self.inputs.needed, signature, size)
         if gone := [name for name in self._dtypes if name not in signature]:
             problems += [f"it has no {quoted(gone)}, which batches had before; it has {quoted(signature)}"]
         elif self._signature:
@@ -149,7 +149,7 @@ class StreamReader:
             problems += differences
         if problems:
             raise UsageError("\n".join(f"{place}: {problem}" for problem in problems))
-        self._signature, self._conversions = signature, found
+        self._signature, self._conversions = signature, by_input
         self._dtypes = {name: one.dtype for name, one in signature.items()}
 
 

@@ -287,34 +287,34 @@ class _Memory:
             if storage.get(name) is Storage.CONSTANT and name not in replaced:
                 self._put(place, place.held)
 
-    def follow(self, one: Effects) -> Iterator[str]:
+    def follow(self, effects: Effects) -> Iterator[str]:
         """Yields the violations of an action, then applies its effects."""
-        checks = [(self.places[name], coming) for name, coming in one.checks if name in self.places]
-        sets = [(self.places[name], coming) for name, coming in one.sets if name in self.places]
-        if one.in_place and sets:
-            checks = [(place, coming) for place, coming in checks if coming or not self._came(one, place)]
+        checks = [(self.places[name], coming) for name, coming in effects.checks if name in self.places]
+        sets = [(self.places[name], coming) for name, coming in effects.sets if name in self.places]
+        if effects.in_place and sets:
+            checks = [(place, coming) for place, coming in checks if coming or not self._came(effects, place)]
         sound = []
         for place, coming in checks:
             if self._has(place, -place.held if coming else place.held):
                 sound.append((place, coming))
             else:
-                yield self._missing(one, place, coming)
+                yield self._missing(effects, place, coming)
         if not sets:
             return
         for place, coming in sets:
-            held = _NOBODY if one.frees else -place.held if coming else place.held
+            held = _NOBODY if effects.frees else -place.held if coming else place.held
             self._put(place, held)
-            self.writers[place.held] = one.text
-        if one.frees:
+            self.writers[place.held] = effects.text
+        if effects.frees:
             return
         made = {place.name for place, _ in sets}
         for place, coming in sets:
             if not self._has(place, -place.held if coming else place.held):
-                yield self._twice(one, place, "makes")
+                yield self._twice(effects, place, "makes")
         for place, coming in sound:
             there = place.name in made or self._has(place, -place.held if coming else place.held)
-            if not there and self._instead(one, place) is None:
-                yield self._twice(one, place, "reads")
+            if not there and self._instead(effects, place) is None:
+                yield self._twice(effects, place, "reads")
 
     def _came(self, one: Effects, place: _Place) -> bool:
         """Whether a collective's operand has already become its result, in place."""
@@ -336,7 +336,7 @@ class _Memory:
         else:
             self.held[place.begin : place.end] = [held] * (place.end - place.begin)
 
-    def _missing(self, one: Effects, place: _Place, coming: bool) -> str:
+    def _missing(self, effects: Effects, place: _Place, coming: bool) -> str:
         """Returns the reason why an action's operand is not in its memory."""
         wanted = -place.held if coming else place.held
         parts = [part for part in range(place.begin, place.end) if self.held[part] != wanted]
@@ -344,12 +344,12 @@ class _Memory:
         parts = [part for part in parts if self.held[part] == other]
         said, bytes = _described(place.name), self._bytes(place, parts)
         if abs(other) == place.held:
-            return f"{said}: {one.text} needs it before it is there"
+            return f"{said}: {effects.text} needs it before it is there"
         if other == _NOBODY:
             known = place.held in self.writers
-            return f"{said}{bytes} {'has been given up' if known else 'has not been made'} when {one.text} needs it"
+            return f"{said}{bytes} {'has been given up' if known else 'has not been made'} when {effects.text} needs it"
         name, writer = _described(self.names[abs(other)]), self.writers.get(abs(other), "the state")
-        return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
+        return f"{said} and {name} share{bytes}: {writer} writes {name} before {effects.text} needs {said}"
 
     def _twice(self, one: Effects, place: _Place, does: str) -> str:
         """Returns the reason why an action that writes or reads a value must not overwrite it with another value."""
@@ -425,18 +425,21 @@ def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[
     after: list[list[list[int]]] = [[] for _ in range(lanes)]
     written = [(0, 0, -1)] * memory.count
     read = [[0] * memory.count for _ in range(lanes)]
-    for place, one in enumerate(done):
+    for place, effects in enumerate(done):
         lane, count = turn[place]
         mine = known[lane]
         for other, needed in order.waits[place]:
             if needed > len(after[other]):
-                yield f"{one.text} waits for what comes after it in the lanes"
+                yield f"{effects.text} waits for what comes after it in the lanes"
                 return
             mine = [max(pair) for pair in zip(mine, after[other][needed - 1], strict=True)]
         mine[lane] = count
         known[lane] = [*mine]
         after[lane].append([*mine])
-        for name, writes in (*((name, False) for name, _ in one.checks), *((name, True) for name, _ in one.sets)):
+        for name, writes in (
+            *((name, False) for name, _ in effects.checks),
+            *((name, True) for name, _ in effects.sets),
+        ):
             if (at := memory.places.get(name)) is None:
                 continue
             for part in range(at.begin, at.end):
@@ -447,7 +450,7 @@ def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[
                         late = late or read[other][part] > mine[other]
                 if late:
                     met = done[before].text if when > mine[who] else "an earlier reader"
-                    yield f"{_described(name)}: {one.text} does not wait for {met}, which is in another lane and uses the same bytes"
+                    yield f"{_described(name)}: {effects.text} does not wait for {met}, which is in another lane and uses the same bytes"
                     break
                 if writes:
                     written[part] = lane, count, place

@@ -44,7 +44,7 @@ def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
     known = np.zeros((lanes, lanes), np.int64)
     """For each lane, the number of actions of every lane that are certain to be done when its next action begins."""
     after: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in range(lanes)]
-    found: list[Waits] = []
+    all_waits: list[Waits] = []
     for access in accesses:
         lane = access.lane
         reads, writes = ([cells.of(one) for one in some] for some in (access.reads, access.writes))
@@ -59,14 +59,14 @@ def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
             if need[other] > known[lane, other]:
                 waits.append((other, int(need[other])))
                 known[lane] = np.maximum(known[lane], after[other][need[other] - 1])
-        found.append(tuple(sorted(waits)))
+        all_waits.append(tuple(sorted(waits)))
         known[lane, lane] += 1
         after[lane].append(known[lane].copy())
         for begin, end in (*reads, *writes):
             touched[lane, begin:end] = known[lane, lane]
         for begin, end in writes:
             written[lane, begin:end] = known[lane, lane]
-    return found
+    return all_waits
 
 
 class _Intervals:

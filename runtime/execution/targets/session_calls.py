@@ -71,20 +71,20 @@ class SessionCalls:
         loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
         # A GPU's session copies an operand from the host when it is bound, and not when it runs.
         anew = {name for _, name in inputs if name in loose or not self._is_fixed(name, runner)}
-        for one, name in inputs:
+        for port, name in inputs:
             if name in anew:
                 continue
             if self.values.storage[name] is Storage.INPUT:
-                self.read_input(name, binding, one)
+                self.read_input(name, binding, port)
             else:
-                bind_tensor(binding.bind_input, one, self.place(name))
-                self.rows += [(binding.bind_input, one, name)] * self._is_row(name)
-        for one, name in outputs:
+                bind_tensor(binding.bind_input, port, self.place(name))
+                self.rows += [(binding.bind_input, port, name)] * self._is_row(name)
+        for port, name in outputs:
             if name in loose:
-                self._bind_loose(binding, one, name)
+                self._bind_loose(binding, port, name)
             else:
-                bind_tensor(binding.bind_output, one, self.place(name))
-                self.rows += [(binding.bind_output, one, name)] * self._is_row(name)
+                bind_tensor(binding.bind_output, port, self.place(name))
+                self.rows += [(binding.bind_output, port, name)] * self._is_row(name)
         if anew or loose:
             return partial(self._run_loose, runner, binding, frozenset(anew), frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
@@ -151,13 +151,13 @@ class SessionCalls:
             if self.values.storage[name] is Storage.OBJECT:
                 self.cells[name] = value
                 continue
-            made = as_tensor(value, self.values.dtype(name))
+            result = as_tensor(value, self.values.dtype(name))
             if self.values.storage[name] is Storage.TENSOR:
-                self.cells[name] = made if name not in self.values.targets else self._placed(name, made)
+                self.cells[name] = result if name not in self.values.targets else self._placed(name, result)
             else:
                 slot = self.place(name)
-                check_promise(name, made.shape, slot.shape)
-                move(made, slot)
+                check_promise(name, result.shape, slot.shape)
+                move(result, slot)
 
     def _placed(self, name: str, value: Placed) -> Placed:
         """Copies a value to new memory, on the target of the value `name`."""

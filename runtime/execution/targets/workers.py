@@ -73,16 +73,16 @@ class Workers:
         the step that it waits for; `waiting` runs a wait of the first lane; `interrupt` is called once, in the thread of a lane that fails,
         with its step and error.
         """
-        one = _Run(plan, actions)
+        run = _Run(plan, actions)
         for lane, queue in enumerate(self._queues, 1):
-            queue.put(one.in_thread(lane, interrupt))
+            queue.put(run.in_thread(lane, interrupt))
         try:
-            one.follow(0, tell, waiting)
+            run.follow(0, tell, waiting)
         except BaseException as error:
-            one.stop()
-            one.settle()
-            if one.failure is not None and not isinstance(error, KeyboardInterrupt):
-                raise LaneFailed(*one.failure) from error
+            run.stop()
+            run.settle()
+            if run.failure is not None and not isinstance(error, KeyboardInterrupt):
+                raise LaneFailed(*run.failure) from error
             raise
 
     def close(self) -> None:

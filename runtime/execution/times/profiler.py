@@ -185,16 +185,16 @@ def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
     """Returns the labels of actions: of steps, and of other actions, such as a wait for a send or the end of a value."""
     cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
-    found = []
+    labels = []
     for (step, is_step), cell in zip(steps, cells, strict=True):
         at = cell if cell and is_step else at
         if not is_step or isinstance(step, WaitRecv | WaitCollective | LookUp):
-            found.append(_Action(WAIT, at, inside=is_step and bool(cell)))
+            labels.append(_Action(WAIT, at, inside=is_step and bool(cell)))
         elif isinstance(step, Segment | Copy):
-            found.append(_Action(COMPUTE, at))
+            labels.append(_Action(COMPUTE, at))
         else:
-            found.append(_Action(UPDATE if isinstance(step, Update) else BEGIN, at))
-    return found
+            labels.append(_Action(UPDATE if isinstance(step, Update) else BEGIN, at))
+    return labels
 
 
 def _busy(plan: StepPlan) -> dict[str, list[int]]:
@@ -255,18 +255,18 @@ def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
     if plan.lanes is not None:
         for lane in lanes_of(plan.program).values():
             lanes.update(dict.fromkeys(plan.lanes.order.lanes[lane], lane))
-    found = []
+    spans = []
     for place, (index, _) in enumerate(plan.actions):
         step = plan.program.steps[index]
         span: dict[str, Any] = {"name": str(step), "kind": type(step).__name__, "lane": lanes.get(place, 0)}
         if not plan.is_step(place):
             kind = plan.roles[place].kind if place < len(plan.roles) else ActionKind.FREED
-            found.append(
+            spans.append(
                 {**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is ActionKind.SENT else "Memory"}
             )
             continue
-        found.append(span | dict(_details(plan, step)))
-    return found
+        spans.append(span | dict(_details(plan, step)))
+    return spans
 
 
 def _details(plan: StepPlan, step: Step) -> Iterator[tuple[str, Any]]:

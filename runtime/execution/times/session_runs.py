@@ -135,24 +135,24 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
             if not call.begin <= middle <= call.end:
                 continue  # a run of a step whose times are not stored, or outside of steps
             before = ""
-            for one in run.nodes:
-                key = id(call.runner.segment), one.name
+            for node_run in run.nodes:
+                key = id(call.runner.segment), node_run.name
                 if key not in known:
-                    known[key] = call.runner.module(one.name)
-                module = known[key] or (f"after {before}" if before else one.name)
+                    known[key] = call.runner.module(node_run.name)
+                module = known[key] or (f"after {before}" if before else node_run.name)
                 before = known[key] or before
-                which = names.setdefault((one.op, module), len(names))
-                spans.append((call.step, call.action, which, one.begin, one.seconds))
+                which = names.setdefault((node_run.op, module), len(names))
+                spans.append((call.step, call.action, which, node_run.begin, node_run.seconds))
     return {"names": [*names], "spans": sorted(spans, key=itemgetter(0, 1, 3))}
 
 
 def _by_session(steps: Iterable[tuple[StepPlan, list[float], list[float]]]) -> Iterator[list[_Call]]:
     """Yields the calls of each session, in order of time."""
-    found: dict[int, list[_Call]] = {}
+    by_session: dict[int, list[_Call]] = {}
     for at, (plan, starts, seconds) in enumerate(steps):
         for place, (index, _) in enumerate(plan.actions):
             runner = plan.program.runners.get(index) if plan.is_step(place) else None
             if runner is not None:
                 call = _Call(at, place, starts[place], starts[place] + seconds[place], runner)
-                found.setdefault(id(runner.session), []).append(call)
-    return (sorted(calls, key=attrgetter("begin")) for calls in found.values())
+                by_session.setdefault(id(runner.session), []).append(call)
+    return (sorted(calls, key=attrgetter("begin")) for calls in by_session.values())
