@@ -79,7 +79,7 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
     """
     from onnx import TensorProto
 
-    manifest, found = artifact.manifest, Facts()
+    manifest, facts = artifact.manifest, Facts()
     collectives: list[tuple[str, int]] = []
     places: dict[str, dict[str, list[int]]] = {}
     cuts: dict[str, dict[str, None]] = {}
@@ -106,15 +106,15 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
         text = "; ".join(
             f"{ranks_text(ranks)}{f' on {target}' * bool(target)}" for target, ranks in sorted(by_target.items())
         )
-        found.placement[path] = Fact(text, why[path])
-        found.layouts[path] = Fact(", ".join(sorted(cuts[path])) or "whole", why[path])
+        facts.placement[path] = Fact(text, why[path])
+        facts.layouts[path] = Fact(", ".join(sorted(cuts[path])) or "whole", why[path])
     for name, by_shape in shapes.items():
-        found.shards[name] = Fact("; ".join(f"{shape} on {ranks_text(ranks)}" for shape, ranks in by_shape.items()))
-    _add_communication(found, artifact, sizes)
+        facts.shards[name] = Fact("; ".join(f"{shape} on {ranks_text(ranks)}" for shape, ranks in by_shape.items()))
+    _add_communication(facts, artifact, sizes)
     sent = [moved([one.bytes for one in manifest.messages], sizes)]
     sent += [moved([text] * times, sizes) for text, times in collectives]
     memory = memory_of_ranks(artifact, sizes)
-    found.measures = {
+    facts.measures = {
         "messages": len(manifest.messages) + len(manifest.collectives),
         "bytes": sum(one.bytes for one in sent),
         "memory": max(one.peak for one in memory),
@@ -122,9 +122,9 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
     }
     if machine is not None:
         own = {name: size for name, size in sizes.items() if name in manifest.symbols}
-        found.measures[TIME] = round(1e9 * simulated(artifact, machine, own).played.seconds)
-    found.unknown = sum(one.unknown for one in sent) + sum(one.unknown for one in memory)
-    return found
+        facts.measures[TIME] = round(1e9 * simulated(artifact, machine, own).played.seconds)
+    facts.unknown = sum(one.unknown for one in sent) + sum(one.unknown for one in memory)
+    return facts
 
 
 def _nodes(model: ModelProto) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
@@ -136,7 +136,7 @@ def _nodes(model: ModelProto) -> Iterator[tuple[str, str, tuple[str, ...], str]]
             yield path, said.get(TARGET, ""), tuple(_CUT.findall(said.get(CUT, ""))), said.get(RULE, "")
 
 
-def _add_communication(found: Facts, artifact: Artifact, sizes: Mapping[str, int]) -> None:
+def _add_communication(facts: Facts, artifact: Artifact, sizes: Mapping[str, int]) -> None:
     """Adds the communication by op, value and ranks: its bytes for a rank, and its cause. The bytes of several messages are summed."""
     manifest = artifact.manifest
     texts: dict[str, list[str]] = {}
@@ -151,7 +151,7 @@ def _add_communication(found: Facts, artifact: Artifact, sizes: Mapping[str, int
         causes.setdefault(name, one.cause)
     for name, some in texts.items():
         total = moved(some, sizes)
-        found.communication[name] = Fact("unknown" if total.unknown else f"{total.bytes:,} B", causes[name])
+        facts.communication[name] = Fact("unknown" if total.unknown else f"{total.bytes:,} B", causes[name])
 
 
 _NUMBER = re.compile(r"\d+")
@@ -315,11 +315,11 @@ def differences(
     old: Artifact, new: Artifact, sizes: Mapping[str, int], machine: Machine | None = None
 ) -> tuple[list[Difference], int]:
     """Returns the differences of the programs of each name, and the number of values of unknown size."""
-    found, unknown = [], 0
+    by_program, unknown = [], 0
     for name in dict.fromkeys([*old.programs, *new.programs]):
         facts = [
             facts_of(one.program_named(name), sizes, machine) if name in one.programs else Facts() for one in (old, new)
         ]
-        found.append(difference(name, *facts))
+        by_program.append(difference(name, *facts))
         unknown += max(one.unknown for one in facts)
-    return found, unknown
+    return by_program, unknown

@@ -37,12 +37,12 @@ def command(action: str) -> int:
     if action == "clear":
         console.echo(f"{home}: removed {count(export_cache.clear(), 'export')}")
         return 0
-    found = export_cache.entries()
+    exports = export_cache.entries()
     table = Table(["export", "model", ">size", "last used"])
-    for path, size, used in found:
+    for path, size, used in exports:
         when = datetime.datetime.fromtimestamp(used).strftime("%Y-%m-%d %H:%M")
         table.add(path.stem[:12], export_cache.model_of(path), size_text(size), when)
-    if found:
+    if exports:
         table.show()
-    console.echo(f"{home}: {count(len(found), 'export')}, {size_text(sum(size for _, size, _ in found))}")
+    console.echo(f"{home}: {count(len(exports), 'export')}, {size_text(sum(size for _, size, _ in exports))}")
     return 0

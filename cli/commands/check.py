@@ -35,20 +35,20 @@ def command(folder: Path, memory: bool) -> int:
 
     checked = check(folder)
     counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
-    found = [str(violation) for violation in checked.violations]
-    if memory and not found:
-        found = _overlaps(folder)
+    violations = [str(violation) for violation in checked.violations]
+    if memory and not violations:
+        violations = _overlaps(folder)
     named = [str(one) for one in checked.named]
-    document = {"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named}
+    document = {"ok": not violations, "folder": str(folder), "violations": violations, **counts, "named": named}
     if checked.microbatches:
         document |= {"microbatches": checked.microbatches, "kept": [dataclasses.asdict(one) for one in checked.memory]}
     console.result(document)
-    for text in found[:_SHOWN]:
+    for text in violations[:_SHOWN]:
         console.echo(text, err=True)
-    if len(found) > _SHOWN:
-        console.echo(f"... and {len(found) - _SHOWN:,} more, which --json lists", err=True)
-    if found:
-        console.echo(f"{folder}: {count(len(found), 'violation')}", err=True)
+    if len(violations) > _SHOWN:
+        console.echo(f"... and {len(violations) - _SHOWN:,} more, which --json lists", err=True)
+    if violations:
+        console.echo(f"{folder}: {count(len(violations), 'violation')}", err=True)
         return 1
     parts = [
         count(checked.ranks, "rank"),
@@ -93,12 +93,12 @@ def _overlaps(folder: Path) -> list[str]:
     from partc.runtime.execution.memory.freed import VARIABLE
 
     os.environ[VARIABLE] = "1"
-    found: list[str] = []
+    overlaps: list[str] = []
     for name in open_artifact(folder).programs:
         with load_local(folder, program=name) as ranks:
             for rank in ranks.ranks:
                 try:
                     rank.prepare(typical_sizes(ranks.manifest))
                 except RankError as error:
-                    found.append(f"program '{name}': {error}")
-    return found
+                    overlaps.append(f"program '{name}': {error}")
+    return overlaps

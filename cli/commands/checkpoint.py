@@ -177,7 +177,7 @@ def export(
     from partc.runtime.errors import UsageError
 
     into_folder = form in ("hf", "peft", "dcp") or (form == "safetensors" and model is None and not out.suffix)
-    for option, given, where, fits in (
+    for option, has_option, where, fits in (
         ("--config", config is not None, "--format hf", form == "hf"),
         ("--like", like is not None, "--format torch or dcp", form in ("torch", "dcp")),
         ("--model", model is not None, "an .onnx file alone", form == "safetensors"),
@@ -189,7 +189,7 @@ def export(
         ),
         ("--all", everything, "one .safetensors file", form == "safetensors" and model is None and not into_folder),
     ):
-        if given and not fits:
+        if has_option and not fits:
             raise UsageError(f"{option}: it goes with {where}\n  help: change the other options, or remove {option}")
     wanted = ".onnx" if model is not None else {"safetensors": ".safetensors", "torch": ".pt"}.get(form, "")
     if not into_folder and out.suffix not in (wanted, ".pth" if form == "torch" else wanted):

@@ -28,21 +28,21 @@ _TITLES = {
 def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> list[Threshold]:
     from partc.cli.difference import parse_threshold
 
-    found, problems = [], []
+    thresholds, problems = [], []
     for text in given:
         try:
-            found.append(parse_threshold(text))
+            thresholds.append(parse_threshold(text))
         except ValueError as error:
             problems.append(str(error))
     if problems:
         raise click.BadParameter("\n  ".join(problems))
-    return found
+    return thresholds
 
 
 @click.command()
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
-@click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option("--set", "set_sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option(
     "--fail-if",
     "thresholds",
@@ -60,7 +60,7 @@ def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 def command(
     first: Path,
     second: Path,
-    given: Mapping[str, int],
+    set_sizes: Mapping[str, int],
     thresholds: Sequence[Threshold],
     machine: Path | None,
     all_rows: bool,
@@ -85,9 +85,9 @@ def command(
         raise UsageError(f"--fail-if {of_time[0]}: the time of a step is not known without a machine\n  help: {help}")
     measured = None if machine is None else read_machine(machine)
     old, new = open_artifact(first, trust=True), open_artifact(second, trust=True)
-    sizes = common_sizes(old, new, given)
-    found, unknown = differences(old, new, sizes, measured)
-    beyond = exceeded(thresholds, found)
+    sizes = common_sizes(old, new, set_sizes)
+    programs, unknown = differences(old, new, sizes, measured)
+    beyond = exceeded(thresholds, programs)
     console.result(
         {
             "ok": not beyond,
@@ -100,15 +100,15 @@ def command(
                     "measures": {row.name: {"before": row.before, "after": row.after} for row in one.measures},
                     "changes": [dataclasses.asdict(change) for change in one.changes],
                 }
-                for one in found
+                for one in programs
             },
             "exceeded": beyond,
         }
     )
     if old.manifest.ranks != new.manifest.ranks:
         console.echo(f"ranks: {old.manifest.ranks} became {new.manifest.ranks}\n")
-    for one in found:
-        if len(found) > 1:
+    for one in programs:
+        if len(programs) > 1:
             console.echo(f"program {one.program}")
         if one.changes or any(row.grown for row in one.measures):
             show_tables(_tables(one, None if all_rows else _SHOWN))
@@ -124,22 +124,22 @@ def command(
     return 1 if beyond else 0
 
 
-def _tables(found: Difference, most: int | None) -> Iterator[Table]:
+def _tables(difference: Difference, most: int | None) -> Iterator[Table]:
     """The measures, and a table of changes for each kind that has any."""
     from partc.cli.difference import IN_BYTES, KINDS, MEASURES, TIME, grouped_changes
 
     table = Table(["measure", ">before", ">after", ">change"])
-    for one in found.measures:
+    for one in difference.measures:
         shown = size_text if one.name in IN_BYTES else _time if one.name == TIME else "{:,}".format
         change = "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
         table.add(MEASURES[one.name], shown(one.before), shown(one.after), change)
     yield table
     for kind in KINDS:
-        rows = grouped_changes(found.of(kind))
+        rows = grouped_changes(difference.of(kind))
         if not rows:
             continue
         left = 0 if most is None else max(len(rows) - most, 0)
-        title = f"{_TITLES[kind]}: {count(len(found.of(kind)), 'change')}"
+        title = f"{_TITLES[kind]}: {count(len(difference.of(kind)), 'change')}"
         table = Table(["", ">times", "name", "before", "after", "why"], title=title)
         for row, times in rows[: len(rows) - left]:
             sign = "+" if not row.before else "-" if not row.after else "~"

@@ -34,16 +34,16 @@ def command() -> int:
     partc doctor                # -q: faults and notes alone
     partc doctor --json         # a document for a ticket
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in CHECKS:
         for finding in _findings(check):
-            found.append(finding)
+            findings.append(finding)
             err = finding.state in (FAULT, NOTE) and console.is_quiet()
             console.echo(f"{finding.state:5} {finding.about}: {finding.text}", err=err)
             if finding.remedy:
                 console.echo(f"      help: {finding.remedy}", err=err)
-    faults, notes = (sum(one.state == state for one in found) for state in (FAULT, NOTE))
-    console.result({"ok": not faults, "findings": [vars(one) for one in found]})
+    faults, notes = (sum(one.state == state for one in findings) for state in (FAULT, NOTE))
+    console.result({"ok": not faults, "findings": [vars(one) for one in findings]})
     console.echo(f"{count(faults, 'fault')}, {count(notes, 'note')}")
     return int(bool(faults))
 

@@ -38,7 +38,7 @@ from partc.runtime.errors import UsageError
 @origin_options
 @place_options
 @click.pass_context
-def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
+def command(ctx: click.Context, /, folder: Path, **chosen: Any) -> int:
     """Evaluate the artifact in FOLDER (by default build) with its initial weights, or with those of a checkpoint.
 
     \b
@@ -46,21 +46,21 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     """
 
     def absolute(name: str) -> str | None:
-        return None if given[name] is None else str(given[name].absolute())
+        return None if chosen[name] is None else str(chosen[name].absolute())
 
-    if given["ema"] and given["checkpoint"] is None:
+    if chosen["ema"] and chosen["checkpoint"] is None:
         raise UsageError("--ema: the moving averages are those of a checkpoint\n  help: give --checkpoint, too")
     training = TrainingJob(
-        options=settings_of({"test": given["data"], "batch": given["batch"]}),
+        options=settings_of({"test": chosen["data"], "batch": chosen["batch"]}),
         resume=absolute("checkpoint"),
         init=absolute("init"),
-        only=given["only"],
+        only=chosen["only"],
         metrics=absolute("metrics"),
         plan=absolute("plan"),
-        trust_code=given["trust_code"],
+        trust_code=chosen["trust_code"],
         only_test=True,
-        averaged=given["ema"],
+        averaged=chosen["ema"],
     )
     return start(
-        ctx, folder, Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(given)), given
+        ctx, folder, Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(chosen)), chosen
     )

@@ -13,26 +13,26 @@ from partc.runtime.errors import UsageError
 
 
 def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    found = []
+    prompts = []
     for text in given:
         words = text.replace(",", " ").split()
         if not words or not all(word.isdecimal() for word in words):
             raise click.BadParameter(f"'{text}' is not a list of tokens, such as 1,306,4658")
-        found.append(tuple(map(int, words)))
-    return tuple(found)
+        prompts.append(tuple(map(int, words)))
+    return tuple(prompts)
 
 
 def _biases(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
-    found = {}
+    biases = {}
     for text in given:
         token, _, bias = text.partition("=")
         try:
-            found[token] = float(bias)
+            biases[token] = float(bias)
         except ValueError:
             raise click.BadParameter(f"'{text}' is not a token and a number, such as 306=-100") from None
         if not token.isdecimal():
             raise click.BadParameter(f"'{token}' is not a token, such as 306")
-    return found
+    return biases
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -113,7 +113,7 @@ def _biases(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ..
 )
 @place_options
 @click.pass_context
-def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
+def command(ctx: click.Context, /, folder: Path, **chosen: Any) -> int:
     """Continue prompts with the artifact in FOLDER (by default build), which was compiled by a plan with `generate`.
 
     One answer is printed as it is made; of several prompts each answer is a line of JSON when it ends. They run at once in the artifact's
@@ -125,26 +125,26 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     partc generate build --features speech.npy --decoder-ids 50258,50259,50359
     partc generate build --prompts prompts.jsonl --temperature 0.8 --seed 7
     """
-    own = [key for key in ("texts", "ids", "features", "decoder_ids") if given[key]]
-    if not (given["file"] or [key for key in own if key != "decoder_ids"]):
+    own = [key for key in ("texts", "ids", "features", "decoder_ids") if chosen[key]]
+    if not (chosen["file"] or [key for key in own if key != "decoder_ids"]):
         raise UsageError("no prompt is given\n  help: give --prompt, --ids, --features or --prompts")
-    if given["file"] and own:
+    if chosen["file"] and own:
         raise UsageError(
             "--prompts has all prompts\n  help: leave out the other options of prompts, or put them into the file"
         )
-    if len(given["decoder_ids"]) > 1:
+    if len(chosen["decoder_ids"]) > 1:
         raise UsageError(
             "--decoder-ids is given twice\n  help: give it once, or write 'decoder_ids' in a file of --prompts"
         )
-    options = {key: given[key] for key in OPTIONS if given[key] not in (None, {})}
+    options = {key: chosen[key] for key in OPTIONS if chosen[key] not in (None, {})}
     generation = GenerationJob(
-        texts=given["texts"],
-        ids=given["ids"],
-        features=tuple(str(path.absolute()) for path in given["features"]),
-        decoder_ids=next(iter(given["decoder_ids"]), ()),
-        file=None if given["file"] is None else str(given["file"].absolute()),
-        tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
-        output=None if given["output"] is None else str(given["output"].absolute()),
+        texts=chosen["texts"],
+        ids=chosen["ids"],
+        features=tuple(str(path.absolute()) for path in chosen["features"]),
+        decoder_ids=next(iter(chosen["decoder_ids"]), ()),
+        file=None if chosen["file"] is None else str(chosen["file"].absolute()),
+        tokenizer=None if chosen["tokenizer"] is None else str(chosen["tokenizer"].absolute()),
+        output=None if chosen["output"] is None else str(chosen["output"].absolute()),
         options=options,
     )
-    return start(ctx, folder, Job(folder=str(folder.absolute()), generation=generation), given)
+    return start(ctx, folder, Job(folder=str(folder.absolute()), generation=generation), chosen)

@@ -52,7 +52,7 @@ class NodeRow:
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="List the program of one rank.")
 @click.option("--program", default="", metavar="NAME", help="Show this program, such as 'evaluate' of a training.")
 @click.option("--node", "pattern", metavar="PATTERN", help="Show where the matching nodes run, and why.")
-@click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option("--set", "set_sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--format", type=click.Choice(["dot", "mermaid"]), help="Print the graph, by modules, for Graphviz or Mermaid."
@@ -63,7 +63,7 @@ def command(
     rank: int | None,
     program: str,
     pattern: str | None,
-    given: Mapping[str, int],
+    set_sizes: Mapping[str, int],
     as_json: bool,
     format: str | None,
     depth: int | None,
@@ -90,7 +90,7 @@ def command(
     if rank is not None and rank >= manifest.ranks:
         raise UsageError(f"{folder}: there is no rank {rank}; the ranks are 0 to {manifest.ranks - 1}")
     if format is not None:
-        if pattern is not None or as_json or given:
+        if pattern is not None or as_json or set_sizes:
             raise UsageError("--format prints the graph of modules\n  help: leave out --node, --set and --json")
         console.echo(_graph(artifact, rank, format, depth))
         return 0
@@ -101,10 +101,10 @@ def command(
         rows = [row for one in ranks for row in _rows(artifact, one)]
         _show_rows(folder, rows, pattern, as_json)
         return 0
-    _, problems = choose_sizes(manifest.symbols, given)
+    _, problems = choose_sizes(manifest.symbols, set_sizes)
     if problems:
         raise UsageError("\n".join(problems))
-    sizes = {**typical_sizes(manifest), **given}
+    sizes = {**typical_sizes(manifest), **set_sizes}
     stats = all_rank_stats(artifact, sizes)
     targets = by_rank(artifact, lambda model, k: target_stats(model, k, sizes))
     memory = memory_of_ranks(artifact, sizes)
@@ -188,13 +188,13 @@ def _pipeline(pipeline: Pipeline | None, memory: Sequence[RankMemory], sizes: Ma
         ["ranks", "stages", ">tasks", ">sessions", ">keeps at most", "bytes kept for backward passes", ">at this size"],
         title=title,
     )
-    for home, (row, one) in enumerate(zip(pipeline.rows, saved_by_group(pipeline), strict=True)):
+    for home, (row, saved) in enumerate(zip(pipeline.rows, saved_by_group(pipeline), strict=True)):
         stages = ",".join(map(str, sorted(row.stages)))
         ranks = schedule.stages.label(home).partition(" ")[2]
-        most = f"{one.microbatches:.4g}"
+        most = f"{saved.microbatches:.4g}"
         sessions = memory[pipeline.stage_ranks[home][0]].sessions
-        at = size_text(one.at(sizes)) + ("+?" if one.unknown else "")
-        table.add(ranks, stages, len(row.cells), sessions, most, largest_text(one.bytes), at)
+        at = size_text(saved.at(sizes)) + ("+?" if saved.unknown else "")
+        table.add(ranks, stages, len(row.cells), sessions, most, largest_text(saved.bytes), at)
     yield table
 
 
@@ -237,14 +237,14 @@ def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
         )
         title = kind if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} {kind}"
         table = Table(columns, title=title)
-        for bytes, one in measured[:_LARGEST]:
+        for bytes, record in measured[:_LARGEST]:
             at = "?" if bytes.unknown else size_text(bytes.bytes)
             ends: tuple[object, object] = (
-                (one.source, one.target)
-                if isinstance(one, Transfer)
-                else (one.op, _lists_text(manifest.groups[one.group]))
+                (record.source, record.target)
+                if isinstance(record, Transfer)
+                else (record.op, _lists_text(manifest.groups[record.group]))
             )
-            table.add(*ends, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
+            table.add(*ends, record.value, _type_text(record.type, record.shape), record.bytes, at, record.cause)
         if measured:
             yield table
 

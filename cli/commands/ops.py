@@ -63,16 +63,16 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
         console.echo(json.dumps(rows, indent=1))
         return 0
     table = Table(["op", "factors", "contracted", "replicated", "linear", "gradient", "precision", "remarks"])
-    for one in chosen:
+    for op_entry in chosen:
         table.add(
-            one.name,
-            one.notation.factors or "-",
-            one.notation.reductions,
-            one.notation.replicated or ("" if one.notation.shardable else "all"),
-            one.notation.linearity,
-            _gradient(one),
-            one.precision,
-            one.notation.why or one.notation.remarks,
+            op_entry.name,
+            op_entry.notation.factors or "-",
+            op_entry.notation.reductions,
+            op_entry.notation.replicated or ("" if op_entry.notation.shardable else "all"),
+            op_entry.notation.linearity,
+            _gradient(op_entry),
+            op_entry.precision,
+            op_entry.notation.why or op_entry.notation.remarks,
         )
     table.show()
     if not patterns:

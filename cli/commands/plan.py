@@ -162,7 +162,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @no_cache
 @click.option(
     "--plan",
-    "given",
+    "plan",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Propose --target for this plan, and write it with them; or the plan whose training --ranks takes over.",
 )
@@ -191,7 +191,7 @@ def command(
     device_memory: int | None,
     no_compare: bool,
     no_cache: bool,
-    given: Path | None,
+    plan: Path | None,
 ) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
@@ -247,13 +247,13 @@ def command(
             "--cache": cache,
         },
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
-        "--plan": given,
+        "--plan": plan,
         "--quantize": bits,
         "--context": cp,
     }
     if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
         raise UsageError("\n".join(problems))
-    if given is not None and ranks is None and (tp or dp or ep or stages):
+    if plan is not None and ranks is None and (tp or dp or ep or stages):
         raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp, --ep and --stages, or --plan")
     if ep is not None and dp is not None and dp % ep:
         fact, law = f"--ep {ep}: it does not divide --dp {dp}", "experts are sharded over ranks that have other records"
@@ -268,7 +268,7 @@ def command(
         from partc.compiler.unroll import layers_unrolled
 
         fixed = Fixed(tp, dp, stages, ep)
-        request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
+        request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, plan, tries or 0)
         with kept():
             source = layers_unrolled(load(model, compare=not no_compare, keep=not no_cache, weights=weights))
             found = searched(source, name, request, run_fastest)
@@ -311,8 +311,8 @@ def command(
         source = quantized(source, rules, name)
     if bits is not None and not section:
         _warn([f"{name}: no product with a constant weight, and no table, that can be quantized"])
-    if given is not None and device is not None:
-        text = with_targets(source, read_text(given), given, name, device)
+    if plan is not None and device is not None:
+        text = with_targets(source, read_text(plan), plan, name, device)
     elif imported is not None and imported.strategies:
         text = plan_of_strategies(source, name, imported)
     elif degrees.ranks > 1 or device is not None or generation is not None or imported is not None:
@@ -343,21 +343,21 @@ def _misplaced(given: set[str]) -> Iterator[str]:
             yield f"{', '.join(named)} {verb} {rule.fact}\n  help: {rule.help}"
 
 
-def _degrees(given: Degrees, imported: Imported) -> Degrees:
+def _degrees(from_command: Degrees, imported: Imported) -> Degrees:
     """The degrees of the command, else those of the files. UsageError where the two differ, or styles come without a degree."""
     from partc.runtime.errors import UsageError
 
-    found = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}
-    for name, of_file in found.items():
-        asked = getattr(given, name)
+    degrees = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}
+    for name, of_file in degrees.items():
+        asked = getattr(from_command, name)
         if asked > 1 and (imported.strategies or of_file not in (1, asked)):
             said = f"{name} {of_file}" if of_file > 1 else "strategies with shards of their own"
             raise UsageError(f"--{name} {asked}: {imported.source} has {said}\n  help: leave out --{name}")
-        found[name] = max(asked, of_file)
-    if imported.styles and found["tp"] == 1:
+        degrees[name] = max(asked, of_file)
+    if imported.styles and degrees["tp"] == 1:
         fact = f"{imported.source} says what is sharded, and not over how many ranks"
         raise UsageError(f"{fact}\n  help: add --tp, such as --tp 4")
-    return replace(given, **found)
+    return replace(from_command, **degrees)
 
 
 def _not_generating(imported: Imported) -> str:

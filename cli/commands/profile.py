@@ -37,28 +37,28 @@ def command(trace: Path, top: int) -> int:
     """
     from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, OP, read_trace
 
-    found = read_trace(trace)
-    numbers = sorted({one.about["step"] for one in found.spans})
+    read = read_trace(trace)
+    numbers = sorted({one.about["step"] for one in read.spans})
     steady = {*(numbers[_WARM:] or numbers)}
-    chosen = [one for one in found.spans if one.about["step"] in steady]
+    chosen = [one for one in read.spans if one.about["step"] in steady]
     ranks, modules, messages = _by_rank(chosen), _by_module(chosen), _by_message(chosen)
     steps, ops = _steps(chosen), _by_op(chosen)
     console.result(
         {
             "trace": str(trace),
-            "whole": found.is_complete,
+            "whole": read.is_complete,
             "steps": steps,
             "ranks": ranks,
             "modules": modules,
             "messages": messages,
-            **({"ops": ops, "profiled": "onnxruntime"} if found.has_ops else {}),
+            **({"ops": ops, "profiled": "onnxruntime"} if read.has_ops else {}),
         }
     )
-    cut = "" if found.is_complete else "; the file is cut short"
-    clocks = f"; clocks of hosts agree within {seconds(found.error)}" if found.error else ""
+    cut = "" if read.is_complete else "; the file is cut short"
+    clocks = f"; clocks of hosts agree within {seconds(read.error)}" if read.error else ""
     measured = len({one.about["step"] for one in chosen if one.category == OP})
     missing = f"; ops of {measured} of them" if measured < steps else ""
-    profiled = f"{missing}; onnxruntime was profiled, which slows the steps" if found.has_ops else ""
+    profiled = f"{missing}; onnxruntime was profiled, which slows the steps" if read.has_ops else ""
     console.echo(f"{trace}: {count(len(ranks), 'rank')}, {count(steps, 'step')}{cut}{clocks}{profiled}")
     kinds = [kind for kind in CATEGORIES if any(row[kind] for row in ranks)]
     between = [kind for kind in BETWEEN if any(row[kind] for row in ranks)]
@@ -167,13 +167,13 @@ def _shown(name: str, value: object) -> str:
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, int]:
     """The sizes of a mesh's axes, `dp=2,tp=4`."""
-    found = {}
+    axes = {}
     for one in text.split(",") if text else ():
         name, _, size = one.partition("=")
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
             raise click.BadParameter(f"'{text}' is not a mesh such as dp=2,tp=4")
-        found[name] = int(size)
-    return found
+        axes[name] = int(size)
+    return axes
 
 
 @click.command()

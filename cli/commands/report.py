@@ -23,7 +23,7 @@ from partc.runtime.units import size_text
     help="The file that is written.",
 )
 @click.option("--program", default="", metavar="NAME", help="Show this program, such as 'evaluate' of a training.")
-@click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option("--set", "set_sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
@@ -44,7 +44,7 @@ def command(
     folder: Path,
     out: Path,
     program: str,
-    given: Mapping[str, int],
+    set_sizes: Mapping[str, int],
     against: Path | None,
     machine: Path | None,
     trace: Path | None,
@@ -67,7 +67,7 @@ def command(
     refuse_other(out)
     artifact = open_artifact(folder, trust=True, program=program)
     other = open_artifact(against, trust=True, program=program) if against is not None else None
-    text = page_text(f"partc report: {folder}", report_data(artifact, other, Request(given, machine, trace)))
+    text = page_text(f"partc report: {folder}", report_data(artifact, other, Request(set_sizes, machine, trace)))
     write_text(out, text)
     console.echo(f"wrote {out}: {size_text(len(text.encode()))}")
     return 0

@@ -40,13 +40,13 @@ max_bytes = click.option(
 )
 
 
-def parse_device(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+def parse_device(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
     """The `--device` options as a mapping of targets to devices."""
     from partc.runtime.devices.devices import parse_devices
     from partc.runtime.errors import UsageError
 
     try:
-        return parse_devices(given)
+        return parse_devices(texts)
     except UsageError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -173,15 +173,15 @@ def origin_options(command: Command) -> Command:
     return command
 
 
-def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) -> int:
+def start(ctx: click.Context, folder: Path, job: Job, chosen: Mapping[str, Any]) -> int:
     """Runs a job as the `place_options` and the environment say; the exit code."""
     job = dataclasses.replace(
         job,
-        threads=given["threads"],
-        devices=given["devices"],
-        stall=given["stall"],
-        trust=given["trust"],
-        max_bytes=given["max_bytes"],
+        threads=chosen["threads"],
+        devices=chosen["devices"],
+        stall=chosen["stall"],
+        trust=chosen["trust"],
+        max_bytes=chosen["max_bytes"],
         reporting=dataclasses.replace(
             job.reporting,
             quiet=job.reporting.quiet or console.is_quiet(),
@@ -189,12 +189,12 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
             json=console.as_json(),
         ),
     )
-    ranks, in_process = given["ranks"], given["in_process"]
+    ranks, in_process = chosen["ranks"], chosen["in_process"]
     from partc.runtime.errors import UsageError
     from partc.runtime.files.regular import fault
 
-    if given["hostfile"] is not None and (why := fault(given["hostfile"])):
-        raise UsageError(f"--hostfile {given['hostfile']}: {why}\n  help: give a text file with a host a line")
+    if chosen["hostfile"] is not None and (why := fault(chosen["hostfile"])):
+        raise UsageError(f"--hostfile {chosen['hostfile']}: {why}\n  help: give a text file with a host a line")
     place = surrounding_job(os.environ)
     restarts = job.training is not None and job.training.restarts > 0
     if restarts and (place is not None or in_process):
@@ -220,7 +220,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         return run_here(job, manifest)
     from partc.cli.launch.launch import launch
 
-    return launch(job, manifest, Hosts(given["hostfile"], given["hosts"]), ctx.meta[_LAUNCHER_OPTIONS])
+    return launch(job, manifest, Hosts(chosen["hostfile"], chosen["hosts"]), ctx.meta[_LAUNCHER_OPTIONS])
 
 
 def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, int]:
@@ -255,7 +255,7 @@ def command(
     sizes: Mapping[str, int],
     output: Path | None,
     repeat: int,
-    **given: Any,
+    **chosen: Any,
 ) -> int:
     """Run the artifact in FOLDER (by default build) on its ranks.
 
@@ -272,8 +272,8 @@ def command(
         output=None if output is None else str(output.absolute()),
         repeat=repeat,
     )
-    job = Job(str(folder.absolute()), inference, reporting=reporting_of(given))
-    return start(ctx, folder, job, given)
+    job = Job(str(folder.absolute()), inference, reporting=reporting_of(chosen))
+    return start(ctx, folder, job, chosen)
 
 
 def _absolute(spec: str) -> str:

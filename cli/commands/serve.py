@@ -127,7 +127,7 @@ def _origins(values: Sequence[str]) -> Sequence[str]:
 @click.option("--restart", is_flag=True, help=f"Start the ranks again when one fails, {_RESTARTS} times at most.")
 @place_options
 @click.pass_context
-def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
+def command(ctx: click.Context, /, folder: Path, **chosen: Any) -> int:
     """Serve completions with the artifact in FOLDER (by default build), which was compiled by a plan with `generate`.
 
     Its API is OpenAI's: /v1/completions, /v1/chat/completions and /v1/responses, also as streams, /v1/embeddings and /v1/models;
@@ -141,19 +141,19 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
     settings = ServerSettings(
-        host=given["address"],
-        port=given["port"],
-        drain=given["drain"],
-        queue=given["queue"],
-        timeout=given["timeout"],
-        tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
-        hosts=given["allow_host"],
-        origins=given["cors"],
-        name=given["served_model_name"],
-        api_key=given["api_key"],
-        shares=not given["no_shared_prefixes"],
-        tool_calls=given["tool_calls"],
-        adapters=None if given["adapters"] is None else str(given["adapters"].absolute()),
-        restart=_RESTARTS if given["restart"] else 0,
+        host=chosen["address"],
+        port=chosen["port"],
+        drain=chosen["drain"],
+        queue=chosen["queue"],
+        timeout=chosen["timeout"],
+        tokenizer=None if chosen["tokenizer"] is None else str(chosen["tokenizer"].absolute()),
+        hosts=chosen["allow_host"],
+        origins=chosen["cors"],
+        name=chosen["served_model_name"],
+        api_key=chosen["api_key"],
+        shares=not chosen["no_shared_prefixes"],
+        tool_calls=chosen["tool_calls"],
+        adapters=None if chosen["adapters"] is None else str(chosen["adapters"].absolute()),
+        restart=_RESTARTS if chosen["restart"] else 0,
     )
-    return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)
+    return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), chosen)

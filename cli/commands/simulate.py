@@ -176,13 +176,13 @@ def command(
         raise UsageError("--schedule and --rows are two schedules\n  help: give one of them")
     if placement is not None and (ranks or stages):
         raise UsageError("--placement says where each stage is\n  help: leave out --ranks and --stages")
-    given = _Options(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, measured)
+    settings = _Options(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, measured)
     if name is None and rows is None and placement is None:
         if ranks and stages:
             raise UsageError("all schedules are compared by ranks\n  help: leave out --stages, or give --schedule")
-        return _compare(_checked_ranks(ranks or stages), given, as_json)
+        return _compare(_checked_ranks(ranks or stages), settings, as_json)
     homes = [int(one) for one in placement] if placement else _homes(name or "", ranks, stages)
-    schedule, costs = _chosen(name or "auto", homes, given, rows)
+    schedule, costs = _chosen(name or "auto", homes, settings, rows)
     if as_json:
         console.echo(json.dumps(_document(schedule, costs), indent=1))
         return 0
@@ -209,17 +209,17 @@ def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> i
     costs = timed(
         schedule, unit_costs(schedule.stages, message), times.seconds if times else {}, times.where if times else ""
     )
-    found = compared(schedule, costs, times.profile) if times and times.profile else None
+    comparison = compared(schedule, costs, times.profile) if times and times.profile else None
     if as_json:
-        document = _document(schedule, costs) | ({"measured": dataclasses.asdict(found)} if found else {})
+        document = _document(schedule, costs) | ({"measured": dataclasses.asdict(comparison)} if comparison else {})
         console.echo(json.dumps(document, indent=1))
         return 0
     console.echo(schedule_text(schedule, costs), nl=False)
     console.echo()
     critical = " ".join(map(str, simulate(schedule, costs).critical))
     console.echo(f"critical path: {critical}")
-    if found is not None:
-        console.echo(str(found))
+    if comparison is not None:
+        console.echo(str(comparison))
     return 0
 
 
@@ -252,30 +252,30 @@ def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
     return [*range(ranks)] * (stages // ranks)
 
 
-def _costs(stages: Stages, given: _Options) -> Costs:
+def _costs(stages: Stages, settings: _Options) -> Costs:
     """Costs of stages from times of each, or of a rank's stages together."""
     from partc.compiler.schedule.costs import Costs, StageCost, unit_costs, with_times
     from partc.runtime.errors import UsageError
 
     shares = [cost.saved for cost in unit_costs(stages).stages]
     columns = []
-    for option, times in zip(("--forward", "--backward", "--weight"), given.times, strict=True):
+    for option, times in zip(("--forward", "--backward", "--weight"), settings.times, strict=True):
         if len(times) not in (1, len(stages)):
             help = "use one time for all ranks, or one for each stage"
             raise UsageError(f"{option}: {len(times)} times for {len(stages)} stages\n  help: {help}")
         columns.append(times if len(times) > 1 else [times[0] * share for share in shares])
     some = zip(*columns, shares, strict=True)
-    costs = Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), given.message)
-    if given.measured is None:
+    costs = Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), settings.message)
+    if settings.measured is None:
         return costs
     try:
-        return with_times(costs, given.measured.seconds)
+        return with_times(costs, settings.measured.seconds)
     except ValueError as error:
         help = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
-        raise UsageError(f"{given.measured.where}: {error}\n  help: {help}") from None
+        raise UsageError(f"{settings.measured.where}: {error}\n  help: {help}") from None
 
 
-def _chosen(name: str, homes: Sequence[int], given: _Options, rows: Path | None = None) -> tuple[Schedule, Costs]:
+def _chosen(name: str, homes: Sequence[int], settings: _Options, rows: Path | None = None) -> tuple[Schedule, Costs]:
     """The schedule of a name, or of the rows in a file."""
     from partc.compiler.schedule.stages import chain
     from partc.compiler.schedulers.choose import choose
@@ -285,14 +285,14 @@ def _chosen(name: str, homes: Sequence[int], given: _Options, rows: Path | None 
         shown = ",".join(map(str, homes))
         raise UsageError(f"--placement {shown}: ranks without a stage\n  help: number ranks from 0 on without gaps")
     stages = chain(homes)
-    costs = _costs(stages, given)
+    costs = _costs(stages, settings)
     if rows is None:
-        return choose(stages, given.microbatches, name, given.memory, costs, "partc simulate"), costs
+        return choose(stages, settings.microbatches, name, settings.memory, costs, "partc simulate"), costs
     lines = [(number, line) for number, line in enumerate(_text(rows).splitlines(), 1)]
     lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
     places = [f"{rows}:{number}" for number, _ in lines]
     texts = [line for _, line in lines]
-    return choose(stages, given.microbatches, texts, given.memory, costs, str(rows), places), costs
+    return choose(stages, settings.microbatches, texts, settings.memory, costs, str(rows), places), costs
 
 
 def _text(rows: Path) -> str:
@@ -332,7 +332,7 @@ def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
     }
 
 
-def _compare(ranks: int, given: _Options, as_json: bool) -> int:
+def _compare(ranks: int, settings: _Options, as_json: bool) -> int:
     """One line a schedule, on the same ranks."""
     from partc.compiler.errors import CompileError
     from partc.compiler.schedule.grid import message_counts, percent
@@ -340,7 +340,7 @@ def _compare(ranks: int, given: _Options, as_json: bool) -> int:
     from partc.compiler.schedule.simulate import simulate
     from partc.runtime.errors import UsageError
 
-    if given.measured is not None or any(len(times) > 1 for times in given.times):
+    if settings.measured is not None or any(len(times) > 1 for times in settings.times):
         raise UsageError("times of single stages need one schedule\n  help: use one time for all ranks, or --schedule")
     turn, vee = [*range(ranks)], [*range(ranks), *reversed(range(ranks))]
     table = Table(["schedule", "stages on ranks", ">total", ">bubble", ">overhead", ">keeps at most", ">messages"])
@@ -353,9 +353,9 @@ def _compare(ranks: int, given: _Options, as_json: bool) -> int:
     ]:
         shown = ",".join(map(str, homes if len(homes) <= _SHOWN else [*homes[:4], "..", *homes[-4:]]))
         try:
-            schedule, costs = _chosen(name, homes, given)
+            schedule, costs = _chosen(name, homes, settings)
         except CompileError:
-            if name == "auto" or given.microbatches < 1:
+            if name == "auto" or settings.microbatches < 1:
                 raise
             table.add(name, shown, *[""] * 3, "over the limit", "")
             continue

@@ -69,7 +69,7 @@ from partc.cli.job.job import Job, TrainingJob
 @origin_options
 @place_options
 @click.pass_context
-def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: Any) -> int:
+def command(ctx: click.Context, /, folder: Path, resume: str | None, **chosen: Any) -> int:
     """Train the artifact in FOLDER (by default build) on its ranks.
 
     SIGUSR2 writes the trace of --profile x.trace.json at once, of the last steps, while training goes on.
@@ -84,19 +84,19 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
     mpiexec -n 5 partc train build/                     # under your own launcher
     """
     training = TrainingJob(
-        options=settings_of(given),
+        options=settings_of(chosen),
         resume=resume if resume in (None, "", "auto") else str(Path(resume).absolute()),
-        init=_absolute(given["init"]),
-        only=given["only"],
-        metrics=_absolute(given["metrics"]),
-        tensorboard=_absolute(given["tensorboard"]),
-        plan=_absolute(given["plan"]),
-        trust_code=given["trust_code"],
-        restarts=given["restarts"],
-        backoff=given["backoff"],
+        init=_absolute(chosen["init"]),
+        only=chosen["only"],
+        metrics=_absolute(chosen["metrics"]),
+        tensorboard=_absolute(chosen["tensorboard"]),
+        plan=_absolute(chosen["plan"]),
+        trust_code=chosen["trust_code"],
+        restarts=chosen["restarts"],
+        backoff=chosen["backoff"],
     )
-    job = Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(given))
-    return start(ctx, folder, job, given)
+    job = Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(chosen))
+    return start(ctx, folder, job, chosen)
 
 
 def _absolute(path: Path | None) -> str | None:

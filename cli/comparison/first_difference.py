@@ -76,13 +76,13 @@ def first_difference(
     )
     inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs)
     by_value: dict[str, list[_Seen]] = {}
-    for one in inside.seen:
-        by_value.setdefault(one.value, []).append(one)
+    for copy in inside.seen:
+        by_value.setdefault(copy.value, []).append(copy)
     for value, array in values.items():
-        for one in by_value.get(value, ()):
-            row = _differs(one, array, arrays.get(one.output), noise.get(value))
+        for copy in by_value.get(value, ()):
+            row = _differs(copy, array, arrays.get(copy.output), noise.get(value))
             if row is not None:
-                return f"the first value that differs is '{value}' of {look.makers[value]}, on rank {one.rank}: {row}"
+                return f"the first value that differs is '{value}' of {look.makers[value]}, on rank {copy.rank}: {row}"
     return ""
 
 
@@ -100,18 +100,18 @@ def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], sc
     want = gradients_alone(whole, inputs, scratch)
     inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs, only_gradients=True)
     have: Arrays = {}
-    for one in inside.seen:
-        if one.value not in want:
+    for copy in inside.seen:
+        if copy.value not in want:
             continue
-        at, shard = _place(one, want[one.value].shape), arrays[one.output]
-        found = have.setdefault(one.value, want[one.value].copy())
-        if at is None or shard.shape != found[at].shape:
-            have[one.value] = np.full(found.shape, np.nan, found.dtype)
+        at, shard = _place(copy, want[copy.value].shape), arrays[copy.output]
+        gathered = have.setdefault(copy.value, want[copy.value].copy())
+        if at is None or shard.shape != gathered[at].shape:
+            have[copy.value] = np.full(gathered.shape, np.nan, gathered.dtype)
             continue
-        reference_shard = want[one.value][at].astype(np.float64)
+        reference_shard = want[copy.value][at].astype(np.float64)
         with np.errstate(invalid="ignore"):  # a gradient that overflows
-            off, known = (np.abs(array.astype(np.float64) - reference_shard) for array in (shard, found[at]))
-        found[at] = np.where(~(off <= known), shard, found[at])
+            off, known = (np.abs(array.astype(np.float64) - reference_shard) for array in (shard, gathered[at]))
+        gathered[at] = np.where(~(off <= known), shard, gathered[at])
     return {name: want[name] for name in have}, have
 
 
@@ -144,13 +144,13 @@ def _names(program: Complete, only_gradients: bool) -> dict[int, dict[str, Shard
     learned = program.training.parameters if program.training is not None else ()
     wanted = {f"{value.name}.grad" for value in learned} if only_gradients else None
     names = Names(program)
-    found: dict[int, dict[str, ShardedValue]] = {}
+    by_rank: dict[int, dict[str, ShardedValue]] = {}
     for copy, value in program.at.items():
         if copy.layout.partial or (wanted is not None and copy.value.name not in wanted):
             continue
         for rank in copy.group:
-            found.setdefault(rank, {}).setdefault(names[value], copy)
-    return found
+            by_rank.setdefault(rank, {}).setdefault(names[value], copy)
+    return by_rank
 
 
 def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, ShardedValue], look: _Look) -> Manifest:
@@ -186,14 +186,14 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
     return manifest.model_copy(update={"outputs": [*manifest.outputs, *ports]})
 
 
-def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
+def _differs(seen: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
     """Returns a text of how a value on a rank differs; None where it does not, or cannot be compared."""
     if have is None:
         return None
-    at = _place(one, whole.shape)
+    at = _place(seen, whole.shape)
     if at is None:
         return None
-    ranks, dims = one.copy.value.meta.get(FOLDED, (1, ()))
+    ranks, dims = seen.copy.value.meta.get(FOLDED, (1, ()))
     whole, noise = in_folded_order(whole, ranks, dims), None if noise is None else in_folded_order(noise, ranks, dims)
     want = whole[at]
     part = f"its shard [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"

@@ -93,17 +93,17 @@ def scaled_seed(folder: Path, out: Path, number: int) -> Path:
 def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
     """Maps each state tensor's global name to its value before the first step, in a program of one rank."""
     tensors = {one.name: one for one in read_model(folder / manifest.program(0)).graph.initializer}
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
     for record in manifest.state:
         if record.value in tensors:
-            found[record.tensor] = numbers(tensors[record.value], folder, manifest)
+            values[record.tensor] = numbers(tensors[record.value], folder, manifest)
         elif isinstance(record.initial, Law):
             dtype = dense(record.type)
             assert dtype is not None
-            found[record.tensor] = full_tensor(record.initial, tuple(record.shape), dtype.numpy)
+            values[record.tensor] = full_tensor(record.initial, tuple(record.shape), dtype.numpy)
         else:
-            found[record.tensor] = np.full(record.shape, record.initial, np.float64)
-    return found
+            values[record.tensor] = np.full(record.shape, record.initial, np.float64)
+    return values
 
 
 def batch_shards(manifest: Manifest) -> int:

@@ -60,16 +60,16 @@ def torch_training(
     """Trains the module by a plan's rules, `steps` times on the same batch, and restores its tensors; `folder`: the plan's folder."""
     from partc.runtime.artifact.training.lr_schedule import rate_of
 
-    found = TorchTraining()
+    trained = TorchTraining()
     options = {name_of(value): one for value, one in training.parameters.items() if not one.frozen}
     unlike = sorted({kind for one in options.values() if (kind := _unlike(one.optimizer or training.rules.optimizer))})
     try:
         with _training(torch_model, training) as tensors:
             rates = rate_of(training.rules.schedule, training.rules.optimizer.lr, folder=folder)
             count = 1 if unlike else steps
-            _train(torch_model, training.rules, options, tensors, loss, records, count, rates, found)
+            _train(torch_model, training.rules, options, tensors, loss, records, count, rates, trained)
             if unlike:
-                found.notes.append(
+                trained.notes.append(
                     f"{', '.join(unlike)} is not in torch.optim: the first loss and the first gradients alone are compared with torch"
                 )
             else:
@@ -77,12 +77,14 @@ def torch_training(
                     **{name: tensors[name] for name in options if name in tensors},
                     **_statistics(torch_model, tensors),
                 }
-                found.values |= {name: one.detach().cpu().numpy().copy() for name, one in kept.items()}
+                trained.values |= {name: one.detach().cpu().numpy().copy() for name, one in kept.items()}
     except Exception as error:  # a module may raise anything in training
         return TorchTraining(notes=[f"torch does not train the module, and is not compared: {_line(error)}"])
     if missing := [name for name in options if name not in tensors]:
-        found.notes.append(f"torch has no parameter of its own for {', '.join(missing[:3])}, which the plan separates")
-    return found
+        trained.notes.append(
+            f"torch has no parameter of its own for {', '.join(missing[:3])}, which the plan separates"
+        )
+    return trained
 
 
 def _train(
@@ -94,24 +96,24 @@ def _train(
     records: Mapping[str, Array],
     steps: int,
     rate: Callable[[int], float],
-    found: TorchTraining,
+    trained: TorchTraining,
 ) -> None:
     import torch
 
-    given = {name: torch.from_numpy(np.array(array)) for name, array in records.items()}
+    inputs = {name: torch.from_numpy(np.array(array)) for name, array in records.items()}
     learned = {name: tensors[name] for name in options if name in tensors}
     optimizers = [_optimizer(tensor, options[name], rules.optimizer) for name, tensor in learned.items() if steps > 1]
     rates = [[float(group["lr"]) for group in one.param_groups] for one in optimizers]
     for step in range(steps):
         for tensor in learned.values():
             tensor.grad = None
-        made = _loss(rules, torch_model.call(tensors if torch_model.stored else None, given), given)
+        made = _loss(rules, torch_model.call(tensors if torch_model.stored else None, inputs), inputs)
         made.backward()  # type: ignore[no-untyped-call]
-        found.values[f"{loss}, step {step + 1}"] = np.array(made.detach().item(), np.float32)
+        trained.values[f"{loss}, step {step + 1}"] = np.array(made.detach().item(), np.float32)
         for tensor in learned.values():
             tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if step == 0:
-            found.gradients |= {
+            trained.gradients |= {
                 f"{name}.grad": one.grad.cpu().numpy().copy() for name, one in learned.items() if one.grad is not None
             }
         if rules.clipping.norm is not None:
@@ -190,7 +192,7 @@ def _statistics(torch_model: TorchModel, tensors: Mapping[str, torch.Tensor]) ->
     return {name: one for name, one in now.items() if one.is_floating_point()}
 
 
-def _loss(rules: TrainRules, outputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _loss(rules: TrainRules, outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Computes the plan's loss of a batch with torch's functions."""
     import torch
     from torch.nn import functional
@@ -199,7 +201,7 @@ def _loss(rules: TrainRules, outputs: Mapping[str, torch.Tensor], given: Mapping
     y = outputs[said.output]
     if said.type == "output":
         return y
-    labels = given[said.labels].to(y.device)
+    labels = inputs[said.labels].to(y.device)
     reduction = "sum" if said.reduction == "sum" else "mean"
     numbers = {
         key: torch.tensor(one, dtype=y.dtype) for key in ("weights", "pos_weight") if (one := getattr(said, key, None))

@@ -101,13 +101,13 @@ def unsharded_session(path: Path, optimized: bool = True) -> Any:
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     model = onnx.load(path, load_external_data=False)
-    given: Path | bytes = path
+    source: Path | bytes = path
     if compute_in_float32(model, bfloat16=True):
         folder = str(path.parent.resolve())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        given = model.SerializeToString()
+        source = model.SerializeToString()
     try:
-        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
 

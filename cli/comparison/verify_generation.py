@@ -54,13 +54,15 @@ def verdict(case: Case, seed: int) -> Verdict:
     wanted = [alone.tokens(prompt, count) for prompt in prompts]
     found = _over_mpi(case, prompts, count) if case.mpi else _in_process(case, prompts, count)
     notes, whole, compiled = list[str](), dict[str, Array](), dict[str, Array]()
-    for number, (one, tokens) in enumerate(zip(wanted, found, strict=True)):
-        first = next((k for k, pair in enumerate(zip(one.tokens, tokens, strict=True)) if pair[0] != pair[1]), count)
-        if first < count and one.margins[first] < one.noise[first]:
+    for number, (reference, tokens) in enumerate(zip(wanted, found, strict=True)):
+        first = next(
+            (k for k, pair in enumerate(zip(reference.tokens, tokens, strict=True)) if pair[0] != pair[1]), count
+        )
+        if first < count and reference.margins[first] < reference.noise[first]:
             notes.append(f"prompt {number}: two tokens score alike at token {first}; what follows is not compared")
-            tokens = [*tokens[:first], *one.tokens[first:]]
+            tokens = [*tokens[:first], *reference.tokens[first:]]
         name = f"prompt {number}, {count_text(prompts[number].read, 'token')}"
-        whole[name], compiled[name] = np.asarray(one.tokens), np.asarray(tokens)
+        whole[name], compiled[name] = np.asarray(reference.tokens), np.asarray(tokens)
     rows = compare(whole, compiled, None, None)
     return Verdict(of_torch_named(rows, [] if case.torch_model is None else whole), notes)
 
@@ -109,15 +111,15 @@ def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[i
     from partc.runtime.files.regular import read_regular
     from partc.runtime.files.writers import new_file
 
-    given, made = case.scratch / "prompts.jsonl", case.scratch / "answers.jsonl"
+    given, answers_file = case.scratch / "prompts.jsonl", case.scratch / "answers.jsonl"
     with new_file(given) as out:
         out.write("".join(json.dumps(_line(case, k, one)) + "\n" for k, one in enumerate(prompts)).encode())
-    generation = GenerationJob(file=str(given), output=str(made), options={"max_tokens": count})
+    generation = GenerationJob(file=str(given), output=str(answers_file), options={"max_tokens": count})
     job = Job(str(case.report.out), generation=generation, reporting=Reporting(quiet=True), devices=case.devices)
     code = launch(job, case.report.manifest, Hosts(None, None), (), WITHOUT_MPI)
     if code:
         raise click.exceptions.Exit(code)
-    rows = [json.loads(line) for line in read_regular(made).decode().splitlines()]
+    rows = [json.loads(line) for line in read_regular(answers_file).decode().splitlines()]
     return [_whole(row["ids"], count) for row in sorted(rows, key=lambda row: int(row["request"]))]
 
 
@@ -183,19 +185,21 @@ class _Unsharded:
             {} if encoder is None else {encoder.input: self._typed(encoder.input, np.asarray(request.encoder)[None])}
         )
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
-        ids, found, before = np.asarray([prompt]), Reference([], [], []), 0
-        while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
+        ids, reference, before = np.asarray([prompt]), Reference([], [], []), 0
+        while len(reference.tokens) < count and not (reference.tokens and reference.tokens[-1] in self._record.stop):
             for part in np.split(ids, ids.shape[1], axis=1) if self._record.states else [ids]:
                 feeds = self._feeds(part, past, before, request.entries) | encoded
                 scores, *present = self._run(feeds)
                 past, before = dict(zip(self._caches, present, strict=True)), before + part.shape[1]
-            found.noise.append(self._noise(feeds, scores))
+            reference.noise.append(self._noise(feeds, scores))
             order = np.argsort(-scores[0, -1], kind="stable")
-            found.tokens.append(int(order[0]))
-            found.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
-            ids = np.asarray([found.tokens[-1:]])
-        missing = count - len(found.margins)
-        return Reference(_whole(found.tokens, count), found.margins + [1.0] * missing, found.noise + [TIE] * missing)
+            reference.tokens.append(int(order[0]))
+            reference.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
+            ids = np.asarray([reference.tokens[-1:]])
+        missing = count - len(reference.margins)
+        return Reference(
+            _whole(reference.tokens, count), reference.margins + [1.0] * missing, reference.noise + [TIE] * missing
+        )
 
     def surprise(self, ids: Sequence[int]) -> float:
         """Returns the sum of the negative logarithms of each token's probability after the tokens before it, from the second token on."""

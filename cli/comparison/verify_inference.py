@@ -36,10 +36,10 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     report, scratch = case.report, case.scratch
     path = case.unsharded()
     exported = flatten(run_unsharded(path, report.manifest, case.values))
-    of_torch, told = torch_outputs(case)
+    of_torch, torch_notes = torch_outputs(case)
     whole = {**exported, **of_torch}
     compiled = _run_over_mpi(case, flatten(case.values)) if case.mpi else run(report.out)
-    first = Verdict(of_torch_named(compare(whole, compiled, rtol, atol), of_torch), told)
+    first = Verdict(of_torch_named(compare(whole, compiled, rtol, atol), of_torch), torch_notes)
     if first.passed:
         return first
     alone = compile_alone(case.source, report.program.plan, scratch / "alone")
@@ -49,7 +49,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         plain = flatten(run_unsharded(path, report.manifest, case.values, False))
         noise = merged(spread(run(alone.folder), draws), spread(exported, [plain]))
     rows = of_torch_named(compare(whole, compiled, rtol, atol, noise), of_torch)
-    second = Verdict(rows, [*told, *measured(first.rows, rows, alone, noise)])
+    second = Verdict(rows, [*torch_notes, *measured(first.rows, rows, alone, noise)])
     if second.passed:
         return second
     inside = first_difference(
@@ -76,19 +76,19 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     from partc.runtime.files.writers import new_file
 
     report, scratch = case.report, case.scratch
-    given, made = scratch / "inputs.npz", scratch / "outputs.npz"
+    given, outputs_file = scratch / "inputs.npz", scratch / "outputs.npz"
     with new_file(given) as out:
         np.savez(out, **inputs)  # type: ignore[arg-type]
     job = Job(
         str(report.out),
-        InferenceJob((str(given),), output=str(made)),
+        InferenceJob((str(given),), output=str(outputs_file)),
         reporting=Reporting(quiet=True),
         devices=case.devices,
     )
     code = launch(job, report.manifest, Hosts(None, None), (), WITHOUT_MPI)
     if code:
         raise click.exceptions.Exit(code)
-    with open_regular(made) as file, np.load(file) as outputs:
+    with open_regular(outputs_file) as file, np.load(file) as outputs:
         return dict(outputs)
 
 

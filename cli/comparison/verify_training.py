@@ -85,13 +85,13 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     training = report.manifest.training
     assert training is not None
     numbers = scalars([name for name in training.scalars if name != STEP], 0, training.optimizer.numbers)
-    given = {**records, **{name: np.array(x) for name, x in numbers.items()}, STEP: np.array(0, np.int64)}
-    of_whole, of_compiled = gradients(alone, ours, given, scratch)
+    feeds = {**records, **{name: np.array(x) for name, x in numbers.items()}, STEP: np.array(0, np.int64)}
+    of_whole, of_compiled = gradients(alone, ours, feeds, scratch)
     overflow = count > STEPS and not all(np.isfinite(array).all() for array in of_whole.values())
     if overflow:
         of_whole, of_compiled = {}, {}
-    torchs = _against_torch(case, trained, given, begun, shards, (rtol, atol))
-    told = [_OVERFLOW, *torchs.notes] if overflow else torchs.notes
+    torchs = _against_torch(case, trained, feeds, begun, shards, (rtol, atol))
+    notes = [_OVERFLOW, *torchs.notes] if overflow else torchs.notes
 
     def rows(noise: Mapping[str, Array] | None) -> list[Compared]:
         kept = compared({**whole, **torchs.values}, compiled, begun, rtol, atol, noise)
@@ -99,7 +99,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         kept += compared(steep, of_compiled, _zeros(steep), rtol, atol, noise)
         return [*of_torch_named(kept, {*torchs.values, *torchs.gradients}), *torchs.rows(noise is not None)]
 
-    first = Verdict(rows(None), told)
+    first = Verdict(rows(None), notes)
     if first.passed:
         return first
     noise: dict[str, Array] = {}
@@ -108,13 +108,13 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         for draw in range(DRAWS):
             folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
             draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
-            steps.append({} if overflow else gradients(replace(alone, folder=folder), ours, given, scratch)[0])
+            steps.append({} if overflow else gradients(replace(alone, folder=folder), ours, feeds, scratch)[0])
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
     again = rows(noise)
-    second = Verdict(again, [*told, *measured(first.rows, again, alone, noise)])
+    second = Verdict(again, [*notes, *measured(first.rows, again, alone, noise)])
     if second.passed:
         return second
-    inside = first_difference(alone, ours, given, scratch, bool(noise))
+    inside = first_difference(alone, ours, feeds, scratch, bool(noise))
     return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
 
 
@@ -131,7 +131,7 @@ class _Torch:
 def _against_torch(
     case: Case,
     trained: Callable[..., dict[str, Array]],
-    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     begun: Mapping[str, Array],
     shards: int,
     tolerances: tuple[float | None, float | None],
@@ -150,14 +150,14 @@ def _against_torch(
         return _Torch()
     folder = Path() if case.plan is None else case.plan.parent
     loss = case.report.manifest.training.loss
-    torchs = torch_training(case.torch_model, training, loss, given, STEPS, folder)
+    torchs = torch_training(case.torch_model, training, loss, inputs, STEPS, folder)
     if not torchs.values:
         return _Torch(notes=torchs.notes)
     source, plain, left = _undivided(case, plan, shards)
     if not left:
         return _Torch(torchs.values, torchs.gradients, torchs.notes)
     alone = replace(compile_alone(source, plain, case.scratch / "plain"), devices=case.devices)
-    numbers = {name: array for name, array in given.items() if name != STEP}
+    numbers = {name: array for name, array in inputs.items() if name != STEP}
     values = trained(alone.folder, out=case.scratch / "of_plain", mpi=False, steps=STEPS)
     steep = gradients_alone(alone, numbers, case.scratch / "plain_look")
 
@@ -221,7 +221,7 @@ def compared(
     It is a thousandth of the largest change, plus a few units in the last place of the largest element: a step may change a parameter by
     less than the parameter's own rounding.
     """
-    found: list[Compared] = []
+    rows: list[Compared] = []
     for name, array in whole.items():
         relative, close = rtol, atol
         if name in begun and array.dtype.kind == "f":
@@ -230,21 +230,21 @@ def compared(
             largest = float(np.abs(array).max(initial=0.0))
             close = SHARE * float(change.max(initial=0.0)) + unit * largest if atol is None else atol
             relative = unit if rtol is None else rtol
-        found += compare({name: array}, {name: compiled[name]} if name in compiled else {}, relative, close, noise)
-    return found
+        rows += compare({name: array}, {name: compiled[name]} if name in compiled else {}, relative, close, noise)
+    return rows
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
     """Returns the inputs of a step as records. Raises UsageError where they do not have one batch size."""
     assert manifest.training is not None
-    found = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
-    records = {name: array for name, array in found.items() if name not in manifest.training.fixed}
+    inputs = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
+    records = {name: array for name, array in inputs.items() if name not in manifest.training.fixed}
     along = {port.name: port.batch_dim for port in manifest.inputs}
     sizes = {name: array.shape[along[name]] if array.ndim else None for name, array in records.items()}
     if len(set(sizes.values())) != 1 or None in sizes.values():
         told = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise UsageError(f"the inputs are not records of one batch: their batch dims are {told}")
-    return {**records, **found}
+    return {**records, **inputs}
 
 
 def _trained(
@@ -264,7 +264,7 @@ def _trained(
     from partc.runtime.checkpoint.checkpoint import Checkpoint
 
     out.mkdir()
-    told = out / "metrics.jsonl"
+    log = out / "metrics.jsonl"
     training = TrainingJob(
         options={
             "data": data,
@@ -273,7 +273,7 @@ def _trained(
             "log": 1,
             "checkpoint": {"folder": str(out / "kept"), "every": steps},
         },
-        metrics=str(told),
+        metrics=str(log),
         plan=None if plan is None else str(plan.absolute()),
         only_train=True,
     )
@@ -287,10 +287,10 @@ def _trained(
     if code:
         raise click.exceptions.Exit(code)
     assert manifest.training is not None
-    found: dict[str, Array] = {}
+    results: dict[str, Array] = {}
     names = [manifest.training.loss, *manifest.training.metrics]
-    for row in map(json.loads, read_regular(told).splitlines()):
+    for row in map(json.loads, read_regular(log).splitlines()):
         if row["kind"] == "train":
-            found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names if name in row}
+            results |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names if name in row}
     checkpoint = Checkpoint.open(out / "kept")
-    return found | {name: checkpoint.read(name) for name in sorted(checkpoint.index.tensors)}
+    return results | {name: checkpoint.read(name) for name in sorted(checkpoint.index.tensors)}

@@ -155,15 +155,15 @@ def providers() -> Iterator[Finding]:
         remedy = "pip install --force-reinstall onnxruntime-gpu, or onnxruntime where there is no such wheel"
         yield Finding("onnxruntime", FAULT, f"it cannot be loaded: {text}", remedy)
         return
-    found = json.loads(lines[-1])
-    begins = wanted in found["used"]
+    report = json.loads(lines[-1])
+    begins = wanted in report["used"]
     if begins or wanted == _CUDA:
-        yield Finding("onnxruntime", OK, f"{found['version']}, {', '.join(found['known'])}")
+        yield Finding("onnxruntime", OK, f"{report['version']}, {', '.join(report['known'])}")
     else:
-        yield Finding("onnxruntime", FAULT, f"no session begins: {found['error']}", "reinstall onnxruntime")
+        yield Finding("onnxruntime", FAULT, f"no session begins: {report['error']}", "reinstall onnxruntime")
     if there and not begins:
-        has = _CUDA in found["known"]
-        why = f"a session does not begin there: {found['error'] or 'its libraries are missing'}"
+        has = _CUDA in report["known"]
+        why = f"a session does not begin there: {report['error'] or 'its libraries are missing'}"
         text = f"{count(there, 'GPU')}; " + (why if has else f"onnxruntime has no {_CUDA}")
         remedy = _LIBRARIES if has else "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
         yield Finding("GPU", NOTE, text, f"{remedy}; until then run with --device cuda=cpu")
@@ -196,13 +196,13 @@ def packages() -> Iterator[Finding]:
     for need in map(Requirement, metadata.requires("partc") or ()):
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        found = _version(need.name)
-        if found is None:
+        installed = _version(need.name)
+        if installed is None:
             missing.append(need)
-        elif found not in need.specifier:
-            old.append((need, found))
+        elif installed not in need.specifier:
+            old.append((need, installed))
         else:
-            there.append(f"{need.name} {found}")
+            there.append(f"{need.name} {installed}")
     if missing or old:
         wrong = [f"{one.name} is missing" for one in missing]
         wrong += [f"{one.name} is {found}, tested is {one.specifier}" for one, found in old]

@@ -133,8 +133,8 @@ def _meeting(launcher: Launcher) -> Iterator[Finding]:
             f"run `{launcher.path} -n 2 hostname` to see what the launcher itself says; {_INSTALL}",
         )
         return
-    found = json.loads(lines[0])
-    if found["ranks"] != _RANKS:
+    report = json.loads(lines[0])
+    if report["ranks"] != _RANKS:
         yield Finding(
             "two ranks",
             FAULT,
@@ -143,13 +143,13 @@ def _meeting(launcher: Launcher) -> Iterator[Finding]:
         )
         return
     yield Finding(
-        "two ranks", OK, f"met, and ended after {seconds:.1f} s; an exchange takes {found['seconds'] * 1e6:.0f} us"
+        "two ranks", OK, f"met, and ended after {seconds:.1f} s; an exchange takes {report['seconds'] * 1e6:.0f} us"
     )
-    if found["mpi_alone"]:
-        if "PARTC_" in found["mpi_alone"]:
+    if report["mpi_alone"]:
+        if "PARTC_" in report["mpi_alone"]:
             remedy = "unset it"
         elif os.path.exists("/.dockerenv"):
             remedy = "allow memfd_create, futex and /proc/PID/fd in the container (its seccomp profile), or run all ranks in one container"
         else:
             remedy = "slower, and right: messages and sums go over MPI"
-        yield Finding("two ranks", NOTE, f"they share no memory but MPI's: {found['mpi_alone']}", remedy)
+        yield Finding("two ranks", NOTE, f"they share no memory but MPI's: {report['mpi_alone']}", remedy)

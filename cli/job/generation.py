@@ -105,16 +105,19 @@ class _Shown:
         """Writes or shows the rest: the answers, and the time that they took."""
         from partc.cli.job.outputs import hand_over
 
-        read, made = sum(one.read for one in self.requests), sum(map(len, self.tokens.values()))
+        read, made_tokens = sum(one.read for one in self.requests), sum(map(len, self.tokens.values()))
         if self.settings.output is not None:
             with replacing(Path(self.settings.output)) as out:
                 out.write("".join(f"{self._line(number)}\n" for number in sorted(self.tokens)).encode())
         if self.job.reporting.json:
             answers = [self._answer(number) for number in sorted(self.tokens)]
-            hand_over(self.job, {"answers": answers, "loaded": loaded, "seconds": taken, "read": read, "made": made})
+            hand_over(
+                self.job, {"answers": answers, "loaded": loaded, "seconds": taken, "read": read, "made": made_tokens}
+            )
         elif not self.job.reporting.quiet:
-            rate = f"{made / taken:.3g} tokens/s" if taken else ""
-            text = f"loaded in {seconds(loaded)}; read {count(read, 'token')} and made {count(made, 'token')} in {seconds(taken)}, {rate}"
+            rate = f"{made_tokens / taken:.3g} tokens/s" if taken else ""
+            tokens = f"read {count(read, 'token')} and made {count(made_tokens, 'token')}"
+            text = f"loaded in {seconds(loaded)}; {tokens} in {seconds(taken)}, {rate}"
             console.echo(text, err=True)
 
     def _line(self, number: int) -> str:

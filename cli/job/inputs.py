@@ -69,13 +69,13 @@ class InputReader:
 
     def bound(self, symbols: Mapping[str, SymbolRecord]) -> dict[str, tuple[int, str]]:
         """Maps each symbol to its size in the shapes of the inputs from files or literals, with the name of that input."""
-        found: dict[str, tuple[int, str]] = {}
+        sizes_found: dict[str, tuple[int, str]] = {}
         for name, port in self.ports.items():
             shape = self._shape(name) if port.shape is not None else ()
             for dim, size in zip(port.shape or (), shape, strict=False):
                 if dim in symbols:
-                    found.setdefault(str(dim), (size, name))
-        return found
+                    sizes_found.setdefault(str(dim), (size, name))
+        return sizes_found
 
     def has(self, name: str) -> bool:
         """Whether an input has a file or a literal."""
@@ -128,18 +128,18 @@ def open_inputs(
             elif name in members:
                 problems.append(f"{source[0]}: input '{name}' is already read from {members[name][0]}")
             members[name] = source
-    given = InputReader(ports, members, seed, {}, literals, Memory(max_bytes))
+    reader = InputReader(ports, members, seed, {}, literals, Memory(max_bytes))
     chosen: dict[str, int] = {}
     if seed is not None:
         chosen, wrong = choose_sizes(manifest.symbols, sizes)
         problems.extend(wrong)
-        for name, (size, port) in given.bound(manifest.symbols).items() if given.generated() else ():
+        for name, (size, port) in reader.bound(manifest.symbols).items() if reader.generated() else ():
             if sizes.get(name, size) != size:
                 problems.append(f"--set {name}={sizes[name]}: it is {size} by input '{port}'")
             chosen[name] = size
     elif sizes:
         problems.append("--set is the size of random inputs: add --random SEED")
-    for name in (name for name in ports if not given.has(name)):
+    for name in (name for name in ports if not reader.has(name)):
         missing = ports[name]
         if missing.type.startswith(("optional(", "seq(")):
             continue
@@ -150,7 +150,7 @@ def open_inputs(
     if problems:
         help = "  help: use --input x.npz or --input name=file.npy for every input, or --random SEED for all"
         raise UsageError("\n".join([*problems, help]))
-    return replace(given, sizes=chosen)
+    return replace(reader, sizes=chosen)
 
 
 def _literal(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
@@ -193,17 +193,17 @@ def _choice(noun: str, names: Iterable[str]) -> str:
     return f"; the {noun} are {listed}" if listed else f"; there are no {noun}"
 
 
-def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+def choose_sizes(symbols: Mapping[str, SymbolRecord], requested: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Returns a size for every symbol, the requested or else the smallest one, and the errors in the requested sizes."""
     problems = [
-        f"--set {name}={given[name]}: no such symbol{_choice('symbols', symbols)}"
-        for name in given
+        f"--set {name}={requested[name]}: no such symbol{_choice('symbols', symbols)}"
+        for name in requested
         if name not in symbols
     ]
-    for name, size in given.items():
+    for name, size in requested.items():
         if name in symbols and (law := _broken_law(symbols[name], size)):
             problems.append(f"--set {name}={size}: {law}")
-    return {name: given.get(name, smallest(symbol)) for name, symbol in symbols.items()}, problems
+    return {name: requested.get(name, smallest(symbol)) for name, symbol in symbols.items()}, problems
 
 
 def _broken_law(symbol: SymbolRecord, size: int) -> str:

@@ -61,12 +61,12 @@ def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) ->
     ports = [port for port in manifest.outputs if port.ranks]
     sent = {port.name: flatten({port.name: mine[port.name]}) for port in ports if rank in _owners(port)}
     heads = {name: [(key, one.dtype.str, one.shape) for key, one in arrays.items()] for name, arrays in sent.items()}
-    found: dict[tuple[int, str], Arrays] = {(rank, name): arrays for name, arrays in sent.items()}
+    arrays_of: dict[tuple[int, str], Arrays] = {(rank, name): arrays for name, arrays in sent.items()}
     under_way = []
     for other, text in enumerate(transport.all_gather_text(json.dumps(heads))):
         for name, rows in json.loads(text).items() if other != 0 == rank else ():
-            found[other, name] = {key: np.empty(shape, dtype) for key, dtype, shape in rows}
-            moving = [transport.irecv(_bytes(one), other, _TAG) for one in found[other, name].values()]
+            arrays_of[other, name] = {key: np.empty(shape, dtype) for key, dtype, shape in rows}
+            moving = [transport.irecv(_bytes(one), other, _TAG) for one in arrays_of[other, name].values()]
             under_way += [(one, f"the output '{name}' from rank {other}") for one in moving]
     for name, arrays in sent.items() if rank else ():
         for one in arrays.values():
@@ -76,7 +76,7 @@ def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) ->
         transport.wait(request, lambda what=what: what)  # type: ignore[misc]
     whole = flatten(mine)
     for port in ports if rank == 0 else ():
-        parts = [found[owner, port.name] for owner in _owners(port)]
+        parts = [arrays_of[owner, port.name] for owner in _owners(port)]
         if port.boxes is None:
             whole |= parts[0]
         else:
@@ -115,14 +115,14 @@ OUTPUT_KEYS = ("name", "dtype", "shape", "min", "mean", "max")
 
 def statistics(arrays: Arrays) -> list[tuple[Any, ...]]:
     """Returns the `OUTPUT_KEYS` of each output; min, mean and max are None for an array without numbers."""
-    found = []
+    rows = []
     for name, array in arrays.items():
         numbers: tuple[float | None, ...] = (None, None, None)
         if array.size and array.dtype.kind in "biuf":
             wide = array.astype(np.float64)
             numbers = (float(wide.min()), float(wide.mean()), float(wide.max()))
-        found.append((name, array.dtype.name, array.shape, *numbers))
-    return found
+        rows.append((name, array.dtype.name, array.shape, *numbers))
+    return rows
 
 
 def _statistics(array: Array) -> tuple[str, str, str, str]:

@@ -72,17 +72,17 @@ _STEPS_OF_OPS = 100
 
 def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
     """Raises UsageError where a profile cannot be written, or asks for steps beyond `steps`, the number of steps if it is known."""
-    path, given = reporting.profile, reporting.steps
-    if given and not reporting.traces:
+    path, traced = reporting.profile, reporting.steps
+    if traced and not reporting.traces:
         fact = "steps are chosen of a trace" if path is None else f"{path} is not the file of a trace"
         raise UsageError(f"--trace-steps: {fact}\n  help: give --profile x{SUFFIX}, too")
-    if given and steps is not None and given[-1] > steps:
-        fact = f"--trace-steps {given[0]}:{given[-1]}: there are {count(steps, 'step')}"
-        raise UsageError(f"{fact}\n  help: choose from 1:{steps}, or give --repeat {given[-1]}")
+    if traced and steps is not None and traced[-1] > steps:
+        fact = f"--trace-steps {traced[0]}:{traced[-1]}: there are {count(steps, 'step')}"
+        raise UsageError(f"{fact}\n  help: choose from 1:{steps}, or give --repeat {traced[-1]}")
     if reporting.ops and not reporting.traces:
         fact = "ops are spans of a trace" if path is None else f"{path} is not the file of a trace"
         raise UsageError(f"--ops: {fact}\n  help: give --profile x{SUFFIX}, too")
-    if reporting.ops and not given and (steps is None or steps > _STEPS_OF_OPS):
+    if reporting.ops and not traced and (steps is None or steps > _STEPS_OF_OPS):
         fact = "onnxruntime keeps the times of ops of all steps from the first on in memory"
         raise UsageError(f"--ops: {fact}\n  help: choose early steps, such as --trace-steps 4:13")
     if path is None:

@@ -44,20 +44,20 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
         fact = "the artifact makes no tokens"
         raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
     record = manifest.generation
-    found = (
+    requests = (
         _from_file(job, record)
         if job.file is not None
         else [_request(job, record, entry, where) for entry, where in _entries(job)]
     )
-    refuse_unfit(found, record)
+    refuse_unfit(requests, record)
     if job.output is not None:
         refuse_other(Path(job.output))
-    return found
+    return requests
 
 
 def _from_file(job: GenerationJob, record: GenerationRecord) -> list[Request]:
     """Returns a request for each line of a file of JSON lines."""
-    path, found, problems = Path(job.file or ""), list["Request"](), list[str]()
+    path, requests, problems = Path(job.file or ""), list["Request"](), list[str]()
     try:
         text = counted.read_text(path, counted.SCHEDULE_BYTES)
     except UnicodeDecodeError as error:
@@ -71,16 +71,16 @@ def _from_file(job: GenerationJob, record: GenerationRecord) -> list[Request]:
             entry = json.loads(line)
             if not isinstance(entry, dict):
                 raise InputError('a line is a mapping such as {"prompt": "Once"} or {"ids": [1, 306]}')
-            found.append(_request(job, record, entry, f"{path}:{at}"))
+            requests.append(_request(job, record, entry, f"{path}:{at}"))
         except json.JSONDecodeError as error:
             problems.append(f"{path}:{at}: is not JSON: {error.msg}")
         except InputError as error:
             problems.append(f"{path}:{at}: {error}")
-    if not found and not problems:
+    if not requests and not problems:
         problems.append(f'{path}: has no line\n  help: write one for each prompt, {{"ids": [1, 306]}}')
     if problems:
         raise InputError("\n".join(problems))
-    return found
+    return requests
 
 
 def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any], where: str) -> Request:

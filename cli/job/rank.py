@@ -360,14 +360,14 @@ def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:
     return open_inputs(manifest, job.inference.inputs, job.inference.random, job.inference.sizes, job.max_bytes)
 
 
-def wrong_ranks(folder: str, manifest: Manifest, given: int) -> str:
+def wrong_ranks(folder: str, manifest: Manifest, started: int) -> str:
     """The message for a wrong number of ranks."""
     first, *others = map(str, manifest.numbers)
     if not others:
-        return f"{folder}: compiled for {count(manifest.ranks, 'rank')}, not {given}; run it with -n {first}"
+        return f"{folder}: compiled for {count(manifest.ranks, 'rank')}, not {started}; run it with -n {first}"
     numbers = f"{', '.join([first, *others[:-1]])} or {others[-1]}"
-    more = f"or name {given} under 'elastic' in the plan, and compile again"
-    return f"{folder}: compiled for {numbers} ranks, not {given}\n  help: run it with -n {numbers}, {more}"
+    more = f"or name {started} under 'elastic' in the plan, and compile again"
+    return f"{folder}: compiled for {numbers} ranks, not {started}\n  help: run it with -n {numbers}, {more}"
 
 
 def finish(

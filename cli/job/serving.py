@@ -207,23 +207,25 @@ class _News:
     def add(self, new: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
         """Adds the tokens of a step; `seconds` is the step's time, or None for an empty step."""
         finishes, urgent, held = dict[int, str](), list[int](), self._made
-        for one in new:
-            if one.finish:
-                finishes[one.request] = one.finish
-            if one.finish or (one.request not in self._begun and not one.of_prompt):
-                urgent.append(one.request)
-            if one.cached:
-                self._cached[one.request] = one.cached
-            if one.score is not None:
-                self._scores.setdefault(one.request, ([], []))[one.of_prompt].append((one.score.logprob, one.score.top))
-            if one.embedding is not None:
-                self._embeddings.append((one.request, b64encode(one.embedding.astype("<f4").tobytes()).decode()))
-            if one.of_prompt:
-                held.setdefault(one.request, [])
-            elif one.request in held:
-                held[one.request].append(one.token)
+        for token in new:
+            if token.finish:
+                finishes[token.request] = token.finish
+            if token.finish or (token.request not in self._begun and not token.of_prompt):
+                urgent.append(token.request)
+            if token.cached:
+                self._cached[token.request] = token.cached
+            if token.score is not None:
+                self._scores.setdefault(token.request, ([], []))[token.of_prompt].append(
+                    (token.score.logprob, token.score.top)
+                )
+            if token.embedding is not None:
+                self._embeddings.append((token.request, b64encode(token.embedding.astype("<f4").tobytes()).decode()))
+            if token.of_prompt:
+                held.setdefault(token.request, [])
+            elif token.request in held:
+                held[token.request].append(token.token)
             else:
-                held[one.request] = [one.token]
+                held[token.request] = [token.token]
         if urgent:
             self._begun = self._begun.union(urgent) & slots.running
         if seconds is not None:
@@ -233,7 +235,7 @@ class _News:
             urgent, self._sent = [*held], now
         used = slots.used
         if urgent or used != self._used:
-            made = [
+            made_rows = [
                 (request, held.pop(request), finishes.get(request, ""), *self._scores.pop(request, ()))
                 for request in dict.fromkeys(urgent)
             ]
@@ -243,7 +245,7 @@ class _News:
             if (drafts := (slots.drafted, slots.accepted)) != self._drafts:
                 more["drafts"] = [now - before for now, before in zip(drafts, self._drafts, strict=True)]
                 self._drafts = drafts
-            self._link.send({"made": made, **counts, **more})
+            self._link.send({"made": made_rows, **counts, **more})
             self._seconds, self._cached, self._embeddings, self._used = [], {}, [], used
 
 

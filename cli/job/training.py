@@ -199,13 +199,13 @@ class _Training:
 
         if self.log is None:
             return None
-        found: list[Listener] = [self.log]
+        listeners: list[Listener] = [self.log]
         if self.options.tensorboard is not None:
-            found.append(stack.enter_context(closing(TensorBoard(self.options.tensorboard))))
+            listeners.append(stack.enter_context(closing(TensorBoard(self.options.tensorboard))))
         if (callbacks := self.inputs.callbacks(self.job.stall)) is not None:
-            found.append(callbacks)
+            listeners.append(callbacks)
         self.log.begins(self.trainer, loader, self.inputs.settings)
-        return Listeners(found)
+        return Listeners(listeners)
 
     def recording(self, signals: StopSignals | None) -> Recording:
         """Returns the recorder of the profile's steps; rank 0 receives requests for a trace, and notifies the other ranks."""

@@ -273,13 +273,15 @@ def base_of(job: TrainingJob, folder: Path, manifest: Manifest) -> Path:
     assert record is not None
     if job.plan is not None:
         return Path(job.plan).parent
-    if not job.trust_code and (found := outside(folder, record, _used(job))):
+    if not job.trust_code and (outside_resources := outside(folder, record, _used(job))):
         options = {
-            "--data DATA" if job.only_test else _OPTIONS[one.setting]: None for one in found if one.setting in _OPTIONS
+            "--data DATA" if job.only_test else _OPTIONS[one.setting]: None
+            for one in outside_resources
+            if one.setting in _OPTIONS
         }
         given = f", or {', '.join(options)}" if options else ""
         mine = f"if the plan is yours, use --plan{{plan}}{given}"
-        raise refusal(folder, manifest, found, f"{mine}; --trust-code allows all that the artifact names")
+        raise refusal(folder, manifest, outside_resources, f"{mine}; --trust-code allows all that the artifact names")
     return base_folder(folder, record)
 
 

@@ -50,13 +50,13 @@ def _end(launcher: int, number: int) -> None:
 
 def _naming(folders: list[str]) -> list[int]:
     """Returns the processes with one of the folders in their command line."""
-    found = []
+    processes = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as stream:
                 line = stream.read()
-                found += [int(name)] if any(os.fsencode(folder) in line for folder in folders) else []
-    return found
+                processes += [int(name)] if any(os.fsencode(folder) in line for folder in folders) else []
+    return processes
 
 
 if __name__ == "__main__":

@@ -219,16 +219,16 @@ def run_here(job: Job, manifest: Manifest) -> int:
         recordings = [recorded(job, one, lambda one: texts.append(measured(one, file))) for one in program.ranks]
         with Progress(job.inference.repeat) as progress:
             for step in range(job.inference.repeat):
-                for one in recordings:
-                    one.before(step + 1)
+                for recording in recordings:
+                    recording.before(step + 1)
                 start = time.perf_counter()
                 outputs = program(inputs)
                 times.append(time.perf_counter() - start)
                 progress.reached(step + 1)
-                for one in recordings:
-                    one.after(step + 1)
-        for one in recordings:
-            one.end()
+                for recording in recordings:
+                    recording.after(step + 1)
+        for recording in recordings:
+            recording.end()
     if texts:
         write_profile(file, texts, job.reporting.quiet)
     counts = counted([one.counts.text() for one in program.ranks])

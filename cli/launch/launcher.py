@@ -161,7 +161,7 @@ def slots(hosts: Hosts, launcher: Launcher, extra: Sequence[str]) -> tuple[int, 
 
 def _slots_of(hosts: Hosts) -> dict[str, int]:
     """Maps each host to its number of slots, or to 0 if it is not given."""
-    found: dict[str, int] = {}
+    by_host: dict[str, int] = {}
     try:
         lines = [] if hosts.file is None else read_text(hosts.file, _HOST_FILE).splitlines()
     except (OSError, ValueError) as error:
@@ -173,8 +173,8 @@ def _slots_of(hosts: Hosts) -> dict[str, int]:
             continue
         name, _, number = words[0].partition(":")
         said = [number, *(word.removeprefix("slots=") for word in words[1:] if word.startswith("slots="))]
-        found[name] = found.get(name, 0) + next((int(word) for word in said if word.isdecimal()), 0)
-    return found
+        by_host[name] = by_host.get(name, 0) + next((int(word) for word in said if word.isdecimal()), 0)
+    return by_host
 
 
 def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:

@@ -78,13 +78,13 @@ class _ServerJob:
         with RunDir(ranks) as run_dir:
             link = run_dir.folder / _LINK
             self.front.listen(link)
-            given = dataclasses.replace(
+            started = dataclasses.replace(
                 job,
                 run_dir=str(run_dir.folder),
                 serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # command lines are public
             )
             command, environment = (
-                command_of(given, launcher, ranks, hosts, extra),
+                command_of(started, launcher, ranks, hosts, extra),
                 environment_of(launcher, hosts, run_dir),
             )
             outcome = supervise(

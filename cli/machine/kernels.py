@@ -103,14 +103,14 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     graph = helper.make_graph(sample.nodes, "sample", inputs, [helper.make_empty_tensor_value_info(last)])
     model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=[helper.make_opsetid("", _OPSET)])
     session = new_session(model.SerializeToString(), threads, HOST, {"session.intra_op.allow_spinning": "0"})
-    (found,) = session.run([last], sample.inputs)
+    (result,) = session.run([last], sample.inputs)
     binding = session.io_binding()
     held = []
     for name, array in sample.inputs.items():
         tensor = Tensor.of(array, BY_CODE[helper.np_dtype_to_tensor_dtype(array.dtype)])
         held.append(tensor)
         binding.bind_input(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
-    made = Tensor.empty(BY_CODE[helper.np_dtype_to_tensor_dtype(found.dtype)], found.shape)
+    made = Tensor.empty(BY_CODE[helper.np_dtype_to_tensor_dtype(result.dtype)], result.shape)
     held.append(made)
     binding.bind_output(last, "cpu", 0, made.dtype.code, made.shape, made.pointer)
 

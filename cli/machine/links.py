@@ -50,8 +50,8 @@ def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Call
     place = ranks.index(transport.rank)
     paired = place ^ 1 < len(ranks)
     peer = ranks[place ^ 1] if paired else transport.rank
-    given, taken, times = aligned(size), aligned(size), list[float]()
-    given[:] = 1
+    leaving_bytes, taken, times = aligned(size), aligned(size), list[float]()
+    leaving_bytes[:] = 1
     transport.all_gather_text("")
     for _ in range(_WARM + _rounds(size)) if paired else ():
         begin = time.perf_counter()
@@ -59,10 +59,10 @@ def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Call
         if place % 2:
             transport.wait(coming, _what)
             action()
-            transport.wait(transport.isend(given, peer, _TAG), _what)
+            transport.wait(transport.isend(leaving_bytes, peer, _TAG), _what)
         else:
             action()
-            leaving = transport.isend(given, peer, _TAG)
+            leaving = transport.isend(leaving_bytes, peer, _TAG)
             transport.wait(coming, _what)
             transport.wait(leaving, _what)
         times.append((time.perf_counter() - begin) / 2)
@@ -71,18 +71,18 @@ def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Call
 
 def collectives(transport: Transport, ranks: tuple[int, ...]) -> dict[str, dict[int, float]]:
     """Maps each op to a map of the bytes that each rank gives to the seconds of the collective, from when all ranks have reached it."""
-    found: dict[str, dict[int, float]] = {op: {} for op in _COLLECTIVES}
+    times_of: dict[str, dict[int, float]] = {op: {} for op in _COLLECTIVES}
     for size in SIZES:
         for op in _COLLECTIVES:
-            begin_all, given = _collective(transport, op, ranks, size, at_once=True)
+            begin_all, given_bytes = _collective(transport, op, ranks, size, at_once=True)
             transport.all_gather_text("")
             times = []
             for _ in range(_WARM + _rounds(size)):
                 begin = time.perf_counter()
                 transport.wait(begin_all(), _what)
                 times.append(time.perf_counter() - begin)
-            found[op][given] = undisturbed(times[_WARM:])
-    return found
+            times_of[op][given_bytes] = undisturbed(times[_WARM:])
+    return times_of
 
 
 def overlap(transport: Transport, ranks: tuple[int, ...], threads: int) -> float:

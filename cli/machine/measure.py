@@ -79,14 +79,14 @@ def links_of(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     """Returns the lists of ranks along each axis of the mesh, whose last axis varies fastest; without a mesh one list of all."""
     if not mesh:
         return [{"name": "default", "stride": 1, "lists": [list(range(ranks))]}]
-    found, stride = list[dict[str, Any]](), ranks
+    links, stride = list[dict[str, Any]](), ranks
     for name, size in mesh.items():
         stride //= size
         firsts = [rank for rank in range(ranks) if rank // stride % size == 0]
         lists = [[first + k * stride for k in range(size)] for first in firsts]
         if size > 1:
-            found.append({"name": name, "stride": stride, "lists": lists})
-    return found[::-1]
+            links.append({"name": name, "stride": stride, "lists": lists})
+    return links[::-1]
 
 
 def _compile_tiny(folder: Path) -> None:
@@ -106,12 +106,12 @@ def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine(
-    out: Path, found: dict[str, Any], alone: dict[str, Any] | None, links: Sequence[dict[str, Any]]
+    out: Path, measured: dict[str, Any], alone: dict[str, Any] | None, links: Sequence[dict[str, Any]]
 ) -> Machine:
     """Returns the machine from the ranks' results over these links, and from one rank's results alone (None without them)."""
-    processor = _processor(found)
+    processor = _processor(measured)
     if alone is not None:
-        processor = replace(processor, alone=_processor(_least(alone, found)), ranks=found["ranks"])
+        processor = replace(processor, alone=_processor(_least(alone, measured)), ranks=measured["ranks"])
     connections = [
         Link(
             asked["name"],
@@ -123,10 +123,10 @@ def _machine(
             _curve(one["collectives"][ALL_REDUCE]),
             {op: _curve(points) for op, points in one["collectives"].items() if op != ALL_REDUCE},
         )
-        for asked, one in zip(links, found["links"], strict=True)
+        for asked, one in zip(links, measured["links"], strict=True)
     ]
     cores = min(len(usable_cores()), os.cpu_count() or 1)
-    return Machine(str(out), cores, {CPU: processor}, connections, found["segments"])
+    return Machine(str(out), cores, {CPU: processor}, connections, measured["segments"])
 
 
 def _processor(found: dict[str, Any]) -> Processor:

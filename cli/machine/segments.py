@@ -42,16 +42,16 @@ def segment_times(
 
     `longer`: the additional seconds of a session's run in a step, where more work than other segments lies between two runs.
     """
-    found: dict[str, float] = {}
-    for one in artifacts:
-        artifact = open_artifact(Path(one["folder"]), trust=True)
+    times: dict[str, float] = {}
+    for entry in artifacts:
+        artifact = open_artifact(Path(entry["folder"]), trust=True)
         files = [ranks[0] for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values()]
         own = files[transport.rank :: transport.size]
         if not own:
             own = files[:1]  # it keeps its core as busy as the others do
         transport.all_gather_text("")
         for rank in own:
-            sizes = FileSizes(read_rank_file(artifact, rank), one["sizes"])
+            sizes = FileSizes(read_rank_file(artifact, rank), entry["sizes"])
             program = lower_rank_program(artifact, rank, settings_for(transport, threads, None))
             runs: dict[str, Callable[[], object]] = {}
             cells = _inputs(artifact, rank, sizes)
@@ -63,8 +63,8 @@ def segment_times(
                 elif isinstance(step, Segment):
                     run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
                     runs |= {key: run} if run is not None and key not in runs else {}
-            found |= {key: taken + longer for key, taken in _timed(runs, threads)}
-    return found
+            times |= {key: taken + longer for key, taken in _timed(runs, threads)}
+    return times
 
 
 def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tuple[str, float]]:
@@ -121,15 +121,15 @@ def _bound(runner: SegmentSession, sizes: FileSizes, cells: dict[str, Tensor]) -
 
 def _inputs(artifact: Artifact, rank: int, sizes: FileSizes) -> dict[str, Tensor]:
     """Returns this rank's shards of random inputs that are tensors of known sizes."""
-    found, reader = dict[str, Tensor](), open_inputs(artifact.manifest, [], _SEED, sizes.sizes)
+    tensors, reader = dict[str, Tensor](), open_inputs(artifact.manifest, [], _SEED, sizes.sizes)
     for port in artifact.manifest.inputs:
         if rank not in port.ranks or (tensor := _value(port.name, sizes)) is None:
             continue
         array = shard(port, rank, reader.read([port.name])[port.name])
         if isinstance(array, np.ndarray) and array.shape == tensor.shape:
             tensor.array()[...] = array
-            found[port.name] = tensor
-    return found
+            tensors[port.name] = tensor
+    return tensors
 
 
 def received(given: Tensor | None, result: Tensor | None) -> Tensor | None:

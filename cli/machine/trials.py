@@ -29,20 +29,22 @@ def run_fastest(plays: SearchState) -> None:
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
         folders = {one: Path(name) / str(k) for k, one in enumerate(chosen)}
         sources = {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}
-        for one, folder in folders.items():
+        for candidate, folder in folders.items():
             folder.mkdir()
-            emit(search.proposal(one).done, folder / "build", sources)
+            emit(search.proposal(candidate).done, folder / "build", sources)
             (folder / REQUEST).write_text(json.dumps(search.request.sizes))
         turns: dict[Candidate, list[float]] = {one: [] for one in chosen}
         for _ in range(_TURNS):
-            for one in chosen:
-                if one in plays.failed:
+            for candidate in chosen:
+                if candidate in plays.failed:
                     continue
                 try:
-                    found = result_of_module("partc.cli.machine.trial_rank", folders[one], one.degrees.ranks)
+                    result = result_of_module(
+                        "partc.cli.machine.trial_rank", folders[candidate], candidate.degrees.ranks
+                    )
                 except RankError as error:
-                    plays.failed[one] = str(error).partition("\n")[0]
+                    plays.failed[candidate] = str(error).partition("\n")[0]
                     continue
-                console.detail(f"{one} on this host: {seconds(found['seconds'])}")
-                turns[one].append(found["seconds"])
+                console.detail(f"{candidate} on this host: {seconds(result['seconds'])}")
+                turns[candidate].append(result["seconds"])
     plays.measured = {one: median(times) for one, times in turns.items() if one not in plays.failed}

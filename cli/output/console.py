@@ -144,7 +144,7 @@ def begin(arguments: Sequence[str]) -> None:
 
 def options_of(name: str) -> list[click.Option]:
     """The options that every command has, and `--json` for those that have a document."""
-    found = [
+    options = [
         _option(("-q", "--quiet"), lambda on: _quiet(on, name), "Print warnings and errors only."),
         _option(
             ("-v", "--verbose"),
@@ -154,8 +154,8 @@ def options_of(name: str) -> list[click.Option]:
         ),
     ]
     if name in WITH_JSON:
-        found.append(_option(("--json",), _json, "Print the result, or the error, as one JSON document."))
-    return found
+        options.append(_option(("--json",), _json, "Print the result, or the error, as one JSON document."))
+    return options
 
 
 def add_options(command: click.Command, name: str) -> None:

@@ -20,24 +20,24 @@ _WORDS = {_PULL: "pulled", _PUSH: "pushed", "route": "routed", "return": "return
 
 def counts_json(lookups: Mapping[str, Moved]) -> str:
     """Returns a rank's counts as JSON; `lookups` maps an op and path to its counts."""
-    found: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for name, one in lookups.items():
-        sums = found.setdefault(name.partition(" ")[0].lower(), [0, 0, 0, 0])
+        sums = counts.setdefault(name.partition(" ")[0].lower(), [0, 0, 0, 0])
         for k, number in enumerate((one.ids, one.distinct, one.received)):
             sums[k] += number
         sums[3] = max(sums[3], one.steps)
-    return json.dumps(found)
+    return json.dumps(counts)
 
 
 def looked_up(ranks: Sequence[str]) -> dict[str, Any]:
     """Maps each op to the largest counts of a rank in a step: ids, distinct rows, bytes received; empty without such tables."""
-    found: dict[str, dict[str, float]] = {}
+    largest: dict[str, dict[str, float]] = {}
     for counts in map(json.loads, ranks):
         for op, (ids, rows, received, steps) in counts.items():
-            most = found.setdefault(op, {"ids": 0.0, "rows": 0.0, "bytes": 0.0})
+            most = largest.setdefault(op, {"ids": 0.0, "rows": 0.0, "bytes": 0.0})
             for name, number in (("ids", ids), ("rows", rows), ("bytes", received)):
                 most[name] = max(most[name], round(number / max(steps, 1), 1))
-    return dict(sorted(found.items()))
+    return dict(sorted(largest.items()))
 
 
 def line(counts: Mapping[str, Any]) -> str:

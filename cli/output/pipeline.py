@@ -95,7 +95,7 @@ def _of(seconds: Seconds, step: int | None) -> float:
 def read_profile(path: Path) -> Profile:
     """Reads the profile in a file. Raises UsageError where the file is not a profile."""
     try:
-        found = Profile.model_validate(read_json(path, PROFILE))
+        profile = Profile.model_validate(read_json(path, PROFILE))
     except OSError as error:
         raise UsageError(f"{path}: it {error.strerror}\n  help: use a file that --profile has written") from None
     except ValidationError as error:
@@ -108,17 +108,17 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(
             f"{path}: it is not a profile: {error}\n  help: use a file that --profile has written"
         ) from None
-    for one in found.ranks:
+    for one in profile.ranks:
         columns = [one.step, *one.tasks.values(), *one.waits.values(), *one.kinds.values(), *one.targets.values()]
         columns += [one.overlap] if one.targets else []
         if not one.step or len({len(column) for column in columns}) > 1:
             raise UsageError(
                 f"{path}: the times of rank {one.rank} are of different numbers of steps\n  help: measure again"
             )
-    for step in range(found.steps):
-        if not found.measured(step):
+    for step in range(profile.steps):
+        if not profile.measured(step):
             raise UsageError(f"{path}: step {step} took no time on any rank\n  help: measure again")
-    return found
+    return profile
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ _CHECK = "  help: see what `partc check` says of it"
 
 def pipeline_of(artifact: Artifact) -> Pipeline | None:
     """Returns the rows of an artifact; None for one without tasks."""
-    found: dict[str, tuple[list[int], Row]] = {}
+    ranks_of_row: dict[str, tuple[list[int], Row]] = {}
     for file, ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).items():
         row = row_of(artifact.model(ranks[0]), file)
         if row is not None:
-            found.setdefault(str(row), ([], row))[0].extend(ranks)
-    if not found:
+            ranks_of_row.setdefault(str(row), ([], row))[0].extend(ranks)
+    if not ranks_of_row:
         return None
-    ordered = sorted(found.values(), key=lambda one: min(one[0]))
+    ordered = sorted(ranks_of_row.values(), key=lambda one: min(one[0]))
     return Pipeline(artifact, tuple(tuple(sorted(ranks)) for ranks, _ in ordered), tuple(row for _, row in ordered))
 
 
@@ -223,26 +223,26 @@ class Times:
     profile: Profile | None = None
 
 
-def read_times(given: Sequence[str]) -> Times:
+def read_times(texts: Sequence[str]) -> Times:
     """Reads the times in options: `0F=1.2ms`, a JSON file of seconds by stage and kind or by task, or a profile."""
     seconds: dict[str, float] = {}
     profile: Profile | None = None
-    for one in given:
-        cell, equals, text = one.partition("=")
-        if equals and not Path(one).exists():
+    for text_or_file in texts:
+        cell, equals, text = text_or_file.partition("=")
+        if equals and not Path(text_or_file).exists():
             time = parse_duration(text)
             if time is None:
                 help = "write it as 0F=1.2ms, with s, ms, us or ns"
-                raise UsageError(f"--times {one}: '{text}' is not a duration\n  help: {help}")
+                raise UsageError(f"--times {text_or_file}: '{text}' is not a duration\n  help: {help}")
             seconds[cell] = time
             continue
-        document = _document(Path(one))
+        document = _document(Path(text_or_file))
         if "profile" in document:
-            profile = read_profile(Path(one))
+            profile = read_profile(Path(text_or_file))
             seconds |= profile.times()
         else:
-            seconds |= _numbers(Path(one), document)
-    return Times(seconds, f"--times {' '.join(given)}", profile)
+            seconds |= _numbers(Path(text_or_file), document)
+    return Times(seconds, f"--times {' '.join(texts)}", profile)
 
 
 _LONGEST = 40
@@ -251,25 +251,25 @@ _FORM = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, 
 
 def _document(path: Path) -> dict[str, object]:
     try:
-        found = read_json(path, PROFILE)
+        content = read_json(path, PROFILE)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}\n  help: {_FORM}") from None
     except ValueError as error:
         raise UsageError(f"{path}: it is not JSON: {error}\n  help: {_FORM}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UsageError(f"{path}: it is not an object\n  help: {_FORM}")
-    return found
+    return content
 
 
 def _numbers(path: Path, document: Mapping[str, object]) -> dict[str, float]:
-    found = {}
+    numbers = {}
     for key, value in document.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             shown = one_line(repr(value))
             shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
             raise UsageError(f"{path}: '{one_line(key)}': {shown} is not a duration\n  help: {_FORM}")
-        found[key] = float(value)
-    return found
+        numbers[key] = float(value)
+    return numbers
 
 
 def timed(schedule: Schedule, costs: Costs, seconds: Mapping[str, float], where: str) -> Costs:
@@ -282,7 +282,7 @@ def timed(schedule: Schedule, costs: Costs, seconds: Mapping[str, float], where:
     if not seconds:
         return costs
     try:
-        found = with_times(replace(costs, message=1e3 * costs.message), _in_ms(seconds), clock="ms")
+        costs_in_ms = with_times(replace(costs, message=1e3 * costs.message), _in_ms(seconds), clock="ms")
     except ValueError as error:
         raise UsageError(f"{where}: {error}\n  help: {_FORM}") from None
     tasks = sorted({task for row in schedule.rows for task in row})
@@ -291,7 +291,7 @@ def timed(schedule: Schedule, costs: Costs, seconds: Mapping[str, float], where:
         kinds = list(dict.fromkeys(f"{task.stage}{task.kind}" for task in absent))
         fact = f"{', '.join(kinds[:_SHOWN])}{' and more' if len(kinds) > _SHOWN else ''}: no time is given"
         raise UsageError(f"{where}: {fact}\n  help: give the times of all tasks, or of none for unit times")
-    return found
+    return costs_in_ms
 
 
 def _in_ms(seconds: Mapping[str, float]) -> dict[str, float]:

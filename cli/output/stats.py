@@ -58,14 +58,14 @@ def by_rank(
 
     `facts`: returns a key of whatever else the figures of a rank depend on.
     """
-    found: dict[int, Sequence[T]] = {}
+    of_rank: dict[int, Sequence[T]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
         model, known = artifact.model(ranks[0]), dict[Hashable, Sequence[T]]()
         for rank in ranks:
             if (key := facts(rank)) not in known:
                 known[key] = figures(model, rank)
-            found[rank] = [replace(one, rank=rank) for one in known[key]]
-    return [one for rank in sorted(found) for one in found[rank]]
+            of_rank[rank] = [replace(one, rank=rank) for one in known[key]]
+    return [one for rank in sorted(of_rank) for one in of_rank[rank]]
 
 
 def all_rank_stats(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankStats]:

@@ -15,18 +15,18 @@ from partc.runtime.units import count, size_text
 
 def counted(ranks: Sequence[str]) -> dict[str, Any]:
     """Returns the sums over the ranks for one step; empty where no rank has copied anything. `ranks`: each rank's counts, as JSON."""
-    told = [one for one in map(json.loads, ranks) if one["steps"]]
-    if not any(one["copies"] for one in told):
+    reports = [one for one in map(json.loads, ranks) if one["steps"]]
+    if not any(one["copies"] for one in reports):
         return {}
     copies: dict[str, dict[str, float]] = {}
-    for one in told:
+    for one in reports:
         for target, (number, total) in one["copies"].items():
             sums = copies.setdefault(target, {"copies": 0.0, "bytes": 0.0})
             sums["copies"] += number / one["steps"]
             sums["bytes"] += total / one["steps"]
-    devices = sorted({one["device"] for one in told if one["device"]})
-    switches = sum(one["switches"] / one["steps"] for one in told)
-    return {"ranks": len(told), "devices": devices, "switches": switches, "to": dict(sorted(copies.items()))}
+    devices = sorted({one["device"] for one in reports if one["device"]})
+    switches = sum(one["switches"] / one["steps"] for one in reports)
+    return {"ranks": len(reports), "devices": devices, "switches": switches, "to": dict(sorted(copies.items()))}
 
 
 def line(counts: dict[str, Any], memory: str = "") -> str:

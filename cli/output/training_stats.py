@@ -93,15 +93,15 @@ def _gradients(model: ModelProto) -> set[str]:
     """Returns the names of the gradients that updates read, and of the values of which they are copies."""
     formals = {function.name: list(function.input) for function in model.functions}
     makers = {name: node for node in model.graph.node for name in node.output}
-    found: set[str] = set()
+    names: set[str] = set()
     for node in model.graph.node:
         given = zip(formals.get(node.op_type, []), node.input, strict=False) if node.domain == OPTIMIZER else ()
-        found.update(name for formal, name in given if formal in (_GRADIENT, IDS, ROWS))
-    for name in list(found):
+        names.update(name for formal, name in given if formal in (_GRADIENT, IDS, ROWS))
+    for name in list(names):
         while name in makers and makers[name].op_type in ("Cast", "Identity"):
             name = makers[name].input[0]
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _packed_gradients(model: ModelProto) -> list[NodeProto]:

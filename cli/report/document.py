@@ -133,14 +133,19 @@ def communication_rows(
     class_of = {rank: k for k, one in enumerate(classes) for rank in one.ranks}
     messages: dict[object, list[list[int]]] = {}
     rows: dict[object, dict[str, object]] = {}
-    for one in manifest.transfers:
-        value = _MICROBATCH.sub("", one.value) if in_tasks else one.value
-        ends = class_of[one.source], class_of[one.target]
-        key: object = (SEND, value, ends, str(one.shape), one.bytes, _RANK.sub("", one.cause))
-        messages.setdefault(key, []).append([one.source, one.target, one.tag])
+    for record in manifest.transfers:
+        value = _MICROBATCH.sub("", record.value) if in_tasks else record.value
+        ends = class_of[record.source], class_of[record.target]
+        key: object = (SEND, value, ends, str(record.shape), record.bytes, _RANK.sub("", record.cause))
+        messages.setdefault(key, []).append([record.source, record.target, record.tag])
         if key not in rows:
-            rows[key] = {"op": SEND, "value": value, "type": type_text(one.type, one.shape), "bytes": one.bytes}
-            rows[key] |= {"at": _at(one.bytes, sizes), "cause": one.cause}
+            rows[key] = {
+                "op": SEND,
+                "value": value,
+                "type": type_text(record.type, record.shape),
+                "bytes": record.bytes,
+            }
+            rows[key] |= {"at": _at(record.bytes, sizes), "cause": record.cause}
     for call in manifest.collectives:
         value = _MICROBATCH.sub("", call.value) if in_tasks else call.value
         lists = manifest.groups[call.group]
@@ -185,22 +190,24 @@ class Request:
     trace: Path | None = None
 
 
-def document_of(artifact: Artifact, request: Request, given: Mapping[str, int] | None = None) -> dict[str, object]:
+def document_of(
+    artifact: Artifact, request: Request, chosen_sizes: Mapping[str, int] | None = None
+) -> dict[str, object]:
     """Returns the document of the artifact's program. Raises UsageError where a trace does not fit.
 
-    `given`: the user's own sizes, by default those of the request; a timeline needs all sizes that are not fixed.
+    `chosen_sizes`: the user's own sizes, by default those of the request; a timeline needs all sizes that are not fixed.
     """
-    given = request.sizes if given is None else given
+    chosen_sizes = request.sizes if chosen_sizes is None else chosen_sizes
     manifest = artifact.manifest
     sizes = {**typical_sizes(manifest), **{k: v for k, v in request.sizes.items() if k in manifest.symbols}}
-    own = {name: size for name, size in given.items() if name in manifest.symbols}
+    own = {name: size for name, size in chosen_sizes.items() if name in manifest.symbols}
     timeline = None
     if request.machine is not None or request.trace is not None:  # first, since it may be refused
         timeline = timeline_of(artifact, request.machine, request.trace, own)
     classes = rank_classes(artifact)
     memory = memory_of_ranks(artifact, sizes, [one.ranks[0] for one in classes])
     pipeline = pipeline_of(artifact)
-    found = _classes(artifact, classes, memory, sizes)
+    class_rows = _classes(artifact, classes, memory, sizes)
     document: dict[str, object] = {
         "folder": str(artifact.folder),
         "program": manifest.name,
@@ -215,10 +222,10 @@ def document_of(artifact: Artifact, request: Request, given: Mapping[str, int] |
         "sizes": sizes,
         "given": sorted(own),
         "symbols": {name: one.model_dump(mode="json") for name, one in manifest.symbols.items()},
-        "measures": _measures(manifest, classes, memory, [one["stats"]["sent"]["bytes"] for one in found]),
+        "measures": _measures(manifest, classes, memory, [one["stats"]["sent"]["bytes"] for one in class_rows]),
         "inputs": [_port(one.name, one.type, one.shape, one.ranks) for one in manifest.inputs],
         "outputs": [_port(one.name, one.type, one.shape, one.ranks) for one in manifest.outputs],
-        "classes": found,
+        "classes": class_rows,
         "communication": communication_rows(manifest, classes, sizes, pipeline is not None),
         "graph": graph_of(manifest, classes),
         "memory": [memory_curve(artifact, one, sizes) for one in memory],
@@ -270,21 +277,21 @@ def _classes(
     """Returns the facts of `partc inspect` for the first rank of each class, which hold for all of its ranks."""
     manifest = artifact.manifest
     trains = manifest.training is not None and any(record.next for record in manifest.state)
-    found = []
-    for one, needed in zip(classes, memory, strict=True):
-        first = one.ranks[0]
+    rows = []
+    for rank_class, needed in zip(classes, memory, strict=True):
+        first = rank_class.ranks[0]
         stats = asdict(rank_stats(artifact, first, sizes))
-        row: dict[str, Any] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
-        row["at"] = coordinates(manifest.mesh, one.ranks)
+        row: dict[str, Any] = {"ranks": ranks_text(rank_class.ranks), "list": list(rank_class.ranks), "stats": stats}
+        row["at"] = coordinates(manifest.mesh, rank_class.ranks)
         row["memory"] = needed.as_json()
         if trains:
-            row["training"] = asdict(training_stats(manifest, one.model, first, sizes))
-        found.append(row)
-    return found
+            row["training"] = asdict(training_stats(manifest, rank_class.model, first, sizes))
+        rows.append(row)
+    return rows
 
 
 def timeline_of(
-    artifact: Artifact, machine: Path | None, trace: Path | None, given: Mapping[str, int]
+    artifact: Artifact, machine: Path | None, trace: Path | None, chosen_sizes: Mapping[str, int]
 ) -> dict[str, object]:
     """Returns the step on a machine, or without a machine with the medians of a trace.
 
@@ -294,24 +301,24 @@ def timeline_of(
     if traced is not None:
         traced.refuse_other(artifact.manifest.ranks)
     calibrated = machine is None
-    found = simulated(
+    simulation = simulated(
         artifact,
         read_machine(machine) if machine is not None else instant(),
-        given,
+        chosen_sizes,
         traced=traced if calibrated else None,
     )
     if traced is not None and not calibrated:
-        traced.calibrated(found.played.classes)  # refuses the trace of another artifact
+        traced.calibrated(simulation.played.classes)  # refuses the trace of another artifact
     by = "trace" if calibrated else "machine"
-    document: dict[str, object] = {"sizes": dict(found.sizes), "by": by, "simulated": _played(found)}
+    document: dict[str, object] = {"sizes": dict(simulation.sizes), "by": by, "simulated": _played(simulation)}
     if trace is None or traced is None:
         return document
     measured = {"trace": trace.name, "steps": traced.steps, "median": traced.step, **_measured(trace, traced.step)}
     return {**document, "measured": measured}
 
 
-def _played(found: Simulation) -> dict[str, object]:
-    played = found.played
+def _played(simulation: Simulation) -> dict[str, object]:
+    played = simulation.played
     rows = [
         {
             "ranks": ranks_text(one.ranks),
@@ -322,7 +329,7 @@ def _played(found: Simulation) -> dict[str, object]:
         }
         for k, one in enumerate(played.classes)
     ]
-    critical = [{"name": name, "seconds": seconds} for name, seconds in found.critical]
+    critical = [{"name": name, "seconds": seconds} for name, seconds in simulation.critical]
     return {"seconds": played.seconds, "ranks": rows, "critical": critical}
 
 

@@ -119,7 +119,7 @@ def _without_repeats(model: ModelProto) -> list[NodeProto]:
     """Returns the nodes without messages of later microbatches: no node reads the received values, and the sent ones were sent before."""
     read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
     sent: set[tuple[str, int]] = set()
-    found = []
+    kept_nodes = []
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type == RECV and read.isdisjoint(node.output):
             continue
@@ -128,8 +128,8 @@ def _without_repeats(model: ModelProto) -> list[NodeProto]:
             if message in sent:
                 continue
             sent.add(message)
-        found.append(node)
-    return found
+        kept_nodes.append(node)
+    return kept_nodes
 
 
 def _op(node: NodeProto, groups: Mapping[str, tuple[int, ...]]) -> str:

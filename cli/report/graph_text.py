@@ -66,11 +66,11 @@ def _drawing(classes: Sequence[RankClass], depth: int | None) -> Drawing:
     depth = depth or _depth(paths)
     drawing = Drawing()
     makers: list[dict[str, int]] = []
-    for one, some, own in zip(classes, nodes, paths, strict=True):
+    for rank_class, class_nodes, own in zip(classes, nodes, paths, strict=True):
         numbers: dict[str, int] = {}
-        made: dict[str, int] = {}
-        read = {name for node in some for name in reads(node)}
-        for node, path in zip(some, own, strict=True):
+        makers_of_class: dict[str, int] = {}
+        read = {name for node in class_nodes for name in reads(node)}
+        for node, path in zip(class_nodes, own, strict=True):
             delivered = _is(node, RECV) and read.isdisjoint(node.output)
             if _is(node, SEND) or (_is(node, RECV) and not delivered):
                 continue
@@ -83,13 +83,13 @@ def _drawing(classes: Sequence[RankClass], depth: int | None) -> Drawing:
                 box.collectives.setdefault(node.op_type, []).append(metadata_of(node, BYTES, "unknown"))
             else:
                 box.nodes += not delivered
-            made |= dict.fromkeys(node.output, numbers[module])
-        makers.append(made)
-        title = f"{'ranks' if len(one.ranks) > 1 else 'rank'} {ranks_text(one.ranks)}"
+            makers_of_class |= dict.fromkeys(node.output, numbers[module])
+        makers.append(makers_of_class)
+        title = f"{'ranks' if len(rank_class.ranks) > 1 else 'rank'} {ranks_text(rank_class.ranks)}"
         drawing.frames.append((title, list(numbers.values())))
     class_of = {rank: k for k, one in enumerate(classes) for rank in one.ranks}
-    for k, some in enumerate(nodes):
-        _add_edges(drawing, some, makers, k, class_of)
+    for k, class_nodes in enumerate(nodes):
+        _add_edges(drawing, class_nodes, makers, k, class_of)
     return drawing
 
 

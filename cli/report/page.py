@@ -88,13 +88,18 @@ def report_data(artifact: Artifact, before: Artifact | None, request: Request) -
     return {"artifacts": documents, "difference": difference}
 
 
-def _program(found: Difference) -> dict[str, object]:
+def _program(difference: Difference) -> dict[str, object]:
     """Returns the measures and changes of a program; `rows` have equal changes once."""
     measures = [
         {"name": one.name, "title": MEASURES[one.name], "before": one.before, "after": one.after}
-        for one in found.measures
+        for one in difference.measures
     ]
     rows: list[dict[str, object]] = []
     for kind in KINDS:
-        rows += [{**asdict(change), "times": times} for change, times in grouped_changes(found.of(kind))]
-    return {"program": found.program, "measures": measures, "changes": [*map(asdict, found.changes)], "rows": rows}
+        rows += [{**asdict(change), "times": times} for change, times in grouped_changes(difference.of(kind))]
+    return {
+        "program": difference.program,
+        "measures": measures,
+        "changes": [*map(asdict, difference.changes)],
+        "rows": rows,
+    }

@@ -109,7 +109,7 @@ class Answer:
                 return delta
 
     def _delta(self, engine: Engine, news: Sequence[News]) -> Delta:
-        text, tokens, finish, found = "", list[int](), "", list[Score]()
+        text, tokens, finish, logprobs = "", list[int](), "", list[Score]()
         for one in news:
             match one:
                 case Failed(why):
@@ -123,7 +123,7 @@ class Answer:
                     added, count = self.letters.add(numbers, finish == "stop")
                     text += added
                     tokens += numbers[:count]
-                    found += scores[:count]
+                    logprobs += scores[:count]
                     if self.letters.stopped:
                         engine.end(self.ticket, "stop")
                         finish = "stop"
@@ -131,14 +131,14 @@ class Answer:
                 text += self.letters.end()
                 break
         self.num_tokens += len(tokens)
-        self.logprob += sum(score for score, _ in found)
+        self.logprob += sum(score for score, _ in logprobs)
         calls: Sequence[Call] = ()
         if self.calls is not None:
             text = self.calls.add(text)
             if finish:
                 rest, calls = self.calls.end()
                 text, finish = text + rest, "tool_calls" if calls and finish == "stop" else finish
-        return Delta(text, tokens, finish, found, calls)
+        return Delta(text, tokens, finish, logprobs, calls)
 
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Returns the whole choice as a document."""

@@ -242,19 +242,19 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         """Returns the embeddings of texts; as many are read at the same time as there are slots."""
         self._refuse_other_origin(request)
-        body, tickets, found = await _body(request), list[Ticket](), list[str]()
+        body, tickets, vectors = await _body(request), list[Ticket](), list[str]()
         with self.engine.place():
             asked = await self._texts.run(self.reader.embeddings, body, _SHORT_BYTES)
             timeout = self.timeout if asked.timeout is None else asked.timeout
             with ended_when_left(request.receive, self.engine, tickets):
                 for one in asked.requests:
-                    if len(tickets) - len(found) == self.reader.record.slots:
-                        found.append(await embedding_of(tickets[len(found)]))
+                    if len(tickets) - len(vectors) == self.reader.record.slots:
+                        vectors.append(await embedding_of(tickets[len(vectors)]))
                     tickets.append(self.engine.submit(one, timeout))
-                found += [await embedding_of(ticket) for ticket in tickets[len(found) :]]
+                vectors += [await embedding_of(ticket) for ticket in tickets[len(vectors) :]]
         data = [
             {"object": "embedding", "index": index, "embedding": shortened(one, asked.dimensions, asked.base64)}
-            for index, one in enumerate(found)
+            for index, one in enumerate(vectors)
         ]
         read = sum(one.read for one in asked.requests)
         usage = {"prompt_tokens": read, "total_tokens": read}
@@ -338,7 +338,7 @@ class Server:
 
 async def _body(request: Request) -> bytearray:
     """Returns the request's body; raises RefusedError if it is encoded or too long, takes too long, or breaks off."""
-    found, coding = bytearray(), request.headers.get("content-encoding", "identity")
+    received, coding = bytearray(), request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise RefusedError(415, f"the body is coded as '{coding[:80]}'; send it as it is", code="coding")
     if int(request.headers.get("content-length") or 0) > MOST_BYTES:
@@ -346,14 +346,14 @@ async def _body(request: Request) -> bytearray:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for data in request.stream():
-                found += data
-                if len(found) > MOST_BYTES:
+                received += data
+                if len(received) > MOST_BYTES:
                     raise _too_long()
     except TimeoutError:
         raise RefusedError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
-        raise RefusedError(400, f"the client left after {len(found):,} bytes of its body") from None
-    return found
+        raise RefusedError(400, f"the client left after {len(received):,} bytes of its body") from None
+    return received
 
 
 def refusing(served: ASGIApp, refuse: Callable[[Scope], None]) -> ASGIApp:

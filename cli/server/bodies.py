@@ -78,24 +78,24 @@ def _count_of_logprobs(given: object) -> object:
 def _prompts(given: object, most: int = _MOST_CHOICES) -> object:
     """Returns the prompts as a list, each a text or a list of token ids; raises ValueError for anything else, or more than `most`."""
     several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
-    found = given if isinstance(given, list) and several else [given]
-    if len(found) > most:
-        raise ValueError(f"has {len(found):,} prompts; at most {most:,}")
-    for one in found:
+    prompts = given if isinstance(given, list) and several else [given]
+    if len(prompts) > most:
+        raise ValueError(f"has {len(prompts):,} prompts; at most {most:,}")
+    for one in prompts:
         if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
             raise ValueError("is a text, or a list of token ids")
-    return found
+    return prompts
 
 
-def _content(given: object) -> object:
+def _content(content: object) -> object:
     """Returns the text of a message's content, which is a text or a list of parts; raises ValueError if a part is not a text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise ValueError("is a text, or a list of parts with the type 'text'")
-    if len(given) > _MOST_PARTS:
-        raise ValueError(f"has {len(given):,} parts; at most {_MOST_PARTS:,}")
-    for at, part in enumerate(given):
+    if len(content) > _MOST_PARTS:
+        raise ValueError(f"has {len(content):,} parts; at most {_MOST_PARTS:,}")
+    for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"has a part of the type {json.dumps(kind)[:80]} at {at}; this model reads text alone")
@@ -103,14 +103,14 @@ def _content(given: object) -> object:
             raise ValueError(f'has no {{"type": "text", "text": ...}} at {at}')
         if unknown := [*(part.keys() - {"type", "text"})]:
             raise ValueError(f"has the field {json.dumps(min(unknown))[:80]} in its part {at}; leave it out")
-    return "".join(part["text"] for part in given)
+    return "".join(part["text"] for part in content)
 
 
-def _schema(given: object) -> object:
+def _schema(schema: object) -> object:
     """Returns a JSON schema; raises ValueError if it is nested so deeply that readers could not follow it."""
-    if not isinstance(given, dict):
+    if not isinstance(schema, dict):
         raise ValueError("is not a JSON schema, which is a mapping")
-    inner: list[Any] = [given]
+    inner: list[Any] = [schema]
     for _ in range(_MOST_LEVELS):
         inner = [
             one
@@ -119,7 +119,7 @@ def _schema(given: object) -> object:
             if isinstance(one, dict | list)
         ]
         if not inner:
-            return given
+            return schema
     raise ValueError(f"has more than {_MOST_LEVELS} levels")
 
 
@@ -139,17 +139,17 @@ def _call_arguments(given: object) -> object:
     return _schema(found)
 
 
-def _values(given: object) -> object:
+def _values(values: object) -> object:
     """Returns the values of names in the template; raises ValueError if one is not a scalar, or its name is set by the server."""
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise ValueError("is not a mapping from names of the template to values")
-    if len(given) > MOST_LABELS:
-        raise ValueError(f"has {len(given):,} names; at most {MOST_LABELS:,}")
-    if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
+    if len(values) > MOST_LABELS:
+        raise ValueError(f"has {len(values):,} names; at most {MOST_LABELS:,}")
+    if wrong := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
         raise ValueError(f"has no true, false, number or text as {json.dumps(wrong[0])[:80]}")
-    if taken := given.keys() & _SET_NAMES:
+    if taken := values.keys() & _SET_NAMES:
         raise ValueError(f"has the name {json.dumps(min(taken))}, which the server sets")
-    return given
+    return values
 
 
 class _StreamOptions(Strict):
@@ -553,37 +553,37 @@ class Reader:
 
     def _body(self, data: bytes | bytearray, validate: Callable[[object], Any]) -> Any:
         try:
-            found = json.loads(data, parse_constant=_not_json)
+            content = json.loads(data, parse_constant=_not_json)
             if not data.isascii() or b"\\u" in data:
-                json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
-            found = (
+                json.dumps(content, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
+            content = (
                 {
                     name: value if name in _SCHEMAS else _without_nulls(value)
-                    for name, value in found.items()
+                    for name, value in content.items()
                     if value is not None
                 }
-                if isinstance(found, dict)
-                else found
+                if isinstance(content, dict)
+                else content
             )
         except UnicodeError:
             raise RefusedError(400, "the body is not valid UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise RefusedError(400, f"the body is not JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise RefusedError(400, "the body is not a JSON object")
         for name, neutral in _NEUTRAL.items():
-            if name not in found:
+            if name not in content:
                 continue
-            value = found.pop(name)
+            value = content.pop(name)
             if not any(_is_neutral(value, one) for one in neutral):
                 shown = json.dumps(value)[:80]
                 raise RefusedError(
                     400, f"'{name}' is {shown}: this server does not do that; leave it out", name, "unsupported"
                 )
-        if len(found) > _MOST_FIELDS:
-            raise RefusedError(400, f"the body has {len(found):,} fields, more than this server knows")
+        if len(content) > _MOST_FIELDS:
+            raise RefusedError(400, f"the body has {len(content):,} fields, more than this server knows")
         try:
-            body = validate(found)
+            body = validate(content)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False)
             texts = [f"'{'.'.join(map(str, one['loc']))}' {_fact_of(one)}" for one in faults[:8]]
@@ -619,7 +619,7 @@ class Reader:
     ) -> list[Completion]:
         """Returns `copies` choices for each prompt, each with its own seed."""
         first = [self._checked(body, ids, most, default, chat, logprobs, schema) for ids in prompts]
-        found = [(one, copy) for one in first for copy in range(copies)]
+        copied = [(one, copy) for one in first for copy in range(copies)]
         return [
             replace(
                 one,
@@ -627,7 +627,7 @@ class Reader:
                 is_copy=copy > 0,
                 request=replace(one.request, seed=(one.request.seed + copy) % _SEEDS),
             )
-            for index, (one, copy) in enumerate(found)
+            for index, (one, copy) in enumerate(copied)
         ]
 
     def _checked(
@@ -641,7 +641,7 @@ class Reader:
         schema: SchemaBound | None,
     ) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
-        prompt, given = (ids, None) if encoder is None else (encoder.start, ids)
+        prompt, encoder_ids = (ids, None) if encoder is None else (encoder.start, ids)
         room = self.record.length - len(prompt)
         if body.echo and encoder is not None:
             raise RefusedError(400, "the prompt is the encoder's, and no text before the answer; leave it out", "echo")
@@ -658,7 +658,7 @@ class Reader:
         request = Request(
             prompt,
             **{**self.record.defaults.options, **asked},
-            encoder=given,
+            encoder=encoder_ids,
             max_tokens=min(room, default) if most is None else most,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             stop=[*(() if body.ignore_eos else self.ending), *(body.stop_token_ids or ())],
@@ -676,13 +676,13 @@ class Reader:
         return Completion(0, False, request, stops, bool(body.stream), counts, always, body.timeout, chat)
 
 
-def _without_nulls(given: Any) -> Any:
+def _without_nulls(document: Any) -> Any:
     """Returns a document without its null fields."""
-    if isinstance(given, dict):
-        return {name: _without_nulls(value) for name, value in given.items() if value is not None}
-    if isinstance(given, list):  # most are long lists of numbers
-        return [_without_nulls(one) if isinstance(one, dict | list) else one for one in given]
-    return given
+    if isinstance(document, dict):
+        return {name: _without_nulls(value) for name, value in document.items() if value is not None}
+    if isinstance(document, list):  # most are long lists of numbers
+        return [_without_nulls(one) if isinstance(one, dict | list) else one for one in document]
+    return document
 
 
 def _fact_of(fault: ErrorDetails) -> str:

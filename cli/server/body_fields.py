@@ -20,16 +20,16 @@ class Strict(BaseModel):
 
 def _stops(value: object) -> object:
     """Returns the texts of `stop` as a list; raises ValueError if they are not texts, too many or too long."""
-    found = [value] if isinstance(value, str) else value
-    if found is None:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
         return None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise ValueError("is a text, or a list of texts")
-    if len(found) > _MOST_STOPS:
-        raise ValueError(f"has {len(found):,} texts; at most {_MOST_STOPS}")
-    if sizes := [len(one) for one in found if not 1 <= len(one) <= _MOST_STOP_LETTERS]:
+    if len(stops) > _MOST_STOPS:
+        raise ValueError(f"has {len(stops):,} texts; at most {_MOST_STOPS}")
+    if sizes := [len(one) for one in stops if not 1 <= len(one) <= _MOST_STOP_LETTERS]:
         raise ValueError(f"has a text of {sizes[0]:,} letters; each has 1 to {_MOST_STOP_LETTERS}")
-    return found
+    return stops
 
 
 def _biases(value: object) -> object:

@@ -246,16 +246,16 @@ def _bound(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
-        found = socket.socket(family, kind)
+        listening = socket.socket(family, kind)
     except OSError as error:
         raise UsageError(f"--host {host}: {error.strerror}\n  help: give an address of this machine") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(_BACKLOG)
-        found.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
     except OSError as error:
-        found.close()
+        listening.close()
         fact = f"cannot listen on {host}, port {port}: {error.strerror}"
         raise UsageError(f"{fact}\n  help: give another --port, or 0 for a free one") from None
-    return found
+    return listening

@@ -114,18 +114,18 @@ class ResponseBody(Labels, Sampling):
 
     def chat(self) -> dict[str, Any]:
         """Returns the equivalent body of `/v1/chat/completions`."""
-        found = self.model_dump(include=_SAME, exclude_none=True)
-        found |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
+        body = self.model_dump(include=_SAME, exclude_none=True)
+        body |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
             tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-            found |= {"tools": [{"type": "function", "function": tool} for tool in tools]}
-            found |= {"tool_choice": self._choice(), "parallel_tool_calls": self.parallel_tool_calls}
+            body |= {"tools": [{"type": "function", "function": tool} for tool in tools]}
+            body |= {"tool_choice": self._choice(), "parallel_tool_calls": self.parallel_tool_calls}
         form = self.text.format
         if form.type == "json_schema":
-            found["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+            body["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
         elif form.type == "json_object":
-            found["response_format"] = {"type": form.type}
-        return found
+            body["response_format"] = {"type": form.type}
+        return body
 
     def repeated(self) -> dict[str, Any]:
         """Returns the fields of the request that an answer repeats."""
@@ -144,19 +144,19 @@ class ResponseBody(Labels, Sampling):
 
     def _messages(self) -> list[dict[str, Any]]:
         """Returns the messages of the items; calls are added to the assistant's message before them."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             match item:
                 case _MessageItem():
-                    found.append({"role": item.role, "content": item.content})
+                    messages.append({"role": item.role, "content": item.content})
                 case _OutputItem():
-                    found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                    messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
                 case _CallItem():
-                    if not found or found[-1]["role"] != "assistant":
-                        found.append({"role": "assistant"})
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
                     function = {"name": item.name, "arguments": item.arguments}
                     call = {"id": item.call_id, "type": "function", "function": function}
-                    found[-1].setdefault("tool_calls", []).append(call)
-        return found
+                    messages[-1].setdefault("tool_calls", []).append(call)
+        return messages

@@ -62,16 +62,16 @@ def simulate_step(target: Path, model: Path | None, request: Request, as_json: b
         with tempfile.TemporaryDirectory(prefix="partc-simulate-") as name:
             folder = Path(name) / "build"
             compile_model(model, target, folder)
-            found = _of(folder, machine, request, traced)
+            simulation = _of(folder, machine, request, traced)
     else:
         if model is not None:
             help = "leave out --model, or give the plan in place of the folder"
             raise UsageError(f"{target}: an artifact has its model\n  help: {help}")
-        found = _of(target, machine, request, traced)
+        simulation = _of(target, machine, request, traced)
     if as_json:
-        console.echo(json.dumps(document(str(target), found, traced), indent=1))
+        console.echo(json.dumps(document(str(target), simulation, traced), indent=1))
     else:
-        show(str(target), found, traced, request.top)
+        show(str(target), simulation, traced, request.top)
     return 0
 
 

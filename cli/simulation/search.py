@@ -159,22 +159,22 @@ def _told(plays: SearchState, candidate: Candidate) -> str:
 
 def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
     """Yields the saving of each choice of the plan, from the estimates of the plan with and without it."""
-    one, estimate = best.candidate, plays.search.estimate
-    own = estimate(one)
-    degrees = one.degrees
+    candidate, estimate = best.candidate, plays.search.estimate
+    own = estimate(candidate)
+    degrees = candidate.degrees
     without = {
-        f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1), by_module=False),
-        f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False, stored=False),
-        f"{one.stages} stages": replace(one.in_line(), degrees=replace(degrees, stages=1)),
-        f"{one.microbatches} microbatches": replace(one.in_line(), microbatches=1),
-        one.schedule: one.in_line("1f1b"),
-        "ZeRO": replace(one, zero=False),
-        "storing shards": replace(one, stored=False),
-        "recomputing": replace(one, recompute=False),
-        "the choice by module": replace(one, by_module=False),
+        f"tp {degrees.tp}": replace(candidate, degrees=replace(degrees, tp=1), by_module=False),
+        f"dp {degrees.dp}": replace(candidate, degrees=replace(degrees, dp=1), zero=False, stored=False),
+        f"{candidate.stages} stages": replace(candidate.in_line(), degrees=replace(degrees, stages=1)),
+        f"{candidate.microbatches} microbatches": replace(candidate.in_line(), microbatches=1),
+        candidate.schedule: candidate.in_line("1f1b"),
+        "ZeRO": replace(candidate, zero=False),
+        "storing shards": replace(candidate, stored=False),
+        "recomputing": replace(candidate, recompute=False),
+        "the choice by module": replace(candidate, by_module=False),
     }
     for name, other in without.items():
-        if other == one or not name:
+        if other == candidate or not name:
             continue
         there = estimate(other)
         parts = []

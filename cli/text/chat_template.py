@@ -134,14 +134,14 @@ def find_chat_template(tokenizer: str) -> ChatTemplate | None:
             return ChatTemplate(str(file), counted.read_text(file, _FILE_BYTES), special)
         except UnicodeDecodeError as error:
             raise InputError(f"{file}: is not UTF-8 text: {error}") from None
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found, tools = named.get("default"), named.get("tool_use")
-        if isinstance(found, str) and isinstance(tools, str):
-            tools, found = (text.removesuffix("\n") for text in (tools, found))
-            found = f"{{% if tools +%}}{tools}{{%+ else +%}}{found}{{%+ endif +%}}"
-    return ChatTemplate(f"{tokenizer}: chat_template", found, special) if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template, tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(tools, str):
+            tools, template = (text.removesuffix("\n") for text in (tools, template))
+            template = f"{{% if tools +%}}{tools}{{%+ else +%}}{template}{{%+ endif +%}}"
+    return ChatTemplate(f"{tokenizer}: chat_template", template, special) if isinstance(template, str) else None
 
 
 def end_of_text(path: str, tokenizer: Any) -> list[int]:

@@ -61,14 +61,14 @@ class MessageText:
         if not self.marks:
             return ids_of(self.tokenizer, prompt, special=False)
         parts = re.split(f"(\ue000{self.secret}\\.[0-9]+\ue001)", prompt)
-        made = _following(self.tokenizer, parts[0], "")
+        ids = _following(self.tokenizer, parts[0], "")
         for part in parts[1:]:
             text = self.marks.get(part)
             if text is None:
-                made += _following(self.tokenizer, part, _BEFORE)
+                ids += _following(self.tokenizer, part, _BEFORE)
                 continue
-            made += _following(_of_letters(self.tokenizer), text, _BEFORE)
-        return made
+            ids += _following(_of_letters(self.tokenizer), text, _BEFORE)
+        return ids
 
     def _mark(self, found: re.Match[str]) -> str:
         """Returns a mark that no client can write."""
