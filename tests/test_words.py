@@ -63,6 +63,9 @@ VAGUE = "alike appended apart asked behind beside found given held kept left lyi
 """Names that leave open what a field or a parameter is: say the noun."""
 VAGUE_NAMES = {"fields": 75, "parameters": 583}
 """How many fields and parameters have such a name today."""
+NOUNLESS = frozenset({"found", "given", "made", "one", "some", "told"})
+"""Names of variables that leave open what the variable is: fit for a few lines alone."""
+LINES_OF_A_NAME = 5
 FIRST_WORDS = {"By": 3, "How": 26, "Of": 0, "That": 0, "Those": 0, "What": 52, "Where": 6, "Which": 5, "Who": 1}
 """How many docstrings begin so today: begin with the subject or the verb instead."""
 
@@ -123,6 +126,56 @@ def vague_names() -> dict[str, int]:
                     item.arg in VAGUE.split() for item in ast.walk(node.args) if isinstance(item, ast.arg)
                 )
     return {"fields": fields, "parameters": parameters}
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def bound_in(node: ast.AST) -> set[str]:
+    """The names that a node's own scope binds: the parameters of a function, and what it assigns; the targets of a comprehension."""
+    if isinstance(node, COMPREHENSIONS):
+        stored = [one for clause in node.generators for one in ast.walk(clause.target)]
+        return {one.id for one in stored if isinstance(one, ast.Name)}
+    parameters = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}  # type: ignore[attr-defined]
+    inside = [] if isinstance(node, ast.Lambda) else [one for line in node.body for one in ast.walk(line)]  # type: ignore[attr-defined]
+    return parameters | {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def lines_of_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[int]]:
+    """Maps each parameter and variable of a function to the lines that have it, without those where an inner scope binds the name."""
+    lines = {one.arg: [function.lineno] for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    waiting: list[tuple[ast.AST, frozenset[str]]] = [(line, frozenset()) for line in function.body]
+    while waiting:
+        node, hidden = waiting.pop()
+        if isinstance(node, ast.Name) and node.id not in hidden:
+            lines.setdefault(node.id, []).append(node.lineno)
+        if isinstance(node, (*COMPREHENSIONS, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
+            hidden |= bound_in(node)
+        waiting += [(child, hidden) for child in ast.iter_child_nodes(node)]
+    return lines
+
+
+def test_a_name_that_lives_long_says_what_it_is() -> None:
+    functions = [
+        (path, one)
+        for path, nodes in trees().items()
+        for one in nodes
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: '{name}' lives {max(lines) - min(lines)} lines"
+        for path, function in functions
+        for name, lines in lines_of_names(function).items()
+        if name in NOUNLESS and max(lines) - min(lines) > LINES_OF_A_NAME
+    ]
+    assert not long, "say the noun:\n" + "\n".join(long)
+
+
+def test_inner_scopes_have_names_of_their_own() -> None:
+    text = "def f(x):\n    one = 1\n    y = [one for one in x]\n    def g(one):\n        return one\n    return lambda one: one\n"
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert lines_of_names(function) == {"x": [1, 3], "one": [2], "y": [3]}
 
 
 def docstrings() -> Iterator[tuple[Path, int, str]]:
