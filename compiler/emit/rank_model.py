@@ -85,6 +85,7 @@ class RankModels:
         self._factors = NodeFactors(self.program.model.graph.opset_imports)
         sharded = any(choice.cut for choice in self.program.choices.values())
         self._says_factors = sharded or self.program.generation is not None
+        self._folds = any(fmt.ORDER in node.metadata_props for node in self.program.model.graph)
 
     def of(self, part: RankProgram) -> bytes:
         """Returns the rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
@@ -263,7 +264,8 @@ class RankModels:
         placed = program.placement.get(step.source)
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
         factors = self._factors.of(step) if self._says_factors else ""
-        order = step.source.metadata_props.get(fmt.ORDER, "") if is_own and step.task not in _PHASES else ""
+        node = step.source if is_own else step.node
+        order = node.metadata_props.get(fmt.ORDER, "") if self._folds and step.task not in _PHASES else ""
         said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors, fmt.ORDER: order}
         if hop := step.node.metadata_props.get(fmt.HOP):  # a ring proves its blocks itself
             said = {fmt.HOP: hop}

@@ -25,7 +25,7 @@ from partc.compiler.layout import moves as mv
 from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.reshard import lower, lower_unknown
-from partc.compiler.lower.comm import Attributes, CommLowering, Hop
+from partc.compiler.lower.comm import Attributes, CommLowering, Hop, computed
 from partc.compiler.lower.job import Transfer
 from partc.compiler.sharding.values.operands import divisors
 from partc.runtime.artifact import format as fmt
@@ -50,7 +50,9 @@ def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
         shard = comm.constant(ranks, out, "shard", RankConstant.of(group, ["place"]))
         begin = comm.derived_op(ranks, "Mul", [step, shard], out, "begin")
         end = comm.derived_op(ranks, "Add", [begin, step], out, "end")
-    comm.emit(ranks, "Slice", [source, begin, end, axis], out, hop.after.value.producer())
+    step = computed("Slice", [source, begin, end, axis], [out], Value(".slice", out), hop.after.value.producer())
+    step.node.metadata_props[fmt.ORDER] = fmt.KEPT_ORDER
+    comm.append(ranks, step)
 
 
 def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:

@@ -73,11 +73,6 @@ class Copies:
         succeeded(folder, transport.all_gather_text(outcome(clear)[0]))
 
     @property
-    def is_pending(self) -> bool:
-        """Whether a copy has begun that is not complete."""
-        return self._save is not None
-
-    @property
     def is_first(self) -> bool:
         """Whether the rank is the lowest one of its host."""
         return any(host[0] == self.rank for host in self.hosts)
@@ -96,8 +91,8 @@ class Copies:
         meta: Mapping[str, JsonValue],
     ) -> None:
         """Begins a copy of the state after a step, once the last one is complete."""
-        while self.is_pending:
-            self.advance()
+        self.advance()  # a copy takes two turns
+        self.advance()
         save = Save(self.folder, step, self.rank, (), records, meta)
         save.owned.update(owners(records))
         mine = {owned.value for some in save.owned.values() for owned in some if owned.rank == self.rank}

@@ -12,7 +12,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact import manifest as artifact_of
-from partc.runtime.artifact.graph import onnx_graph as graph_of
+from partc.runtime.artifact.graph import bodies as graph_of
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.checker.check import check_artifact

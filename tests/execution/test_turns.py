@@ -90,7 +90,7 @@ def said(name: str, given: object, found: object) -> Case:
 SHARED = {name: read(name) for name in ("inputs", "outputs", "at_slots")}
 PROGRAM: Mapping[str, Case] = {
     **SHARED,
-    **{name: read(name) for name in ("state", "looked_up", "usable", "size")},
+    **{name: read(name) for name in ("state", "looked_up", "usable", "size", "transport")},
     "__call__": stepped("__call__", -1.0),
     # another thread's step may have overwritten what lies where the step made it
     "step_of_all": lambda program, k, _: program.step_of_all({"x": rows(k)})["y"].shape == rows(k).shape,
@@ -126,6 +126,9 @@ TRAINER: Mapping[str, Case] = {
     "ask_to_stop": said("ask_to_stop", 0, None),
     "ask_to_trace": nothing("ask_to_trace"),
     "check_last_loss": nothing("check_last_loss"),
+    "keep_copies": lambda trainer, k, folder: trainer.keep_copies(folder / "copies") is not None,
+    "copy": lambda trainer, k, _: trainer.copy(k % 2 == 0, dict) is None,
+    "end_copies": nothing("end_copies"),
     "loader": lambda trainer, k, _: next(trainer.loader(BATCH, batch=8)).keys() == BATCH.keys(),
     "evaluate": evaluated,
     "record_evaluation": lambda trainer, k, _: trainer.record_evaluation() is not None,
@@ -139,6 +142,7 @@ TRAINER: Mapping[str, Case] = {
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
     *(
+        "transport",
         "inputs",
         "outputs",
         "state",

@@ -14,9 +14,6 @@ from body_models import BRANCHES, NESTED, SCAN, WEIGHTS, WHILE, WIDTH, plan, wei
 from collectives_mpi_case import MPIEXEC
 from equivalence import compiled, counted, same_as_whole, whole_outputs
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.torch.torch_model import torch_model_of
-from partc.compiler.pipeline import compile_source
-from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.graph.onnx_graph import all_nodes
@@ -115,76 +112,6 @@ def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
         assert have[f"n{k}"] == want["n"]
         np.testing.assert_allclose(have[f"y{k}"], want["y"], rtol=1e-4, atol=1e-5)
     assert want["n"] > 2
-
-
-TORCH = """
-import torch
-from torch._higher_order_ops.while_loop import while_loop
-
-
-class Refined(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
-
-    def forward(self, x):
-        def on(k, h):
-            return (h.abs().max() > 0.3) & (k < 20)
-
-        def turn(k, h):
-            return k + 1, 0.5 * torch.tanh(self.down(torch.relu(self.up(h))))
-
-        return while_loop(on, turn, (torch.tensor(0), x))[1]
-
-
-class Choice(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(8, 6), torch.nn.Linear(8, 6)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x).relu(), (x,))
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.refined, self.choice = Refined(), Choice()
-
-    def forward(self, x):
-        return self.choice(self.refined(x))
-
-
-model = Net().eval()
-inputs = {"x": torch.zeros(3, 8)}
-"""
-
-
-def test_torchs_while_loop_and_cond_are_cut(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from partc.compiler.frontend.python import load_python
-
-    (tmp_path / "model.py").write_text(TORCH)
-    torch.manual_seed(0)
-    source = load_python(tmp_path / "model.py")
-    rules = ", ".join(f'"{path}": {style}' for path, style in STYLES.items())
-    out = tmp_path / "build"
-    program = compile_source(source, parse_plan(f"ranks: 2\nsharding: {{{rules}}}\n", "plan.yaml"), out).program
-    assert counted(program)["Begin"] == 2
-    assert counted(program)["AllReduce"] >= 1
-    with load_local(out) as ranks, torch.no_grad():
-        module = torch_model_of(source.model).module
-        for seed in range(4):
-            x = 3 * drawn(3, 8, seed=seed)
-            np.testing.assert_allclose(ranks({"x": x})["output"], module(torch.tensor(x)), rtol=1e-4, atol=1e-5)
-
-
-STYLES = {
-    "refined.body.up": "colwise",
-    "refined.body.down": "rowwise",
-    "choice.then_branch.a": "colwise",
-    "choice.else_branch.b": "colwise",
-}
 
 
 REFUSED = {

@@ -290,6 +290,75 @@ def test_loops_of_torch_are_cut(tmp_path: Path) -> None:
         for given in (x, -x):
             have = ranks({"x": given})["output"]
             np.testing.assert_allclose(have, module(torch.tensor(given)), rtol=1e-4, atol=1e-5)
+    _while_and_cond_are_cut(tmp_path)
+
+
+def _while_and_cond_are_cut(folder: Path) -> None:
+    """torch fails to export this module first and `TORCH` after it, in one process, so one test has both."""
+    import torch
+    from partc.compiler.frontend.python import load_python
+
+    (folder / "kept.py").write_text(KEPT)
+    source = load_python(folder / "kept.py")
+    rules = ", ".join(f'"{path}": {style}' for path, style in STYLES.items())
+    out = folder / "kept"
+    program = compile_source(source, parse_plan(f"ranks: 2\nsharding: {{{rules}}}\n", "plan.yaml"), out).program
+    assert counted(program)["Begin"] == 2
+    assert counted(program)["AllReduce"] >= 1
+    with load_local(out) as ranks, torch.no_grad():
+        module = torch_model_of(source.model).module
+        for seed in range(4):
+            x = 3 * np.random.default_rng(seed).normal(size=(3, 8)).astype(np.float32)
+            np.testing.assert_allclose(ranks({"x": x})["output"], module(torch.tensor(x)), rtol=1e-4, atol=1e-5)
+
+
+STYLES = {
+    "refined.body.up": "colwise",
+    "refined.body.down": "rowwise",
+    "choice.then_branch.a": "colwise",
+    "choice.else_branch.b": "colwise",
+}
+KEPT = """
+import torch
+from torch._higher_order_ops.while_loop import while_loop
+
+
+class Refined(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x):
+        def on(k, h):
+            return (h.abs().max() > 0.3) & (k < 20)
+
+        def turn(k, h):
+            return k + 1, 0.5 * torch.tanh(self.down(torch.relu(self.up(h))))
+
+        return while_loop(on, turn, (torch.tensor(0), x))[1]
+
+
+class Choice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 6), torch.nn.Linear(8, 6)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x).relu(), (x,))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.refined, self.choice = Refined(), Choice()
+
+    def forward(self, x):
+        return self.choice(self.refined(x))
+
+
+model = Net().eval()
+inputs = {"x": torch.zeros(3, 8)}
+"""
 
 
 TORCH = """

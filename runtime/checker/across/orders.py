@@ -5,7 +5,8 @@ From there the checker follows the dim along the letters of the nodes' factors (
 
     %ids.fold = Gather(%ids, %order)   fold 2      %x = Add(%tokens, %places)   abc,abc->abc      b of both is folded, or b of neither
 
-A dim without a letter depends on all places of its operand, so the op must be one that has no order: a Softmax, a sum.
+A Slice with `kept` takes a rank's shard, whose place the layouts prove. A dim without a letter depends on all places of its operand, so the
+op must be one that has no order: a Softmax, a sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, numpy_helper
-from partc.runtime.artifact.format import DOMAIN, FACTORS, HOP, ORDER, PHASE, RANK_CONSTANT, Manifest
+from partc.runtime.artifact.format import DOMAIN, FACTORS, HOP, KEPT_ORDER, ORDER, PHASE, Manifest
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, read_factors
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
@@ -66,7 +67,8 @@ class _Orders:
         """Finds the order of a node's results; returns what is wrong, or an empty text."""
         read_orders = [self.orders.get(name) for name in node.input]
         first = read_orders[0] if read_orders else None
-        if text := metadata_of(node, ORDER):
+        text = metadata_of(node, ORDER)
+        if text and text != KEPT_ORDER:
             word, _, ranks = text.partition(" ")
             axis = integer_of(node, "axis", 0)
             if first is not None and axis < len(first):
@@ -77,10 +79,8 @@ class _Orders:
             table = chunks(int(ranks)) if ranks.isdecimal() else []
             table = sorted(range(len(table)), key=table.__getitem__) if word == "back" else table
             return "" if self._is_of(node.input[1], table) else f"its indices are not of the order '{text}'"
-        if node.domain == DOMAIN or (
-            node.op_type == "Slice" and self._is_of_rank(node.input[1])
-        ):  # the same dims, in other shards
-            if (first is not None and len(node.input) == len(node.output)) or node.op_type == "Slice":
+        if node.domain == DOMAIN or text:  # the same dims, in other shards
+            if text or (first is not None and len(node.input) == len(node.output)):
                 self.orders |= {
                     out: list(one) for out, one in zip(node.output, read_orders, strict=False) if one is not None
                 }
@@ -140,18 +140,6 @@ class _Orders:
         """Whether a value repeats one element along its dims."""
         maker = self.makers.get(name)
         return maker is not None and maker.op_type in ("ConstantOfShape", "Expand")
-
-    def _is_of_rank(self, name: str) -> bool:
-        """Whether a bound is computed from the place of a rank."""
-        waiting, seen = [name], set[str]()
-        while waiting and len(seen) < 32:
-            maker = self.makers.get(waiting.pop())
-            if maker is not None and maker.op_type == RANK_CONSTANT:
-                return True
-            more = {*(maker.input if maker is not None else ())} - seen
-            seen |= more
-            waiting += more
-        return False
 
     def _is_of(self, name: str, table: list[int]) -> bool:
         """Whether indices are made of an order's table: by arithmetic that looks chunks up in it, or as a constant, whole or a shard."""
