@@ -50,9 +50,9 @@ def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
         shard = comm.constant(ranks, out, "shard", RankConstant.of(group, ["place"]))
         begin = comm.derived_op(ranks, "Mul", [step, shard], out, "begin")
         end = comm.derived_op(ranks, "Add", [begin, step], out, "end")
-    step = computed("Slice", [source, begin, end, axis], [out], Value(".slice", out), hop.after.value.producer())
-    step.node.metadata_props[fmt.ORDER] = fmt.KEPT_ORDER
-    comm.append(ranks, step)
+    sliced = computed("Slice", [source, begin, end, axis], [out], Value(".slice", out), hop.after.value.producer())
+    sliced.node.metadata_props[fmt.ORDER] = fmt.KEPT_ORDER
+    comm.append(ranks, sliced)
 
 
 def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:

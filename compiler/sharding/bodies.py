@@ -26,9 +26,9 @@ def carry_layouts(choices: Mapping[NodeOnGroup, NodeSharding]) -> None:
 
 def wrong_bodies(program: Placed) -> Iterator[Problem]:
     """Yields the reasons why bodies cannot run between borders: several targets or groups, a state that changes its shape."""
-    first = next((node for node in program.model.graph if is_border(node)), None)
-    for rule in program.plan.target if first is not None else ():
-        fact = f"target of '{rule.pattern}', and the body of '{_path(program, first)}' is between borders"
+    borders = [node for node in program.model.graph if is_border(node)]
+    for rule in program.plan.target if borders else ():
+        fact = f"target of '{rule.pattern}', and the body of '{_path(program, borders[0])}' is between borders"
         law = "a program whose bodies are sharded or placed by what is in them runs on one target"
         yield Problem(rule.where, fact, law, "leave out 'target', and name the nodes around bodies alone")
     open_ = list[ir.Node]()
