@@ -12,20 +12,19 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.adapter_folder import LowRank, read_adapter
+from partc.compiler.frontend.huggingface.adapter_folder import Adapter, LowRank, read_adapter
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.computed import AbsentTensor
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import AbsentTensor, DrawnTensor
 from partc.compiler.ir.program import Loaded
 from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.plan.adapters import AdapterRule
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
-from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter, stacked
+from partc.compiler.rewrite.adapters import AdaptedProduct, adapted_products, add_adapter, as_type, stacked
 from partc.compiler.rewrite.generation.next_token import head_of, scores_of
 from partc.compiler.start import start
 from partc.runtime.artifact.format import Law
+from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of
 
 
@@ -44,7 +43,10 @@ def adapted(source: Source, plan: Plan | None, name: str) -> Source:
         return replace(source, declared=replace(source.declared, adapters=stacks), adapted=True)
     (rule,) = plan.adapters
     weights = set[ir.Value]()
-    for module, (products, added) in _places(program, rule, known).items():
+    read = None if rule.folder is None else read_adapter(rule.folder, rule.where)
+    if read is not None and read.replaced:
+        _replace(program, rule, read, source.absent)
+    for module, (products, added) in _places(program, rule, read, known).items():
         for product in products:
             weights.update(
                 add_adapter(program.model.graph, product, module, _absent(module, added) if source.absent else added)
@@ -70,7 +72,11 @@ def _stacks(
     for module in products:
         stacks[module] = [None] * room
     for place, rule in enumerate(rules):
-        for module, (own, added) in _places(program, rule, known).items():
+        assert rule.folder is not None
+        read = read_adapter(rule.folder, rule.where)
+        if read.replaced:
+            raise CompileError(_shared(rule, read, "sequences of a batch share the weights of their model"))
+        for module, (own, added) in _places(program, rule, read, known).items():
             name = own[0].module if room else module
             stacks.setdefault(name, [None] * (room or len(rules)))[place] = added
             products[name] = own[0]
@@ -92,16 +98,46 @@ def _with_room(program: Loaded, known: Sequence[AdaptedProduct]) -> dict[str, Ad
 
 
 def _places(
-    program: Loaded, rule: AdapterRule, known: Sequence[AdaptedProduct]
+    program: Loaded, rule: AdapterRule, read: Adapter | None, known: Sequence[AdaptedProduct]
 ) -> dict[str, tuple[list[AdaptedProduct], LowRank]]:
     """Maps each module of an adapter to its products and the adapter's weights for them."""
-    if rule.folder is None:
+    if read is None:
         return _new(program, rule, known)
-    read = read_adapter(rule.folder, rule.where)
-    found = {module: [product for product in known if product.is_of(module)] for module in read}
-    if problems := [Problem(rule.where, *one) for one in _misfits(rule, read, found, known)]:
+    found = {module: [product for product in known if product.is_of(module)] for module in read.products}
+    if problems := [Problem(rule.where, *one) for one in _misfits(rule, read.products, found, known)]:
         raise CompileError(problems)
-    return {module: (found[module], added) for module, added in read.items()}
+    return {module: (found[module], added) for module, added in read.products.items()}
+
+
+def _shared(rule: AdapterRule, read: Adapter, law: str) -> Problem:
+    """Returns the refusal of an adapter that replaces weights of the model."""
+    fact = f"'{rule.name}' replaces {first_of([*map(repr, read.replaced)])}"
+    return Problem(rule.where, fact, law, "compile the folder that merge_and_unload() and save_pretrained() write")
+
+
+def _replace(program: Loaded, rule: AdapterRule, read: Adapter, absent: bool) -> None:
+    """Gives the model the weights that the adapter has in place of its own."""
+    if rule.entry.train:
+        raise CompileError(_shared(rule, read, "the two narrow weights of an adapter are all that 'train' changes"))
+    weights, problems = program.model.graph.initializers, list[Problem]()
+    for name, tensor in read.replaced.items():
+        fact, module = "", name.rpartition(".")[0]
+        if (value := weights.get(name)) is None:
+            fact = "the model has no such weight"
+        elif tuple(value.shape or ()) != tuple(tensor.shape):
+            fact = f"it is {list(tensor.shape)}, of the model {list(value.shape or ())}"
+        elif others := [
+            program.paths[node] for node in value.consumers() if not program.paths[node].startswith(f"{module}.")
+        ]:
+            fact = f"of the model it is also read by '{others[0]}'"
+        elif not absent and value.dtype is not None:
+            value.const_value = as_type(tensor, value.dtype)
+        if fact:
+            problems.append(
+                Problem(rule.where, f"'{rule.name}' replaces '{name}': {fact}", "", "give the adapter of this model")
+            )
+    if problems:
+        raise CompileError(problems)
 
 
 def _misfits(

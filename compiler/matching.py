@@ -16,10 +16,11 @@ from partc.compiler.ir.graph import OWN_NAME, SERVED, UNKNOWN_TURNS, name_of
 from partc.compiler.ir.program import Annotated, Loaded, Prepared
 from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
-from partc.compiler.plan.pattern import compile_pattern, nearest, wider
+from partc.compiler.plan.pattern import compile_pattern, wider
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.compiler.plan.rules import FULL_BATCH, PlacementRule, Plan, ShardingRule
 from partc.runtime.options import Refused
+from partc.runtime.spellings import nearest
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,11 @@ def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Pr
     """
     training, weights = program.training, program.model.graph.initializers.values()
     served = {node.inputs[0] for node in program.model.graph if SERVED in node.meta}
-    stored = training.parameters if training is not None else [one for one in weights if _is_float(one)]
+    stored = (
+        training.parameters
+        if training is not None
+        else [one for one in weights if one.dtype is not None and one.dtype.is_floating_point()]
+    )
     named = {name_of(value): value for value in stored if value not in served and value.shape}
     problems: list[Problem] = []
     units: dict[ir.Value, StoredUnit] = {}
@@ -275,10 +280,6 @@ def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Pr
             names = [*modules_of(named), *named]
             problems.append(_nothing(rule.pattern, rule.where, names, "module with parameters"))
     return units, problems
-
-
-def _is_float(value: ir.Value) -> bool:
-    return value.dtype is not None and value.dtype.is_floating_point()
 
 
 def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:

@@ -2,13 +2,19 @@
 
 program = analyse(Path("model.py"), Path("plan.yaml"))      # everything but writing
 report = compile_model(Path("model.py"), Path("plan.yaml"), Path("build"))
+
+Decides whether the model is at fault when a pass fails: it is where onnx or onnxruntime refuse the model as it was loaded.
+
+Passes take the model for sound ONNX. To prove that before each compile would cost every user for a few models that are not, and would
+refuse some that onnxruntime runs; so a model is looked at when a pass has stumbled over it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +26,8 @@ from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import Unwritten, emit, refuse_to_replace
-from partc.compiler.emit.prove import prove
-from partc.compiler.errors import CompileError, Problem
+from partc.compiler.emit.prove import prove, without_weights
+from partc.compiler.errors import CompileError, InternalError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
 from partc.compiler.frontend.source import Known, Source, Weights
@@ -55,12 +61,15 @@ from partc.compiler.training.microbatch_model import in_parts, only_totals
 from partc.compiler.training.parameter_server import serve
 from partc.compiler.training_passes import add_training, differentiate, pipeline, update
 from partc.compiler.unroll import unrolled
-from partc.compiler.unsound import as_user_error
 from partc.compiler.verify import is_requested, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord, ranks_folder
-from partc.runtime.errors import merged
+from partc.runtime.artifact.graph.bodies import read_model
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
+from partc.runtime.checker.structures import check_model
+from partc.runtime.errors import PartcError, merged, out_of_memory
 from partc.runtime.files.regular import open_regular
 from partc.runtime.garbage_collection import uncollected
+from partc.runtime.program.ort import can_load, version
 
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]
@@ -170,7 +179,7 @@ def run_passes(
             valid = program
         if on_end:
             on_end(name, program)
-    return cast(P, program)
+    return cast("P", program)
 
 
 def programs_of(
@@ -219,7 +228,7 @@ def programs_of(
                 raise
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
-        done[kind] = cast(Lowered, passed)
+        done[kind] = cast("Lowered", passed)
     complete: dict[Key, Complete] = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
     decode, prefill = complete.get(ProgramKind.STEP), complete.get(ProgramKind.PREFILL)
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
@@ -232,7 +241,7 @@ def programs_of(
         for kind, size in sizes:
             on_start(f"{kind.value} of {size}")
             first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)
-            complete[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
+            complete[kind, size] = cast("Complete", run_passes(first, PASSES[-1], verify_passes=verify_passes))
         if rules is not None and rules.memory is not None:
             from partc.compiler.cost.memory import most_slots  # it knows how the runtime runs a file
 
@@ -466,3 +475,36 @@ def _record(path: Path) -> SourceRecord:
     """Returns the record of a source file's hash, or of a folder's configuration; weights are covered by the artifact's hashes."""
     with open_regular(path / CONFIG if path.is_dir() else path) as file:
         return SourceRecord(name=path.absolute().name, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@contextmanager
+def as_user_error(path: Path) -> Iterator[None]:
+    """Turns an internal error into a CompileError if the model at `path` proves invalid."""
+    try:
+        yield
+    except Exception as error:
+        expected = isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, InternalError)
+        if expected or out_of_memory(error):
+            raise
+        if reason := unsound(path):
+            help = "see onnx.checker.check_model and onnxruntime.InferenceSession, and export the model again"
+            raise CompileError(Problem(path.name, f"is not a valid ONNX model: {reason}", help=help)) from error
+        raise
+
+
+def unsound(path: Path) -> str:
+    """What onnx's checker or onnxruntime say against a model; '' where they take it."""
+    built = None if path.suffix == ".onnx" else load(path).model
+    try:
+        # weights of a folder may be in files of any place
+        model = read_model(path) if built is None else without_weights(built)
+        violations = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
+    except Exception as error:  # of a model that cannot even be looked at
+        if out_of_memory(error):
+            raise
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    if violations:
+        return f"{violations[0].node}: {violations[0].fact}" if violations[0].node else violations[0].fact
+    compute_in_float32(model, bfloat16=True)
+    refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
+    return f"onnxruntime {version()} does not load it: {refused}" if refused else ""

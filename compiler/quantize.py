@@ -24,12 +24,12 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.blocked import BLOCKED, EXPERT_BLOCKS, BlockedWeight, ExpertBlocks
 from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import add_initializer, name_of
 from partc.compiler.ir.program import Loaded
 from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.ops.registry import CONTRIB
-from partc.compiler.plan.quantize import BLOCKS, Blocks, QuantizeRule
+from partc.compiler.plan.precision import BLOCKS, Blocks, QuantizeRule
 from partc.compiler.plan.rules import Plan
 from partc.compiler.rewrite.products import Product, products
 from partc.compiler.rounded_caches import round_caches
@@ -87,11 +87,6 @@ def _with_warning(source: Source, name: str) -> Source:
     return replace(source, declared=declared)
 
 
-def _usual(blocked: BlockedWeight) -> Blocks:
-    """Returns the block settings of a weight in blocks, for products in int8."""
-    return Blocks.model_validate({"bits": blocked.bits, "block": blocked.block})
-
-
 def reordered(source: Source) -> bool:
     """Whether some weights in blocks of the model's files have their rows in another order."""
     return any(blocked.order is not None for blocked in _blocked_weights(source.model.graph))
@@ -108,7 +103,11 @@ def _chosen(
 ) -> tuple[dict[ir.Node, tuple[QuantizeRule, Product]], list[Problem]]:
     """Maps each product to the last rule that matches it, without those that keep their weights; a weight in blocks keeps its blocks."""
     known, problems = products(program.paths), list[Problem]()
-    own = {node: QuantizeRule("", _usual(product.blocked), "") for node, product in known.items() if product.blocked}
+    own = {
+        node: QuantizeRule("", Blocks.model_validate({"bits": blocked.bits, "block": blocked.block}), "")
+        for node, product in known.items()
+        if (blocked := product.blocked)
+    }
     decided: dict[ir.Node, QuantizeRule] = {**own}
     for rule in rules:
         nodes = matched_nodes(program, rule.pattern)
@@ -155,7 +154,7 @@ def _replace(
     `ordered`: maps an input and an order of columns to the reordered input, which products share.
     """
     size, columns = product.sizes
-    blocks, scales = (_operand(graph, product, how, kind) for kind in (_rows(product), "scales"))
+    blocks, scales = (_operand(graph, product, how, kind) for kind in ("rows" if product.table else "blocks", "scales"))
     attributes: dict[str, Any] = {"bits": how.bits, "block_size": how.block}
     if product.table:
         op_type, operands = "GatherBlockQuantized", [blocks, node.inputs[1], scales]
@@ -205,9 +204,7 @@ def _in_order(
     key = source, blocked.order.tobytes()
     if key not in ordered:
         name = first_free(f"{blocked.name}.order", graph.initializers.__contains__)
-        order = ir.Value(name=name, const_value=ir.Tensor(blocked.order.astype(np.int64), name=name))
-        order.type, order.shape = ir.TensorType(ir.DataType.INT64), ir.Shape(blocked.order.shape)
-        graph.register_initializer(order)
+        order = add_initializer(graph, name, ir.Tensor(blocked.order.astype(np.int64), name=name))
         gather = ir.Node("", "Gather", [source, order], [ir.AttrInt64("axis", -1)], name=f"{node.name}.order")
         gather.metadata_props.update(node.metadata_props)
         gather.meta.update(node.meta)
@@ -216,11 +213,6 @@ def _in_order(
         graph.insert_before(node, gather)
         ordered[key] = value
     return ordered[key]
-
-
-def _rows(product: Product) -> str:
-    """Returns the kind of the packed elements: `rows`, in two dims, for a table, else `blocks`."""
-    return "rows" if product.table else "blocks"
 
 
 def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Value:
@@ -232,11 +224,7 @@ def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Va
     if shared is not None:
         return shared
     name = first_free(f"{name_of(weight)}.{how.bits}bits.{kind}", graph.initializers.__contains__)
-    value = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, name, tensor)
 
 
 def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str) -> Mapping[str, ComputedTensor]:

@@ -29,10 +29,12 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.computed import AbsentTensor, Box, ComputedTensor, WidenedTensor, full_box, is_absent, shard_of
 from partc.compiler.ir.graph import (
     GRADIENT_FORM,
+    OF_ALL_TURNS,
     OF_TURNS,
     OWN_BACKWARD,
     STOPS_GRADIENT,
     UNKNOWN_TURNS,
+    add_initializer,
     bodies,
     name_of,
     nodes_of,
@@ -56,7 +58,7 @@ from partc.compiler.ops.registry import draws
 from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import Plan
-from partc.compiler.rewrite.known_numbers import known_number
+from partc.compiler.rewrite.evaluation import KnownNumbers
 from partc.compiler.start import start
 
 _Origin: TypeAlias = tuple[str, ...]
@@ -67,6 +69,7 @@ _EAGER = 1 << 16
 """The bytes up to which the elements of a stack are copied in memory; of a larger stack they are read when they are written."""
 _WITH_BODIES = frozenset({"If", "Loop", "Scan"})
 _OWN_NAME = re.compile(r"(If|Loop|Scan)(_\d+)?")
+_NOT_CUT = "in a generation or a pipeline, nor with microbatches, recomputed nodes or stored parameters"
 _NEWER_AXES = 13
 """The opset from which Split, Squeeze and Unsqueeze read their sizes and axes from an input."""
 
@@ -83,7 +86,7 @@ def unrolled(source: Source, plan: Plan | None, name: str) -> Source:
     unstacks = plan is not None and (
         plan.train is None or bool(plan.adapters)
     )  # else the stack is a parameter, of which these are parts
-    keeps = plan is not None and plan.train is None and plan.generate is None and plan.pipeline is None
+    keeps = plan is not None and plan.generate is None and plan.pipeline is None and not plan.stored.rules
     work = _Unrolling(source.model, None if patterns else frozenset(), unstacks=unstacks, keeps=keeps)
     if plan is not None and patterns:
         named = work.named_by(patterns, source, plan, name)
@@ -142,7 +145,7 @@ class _Unrolling:
         self.long: dict[str, str] = {}
         """Maps the path of each loop that is too long to be unrolled to the reason and the remedy."""
         self.loops: frozenset[str] = frozenset()
-        self.numbers: dict[ir.Value, Array | None] = {}
+        self.numbers = KnownNumbers(self.opset)
         self.origins: dict[ir.Node, _Origin] = {}
         """Maps each node that was in a body to the paths of the nodes that had the body, or are around them: inner ones first."""
         self.paths = node_paths(self.model)
@@ -207,9 +210,7 @@ class _Unrolling:
         if why.help.startswith(_ALL_TURNS):
             self.long[path] = f"{why.reason}\n{why.help}"
         if not self.keeps:
-            why = replace(
-                why, reason=f"{why.reason}; and it is not cut as a body in a training, a generation or a pipeline"
-            )
+            why = replace(why, reason=f"{why.reason}; and it is not cut as a body {_NOT_CUT}")
         elif self.only is None or path in self.only:
             refused = self._keep(node, origin if origin[0] == path else (path, *origin))
             if refused is None:
@@ -222,7 +223,7 @@ class _Unrolling:
 
     def _branch(self, node: ir.Node, origin: _Origin) -> _Stay | None:
         """Replaces an If by the branch that runs."""
-        condition = self._number(node.inputs[0], self.numbers)
+        condition = self.numbers.of(node.inputs[0])
         if condition is None:
             return _Stay("only the run says which branch there is", "take the node out of the branch")
         if any(use.node.op_type == "Range" for value in node.outputs for use in value.uses()):
@@ -260,12 +261,12 @@ class _Unrolling:
 
     def _turns(self, node: ir.Node, body: ir.Graph) -> int | _Stay:
         """The number of turns of a Loop, from its trip count, and from its condition after each turn."""
-        most = None if node.inputs[0] is None else self._number(node.inputs[0], self.numbers)
+        most = None if node.inputs[0] is None else self.numbers.of(node.inputs[0])
         if node.inputs[0] is not None and most is None:
             return _Stay("only the run says how many turns there are", "give it a constant trip count")
         limit = None if most is None else int(most.item())
-        going = np.array(True) if node.inputs[1] is None else self._number(node.inputs[1], self.numbers)
-        states, turns, size = [self._number(value, self.numbers) for value in node.inputs[2:]], 0, _extent(body)
+        going = np.array(True) if node.inputs[1] is None else self.numbers.of(node.inputs[1])
+        states, turns, size = [self.numbers.of(value) for value in node.inputs[2:]], 0, _extent(body)
         while going is not None and going.all() and (limit is None or turns < limit):
             turns += 1
             if turns * size > self.budget:
@@ -273,7 +274,7 @@ class _Unrolling:
             rank = len(body.inputs[0].shape or ())
             memo: dict[ir.Value, Array | None] = dict(zip(body.inputs[2:], states, strict=True))
             memo |= {body.inputs[0]: np.full([1] * rank, turns - 1, np.int64), body.inputs[1]: going}
-            going, *states = (self._number(value, memo) for value in body.outputs[: 1 + len(states)])
+            going, *states = (self.numbers.of(value, memo) for value in body.outputs[: 1 + len(states)])
         return turns if going is not None else _Stay("only the run says after how many turns its condition ends it")
 
     def _scan(self, node: ir.Node, origin: _Origin) -> _Stay | None:
@@ -441,6 +442,8 @@ class _Unrolling:
         count = 2 if op_type == BEGIN and kind == LOOP else 1
         border = ir.Node(OWN, op_type, inputs, extra, num_outputs=count, version=1)
         border.metadata_props.update(before.metadata_props)
+        if op_type == CARRIED:
+            border.meta[OF_ALL_TURNS] = True
         self.graph.insert_before(before, border)
         self._name(border, f"{self._base(before)}.{name}", origin)
         return border
@@ -480,7 +483,7 @@ class _Unrolling:
         for inner, written in zip(nodes, body, strict=True):
             self._name(inner, f"{base}.{names[written]}", origin, written.name or "")
             out = inner.outputs[0]
-            if len(inner.outputs) == 1 and (number := self._number(out, self.numbers)) is not None:
+            if len(inner.outputs) == 1 and (number := self.numbers.of(out)) is not None:
                 self._forward(out, self._constant(number, name_of(out)))
             elif (weight := _handed_on(inner)) is not None:
                 self._forward(out, weight)
@@ -511,12 +514,9 @@ class _Unrolling:
             )
             tensor = value.const_value
             assert tensor is not None
-            shape = ir.Shape(tensor.shape.numpy())
-            made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
-            made.meta.update(value.meta)
+            self.initializers[value] = add_initializer(self.graph, name, tensor)
+            self.initializers[value].meta.update(value.meta)
             self.value_names.add(name)
-            self.graph.register_initializer(made)
-            self.initializers[value] = made
         return self.initializers[value]
 
     def _name(self, node: ir.Node, path: str, origin: _Origin, old: str = "") -> None:
@@ -613,7 +613,7 @@ class _Unrolling:
             or node.op_type not in ("Gather", "Slice")
         ):
             return None
-        numbers = [self._number(value, self.numbers) for value in node.inputs[1:]]
+        numbers = [self.numbers.of(value) for value in node.inputs[1:]]
         sizes = shape.numpy()
         if node.op_type == "Gather":
             (at,), axis = numbers, node.attributes.get_int("axis", 0) % len(sizes)
@@ -633,14 +633,7 @@ class _Unrolling:
 
     def _weight(self, tensor: ir.TensorProtocol) -> ir.Value:
         """Adds a weight to the model."""
-        value = ir.Value(
-            name=free_name(str(tensor.name), self.value_names),
-            type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(tensor.shape.numpy()),
-            const_value=tensor,
-        )
-        self.graph.register_initializer(value)
-        return value
+        return add_initializer(self.graph, free_name(str(tensor.name), self.value_names), tensor)
 
     def _unsqueezed(self, before: ir.Node, value: ir.Value, axis: int, path: str, origin: _Origin) -> ir.Value:
         return self._with_axis("Unsqueeze", before, value, axis, path, origin)
@@ -684,10 +677,8 @@ class _Unrolling:
             return self.constants[key]
         name = free_name(name, self.value_names) if name in self.graph.initializers else name
         self.value_names.add(name)
-        tensor = ir.Tensor(numbers, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
-        self.graph.register_initializer(value)
-        self.numbers[value] = numbers
+        value = add_initializer(self.graph, name, ir.Tensor(numbers, name=name))
+        self.numbers.memo[value] = numbers
         self.constants[key] = value
         return value
 
@@ -707,14 +698,10 @@ class _Unrolling:
                 continue
             if not any(out.uses() or out.is_graph_output() for out in node.outputs):
                 take_out(self.graph, node)
-        for value in [value for value in self.numbers if value.is_initializer() and not value.uses()]:
+        for value in [value for value in self.numbers.memo if value.is_initializer() and not value.uses()]:
             if value.name in self.graph.initializers and not value.is_graph_output():
                 del self.graph.initializers[name_of(value)]
                 self.constants = {key: one for key, one in self.constants.items() if one is not value}
-
-    def _number(self, value: ir.Value | None, memo: dict[ir.Value, Array | None]) -> Array | None:
-        """The integers or booleans that a value always has; None if only the run knows them."""
-        return known_number(value, memo, self.opset)
 
 
 def _directions(node: ir.Node, inputs: int, outputs: int) -> Iterator[Sequence[int]]:

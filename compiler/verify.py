@@ -245,7 +245,11 @@ def _choices(program: Sharded) -> Iterator[str]:
             yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
         if math.prod(choice.mesh) != len(instance.group):
             yield f"{where}: its mesh {choice.mesh} is of {math.prod(choice.mesh)} ranks, its group of {len(instance.group)}"
-        own = {letter: one for letter, one in choice.axes.items() if letter != choice.rule.dealt}
+        own = {
+            letter: one
+            for letter, one in choice.axes.items()
+            if letter not in (choice.rule.dealt, *choice.rule.joined[:1])
+        }
         axes = [axis for one in (*own.values(), choice.passing) for axis in one]
         if choice.pulled:  # rows may have the axes of ids, but not those of columns
             ids = {axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())}

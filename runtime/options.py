@@ -9,11 +9,11 @@ once, with a `Refused` for each wrong key, also where models are nested.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeAlias
 
+from partc.runtime.spellings import nearest
 from partc.runtime.units import FORMS, parse_bytes
 from pydantic import (
     BaseModel,
@@ -98,7 +98,7 @@ class Options(BaseModel):
     @classmethod
     def instead_of(cls, key: str, keys: Collection[str]) -> str:
         """Returns the remedy for a key that is not one of the `keys`: the most similar key, else all keys."""
-        near = difflib.get_close_matches(key, keys, 1, 0.55)
+        near = nearest(key, keys, 1)
         return f"the nearest is '{near[0]}'" if near else f"the keys here are {', '.join(keys)}"
 
 
@@ -196,7 +196,7 @@ def _mistyped(error: ErrorDetails) -> Refused:
     kind, types = value["type"], [tag.strip(" '") for tag in error["ctx"]["expected_tags"].split(",")]
     if not isinstance(kind, str):
         return Refused(f"expected a name, but got {shown(kind)}", key="type")
-    near = difflib.get_close_matches(kind, types, 1)
+    near = nearest(kind, types, 1)
     remedy = f"the nearest is '{near[0]}'" if near else ""
     return Refused(f"there is no type '{kind}'", f"the types are {', '.join(types)}", remedy, "type")
 

@@ -8,9 +8,12 @@ import functools
 import gc
 import os
 import sys
+import tempfile
 import threading
 import typing
+import zlib
 from collections.abc import Callable, Iterator
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,16 +21,24 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-os.environ["PARTC_CACHE"] = ""  # no test begins with what another one exported
+_CACHE = tempfile.TemporaryDirectory(prefix="partc-tests-")
+os.environ["PARTC_CACHE"] = _CACHE.name  # of each test a folder of its own: none begins with what another one exported
 os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
+os.environ.setdefault("PARTC_TEST_DAY", str(date.today().toordinal()))  # all workers test the same rows of `of_today`
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of torch and BLAS in started processes spin on all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew
+sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: what modules make stays
 Golden: TypeAlias = Callable[[str, str], None]
 _VERIFY_PASSES = "PARTC_VERIFY_PASSES"
 _REQUESTED = os.environ.get(_VERIFY_PASSES)
 _VERIFIED = ("tests/emit/", "tests/ops/")
-"""Folders whose compiles verify after every pass, as `.ci/run` has all do; others verify after the last one."""
+"""Folders whose compiles verify after every pass."""
+_TURNS = 4
+"""Of all other tests so large a part does on one day, another one on the next; the rest verify after the last pass."""
+_DECODERS = ("tests/generation/", "tests/sampling/", "tests/server/", "tests/checker/")
+_NARROW = ("tests/generation/test_narrow_programs.py", "tests/sampling/test_draws_over_ranks.py")
+"""Modules of `_DECODERS` whose decoders have narrow programs each day; of the others, so large a part has them as verifies all passes."""
 _GENERATORS: dict[str, list[tuple[np.random.Generator, dict[str, Any]]]] = {}
 """By module of tests its random numbers, and their state before the first test."""
 _SHOWN = 40
@@ -137,13 +148,34 @@ def _collect_seldom() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Compiles of this test, of its fixtures and of the processes that it starts verify what the passes make.
 
+    The finished programs of all tests are verified. `PARTC_VERIFY_PASSES=1` has all tests verify after every pass.
+
     Random numbers of a module are the same whichever of its tests have run before on this worker.
     """
+    if os.environ["PARTC_CACHE"].startswith(_CACHE.name):  # else a fixture has chosen it
+        os.environ["PARTC_CACHE"] = str(Path(_CACHE.name) / str(zlib.crc32(item.nodeid.encode())))
     if isinstance(item, pytest.Function):
         for generator, state in _GENERATORS.get(item.module.__name__, ()):
             generator.bit_generator.state = state
     if _REQUESTED is None:
-        os.environ[_VERIFY_PASSES] = "1" if item.nodeid.startswith(_VERIFIED) else "last"
+        is_due = zlib.crc32(item.nodeid.encode()) % _TURNS == int(os.environ["PARTC_TEST_DAY"]) % _TURNS
+        os.environ[_VERIFY_PASSES] = "1" if is_due or item.nodeid.startswith(_VERIFIED) else "last"
+    module = item.nodeid.partition("::")[0]
+    is_narrow = (
+        module in _NARROW
+        or bool(os.environ.get("PARTC_TEST_ALL"))
+        or zlib.crc32(module.encode()) % _TURNS == int(os.environ["PARTC_TEST_DAY"]) % _TURNS
+    )
+    _compile_narrow_programs(is_narrow or not module.startswith(_DECODERS))
+
+
+def _compile_narrow_programs(yes: bool) -> None:
+    """Decoders are compiled with their narrow programs, which are most of the programs of a generating plan, or without them."""
+    caches: Any = sys.modules.get("partc.compiler.rewrite.generation.caches")
+    forms: Any = sys.modules.get("partc.compiler.rewrite.generation.step_form")
+    if caches is not None and forms is not None:
+        caches.narrow_rows = forms.narrow_rows if yes else lambda rules, runs: []
+        caches.narrow_chunks = forms.narrow_chunks if yes else lambda rules: []
 
 
 def pytest_sessionfinish() -> None:

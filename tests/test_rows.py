@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rows import pairwise, rows
+from rows import first_and_of_today, of_today, pairwise, rows
 
 
 def test_each_row_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +39,22 @@ def test_pairs_of_all_columns_are_in_some_row() -> None:
             assert {(row[first], row[second]) for row in taken} == {
                 (a, b) for a in columns[first] for b in columns[second]
             }
+
+
+def test_each_row_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARTC_TEST_ALL", raising=False)
+    for size, count in ((9, 3), (6, 3), (3, 1), (7, 3)):
+        days = []
+        for day in range(20786, 20786 + size):
+            monkeypatch.setenv("PARTC_TEST_DAY", str(day))
+            days.append(of_today(range(size), count))
+        assert {len(rows) for rows in days} == {count}
+        assert {row for rows in days for row in rows} == {*range(size)}
+    words = ["ab", "ac", "b", "ad", "ae", "ba", "af"]
+    for day in ("0", "1", "5"):
+        monkeypatch.setenv("PARTC_TEST_DAY", day)
+        first = first_and_of_today(words, lambda word: word[0])
+        assert (first[:2], len(first)) == (["ab", "b"], 4)
+    monkeypatch.setenv("PARTC_TEST_ALL", "1")
+    assert of_today("abc", 1) == ["a", "b", "c"]
+    assert sorted(first_and_of_today(words, lambda word: word[0])) == sorted(words)

@@ -94,8 +94,7 @@ def command(
 
     with importing():
         from partc.cli.output.compile_progress import CompileProgress
-        from partc.cli.output.slots import slot_lines
-        from partc.cli.output.stats import stored_lines
+        from partc.cli.output.stats import slot_lines, stored_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
         from partc.runtime.errors import UsageError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
-from partc.cli.doctor import machine, mpi
-from partc.cli.doctor.finding import FAULT, NOTE, Finding
+from partc.cli.doctor import machine
+from partc.cli.doctor.machine import FAULT, NOTE, Finding
 from partc.cli.output import console
 from partc.runtime.units import count
 
@@ -18,7 +18,7 @@ CHECKS = (
     machine.temporary,
     machine.limits,
     machine.providers,
-    mpi.mpi,
+    machine.mpi,
 )
 
 

@@ -14,7 +14,7 @@ from partc.cli.commands.run import (
     reporting_of,
     start,
 )
-from partc.cli.commands.train_options import data_option, only_option, setting, settings_of
+from partc.cli.commands.train import data_option, only_option, setting, settings_of
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.errors import UsageError
 

@@ -105,6 +105,7 @@ def command(
     if problems:
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **set_sizes}
+    artifact = artifact.shared()
     stats = all_rank_stats(artifact, sizes)
     targets = by_rank(artifact, lambda model, k: target_stats(model, k, sizes))
     memory = memory_of_ranks(artifact, sizes)
@@ -128,7 +129,7 @@ def command(
 
 def _graph(artifact: Artifact, rank: int | None, format: str, depth: int | None) -> str:
     """The graph of all classes of ranks, or of the one of a rank."""
-    from partc.cli.report.classes import rank_classes
+    from partc.cli.report.graph import rank_classes
     from partc.cli.report.graph_text import graph_text
 
     classes = [one for one in rank_classes(artifact) if rank is None or rank in one.ranks]
@@ -222,6 +223,7 @@ def _moved(moved: Moved) -> str:
 def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
     """The largest transfers and the largest collectives, a table each."""
     from partc.cli.output.stats import moved
+    from partc.cli.report.graph import type_text
     from partc.runtime.artifact.format import Transfer
 
     manifest = artifact.manifest
@@ -244,7 +246,7 @@ def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
                 if isinstance(record, Transfer)
                 else (record.op, _lists_text(manifest.groups[record.group]))
             )
-            table.add(*ends, record.value, _type_text(record.type, record.shape), record.bytes, at, record.cause)
+            table.add(*ends, record.value, type_text(record.type, record.shape), record.bytes, at, record.cause)
         if measured:
             yield table
 
@@ -258,8 +260,7 @@ def _lists_text(lists: list[list[int]]) -> str:
 
 
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
-    from partc.cli.output.slots import slot_lines
-    from partc.cli.output.stats import stored_lines
+    from partc.cli.output.stats import slot_lines, stored_lines
     from partc.cli.output.training_stats import evaluation_lines
     from partc.runtime.artifact.generation import DECODE, DRAFT, ENCODE, PREFILL, kind_and_size
 
@@ -300,8 +301,9 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
+    from partc.cli.report.graph import type_text
+    from partc.runtime.artifact.comm.collective_node import peer_of
     from partc.runtime.artifact.comm.collectives import GROUP_OPS
-    from partc.runtime.artifact.comm.message_node import peer_of
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND
     from partc.runtime.artifact.graph.onnx_graph import text_of
     from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
@@ -326,7 +328,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
             peer = peer_of(node, artifact.manifest.groups_of(rank))
             op += f" to {peer}" if op == SEND else f" from {peer}"
         names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)
-        outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)
+        outputs = tuple(f"{name} {type_text(*types[name])}" if name in types else name for name in names if name)
         why = metadata.get(CAUSE if node.domain == DOMAIN else RULE, "")
         if cut := metadata.get(CUT):
             why += f"; sharded {cut}"
@@ -335,16 +337,12 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
         yield NodeRow(rank, at, op, metadata.get(PATH) or node.name or next(iter(node.output), ""), outputs, why)
 
 
-def _type_text(type: str, shape: list[int | str] | None) -> str:
-    dims = "" if shape is None else f"[{', '.join(map(str, shape))}]"
-    return type.removeprefix("tensor(").removesuffix(")") + dims if type.startswith("tensor(") else type + dims
-
-
 def _show_rows(folder: Path, rows: list[NodeRow], pattern: str | None, as_json: bool) -> None:
     from partc.runtime.errors import UsageError
 
     if pattern is not None:
-        from partc.compiler.plan.pattern import compile_pattern, nearest
+        from partc.compiler.plan.pattern import compile_pattern
+        from partc.runtime.spellings import nearest
 
         try:
             matches = compile_pattern(pattern).matches

@@ -15,8 +15,12 @@ from partc.runtime.garbage_collection import kept
 from partc.runtime.units import parse_seconds
 
 if TYPE_CHECKING:
+    from partc.cli.simulation.search import Options
+    from partc.compiler.frontend.source import Source
     from partc.compiler.proposal.degrees import Degrees
+    from partc.compiler.proposal.generation import Generation
     from partc.compiler.proposal.imports.imported import Imported
+    from partc.compiler.proposal.targets import Device
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,10 @@ _TOGETHER = (
         never=("--ranks",),
     ),
     _Rule(
-        ("--machine",), "for a search, or the proposal of stages", "add --ranks or --stages", ("--ranks", "--stages")
+        ("--machine",),
+        "for a search, or the proposal of stages or of generation",
+        "add --ranks, --stages or --generate",
+        ("--ranks", "--stages", "--generate"),
     ),
     _Rule(("--device-memory",), "for the proposal of targets", "add --target auto", ("--target",)),
     _Rule(
@@ -63,9 +70,9 @@ _TOGETHER = (
     ),
     _Rule(
         ("--context",),
-        "for a proposal of given degrees, which generates nothing",
-        "write `context` into the plan",
-        never=("--ranks", "--plan", "--generate"),
+        "not for a plan that generates: a step has one token of each sequence",
+        "leave out --context",
+        never=("--generate",),
     ),
     _Rule(("--slots", "--cache"), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
@@ -101,7 +108,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--ranks",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Search for the fastest plan on N ranks; --tp, --dp, --ep, --stages fix a part of it.",
+    help="Search for the fastest plan on N ranks; --tp, --dp, --ep, --stages, --context fix a part of it.",
 )
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Propose tensor parallelism over N ranks.")
 @click.option("--dp", type=click.IntRange(min=1), metavar="N", help="Propose data parallelism over N ranks.")
@@ -145,7 +152,8 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option(
     "--machine",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Machine file, of `partc measure`: what --ranks is searched for; --stages are of equal time there.",
+    help="Machine file, of `partc measure`: what --ranks is searched for; --stages are of equal time there; one sequence of --generate "
+    "has drafts where they cost little.",
 )
 @click.option(
     "--from",
@@ -223,86 +231,109 @@ def command(
     partc plan model.onnx --from strategy_0.json --from strategy_1.json -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
-    from partc.compiler.frontend import load
-    from partc.compiler.frontend.huggingface.safetensors_files import has_weights
     from partc.runtime.errors import UsageError
 
+    context = click.get_current_context()
     options = {
-        **{
-            "--ranks": ranks,
-            "--tp": tp,
-            "--dp": dp,
-            "--ep": ep,
-            "--stages": stages,
-            "--memory": memory,
-            "--batch": batch,
-        },
-        **{
-            "--set": sizes or None,
-            "--time": limit,
-            "--try": tries,
-            "--hosts": hosts,
-            "--generate": length,
-            "--slots": slots,
-            "--cache": cache,
-        },
-        **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
-        "--plan": plan,
-        "--quantize": bits,
-        "--context": cp,
+        one.opts[-1] for one in context.command.params if context.params.get(str(one.name)) not in (None, (), {})
     }
-    if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
+    if problems := [*_misplaced(options)]:
         raise UsageError("\n".join(problems))
-    if plan is not None and ranks is None and (tp or dp or ep or stages):
-        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp, --ep and --stages, or --plan")
+    if plan is not None and ranks is None and (tp or dp or ep or stages or cp):
+        raise UsageError(
+            "--plan has ranks of its own\n  help: leave out --tp, --dp, --ep, --stages and --context, or --plan"
+        )
     if ep is not None and dp is not None and dp % ep:
         fact, law = f"--ep {ep}: it does not divide --dp {dp}", "experts are sharded over ranks that have other records"
         raise UsageError(f"{fact}\n  {law}\n  help: give a divisor of {dp}")
     if out is not None and out.exists():
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
-    name, weights = model.absolute().name, has_weights(model) if model.is_dir() else True
+    read = _Read(model, compare=not no_compare, keep=not no_cache)
     if ranks is not None:
-        from partc.cli.machine.trials import run_fastest
-        from partc.cli.simulation.search import Options, searched
+        from partc.cli.simulation.search import Options
         from partc.compiler.search.candidate import Fixed
-        from partc.compiler.unroll import layers_unrolled
 
-        fixed = Fixed(tp, dp, stages, ep)
-        request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, plan, tries or 0)
-        with kept():
-            source = layers_unrolled(load(model, compare=not no_compare, keep=not no_cache, weights=weights))
-            found = searched(source, name, request, run_fastest)
-        _warn(found.warnings)
-        console.echo(found.report, err=out is None)
-        return _written(found.text, out)
+        fixed = Fixed(tp, dp, stages, ep, cp)
+        text = _plan_of_search(
+            read, Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, plan, tries or 0), out
+        )
+    else:
+        from partc.compiler.proposal.degrees import Degrees
+        from partc.compiler.proposal.generation import Generation
+        from partc.compiler.proposal.imports.read import read_imported
+        from partc.compiler.proposal.targets import Device
+
+        degrees = Degrees(tp or 1, dp or ep or 1, stages or 1, ep or 1, cp or 1)
+        imported = read_imported(files) if files else None
+        if imported is not None:
+            degrees = _degrees(degrees, imported)
+            if length is not None and (others := _not_generating(imported)):
+                fact = f"--generate: {imported.source} has {others}, and a plan that generates has none"
+                raise UsageError(f"{fact}\n  help: leave out --generate or --from")
+        generation = None if length is None else Generation.over(degrees, length, slots, cache)
+        device = Device(device_memory) if target is not None else None
+        text = _plan_of_degrees(read, degrees, imported, generation, device, bits, plan, machine)
+    return _written(text, out)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A model's path, and the options with which a command reads it."""
+
+    model: Path
+    compare: bool
+    keep: bool
+
+    @property
+    def name(self) -> str:
+        return self.model.absolute().name
+
+    def source(self, caches: bool = False) -> Source:
+        from partc.compiler.frontend import load
+        from partc.compiler.frontend.huggingface.safetensors_files import has_weights
+
+        weights = has_weights(self.model) if self.model.is_dir() else True
+        return load(self.model, cache=caches, compare=self.compare, keep=self.keep, weights=weights)
+
+
+def _plan_of_search(read: _Read, request: Options, out: Path | None) -> str:
+    """The text of the fastest plan that a search finds; prints what it says about the others."""
+    from partc.cli.machine.trials import run_fastest
+    from partc.cli.simulation.search import searched
+    from partc.compiler.unroll import layers_unrolled
+
+    with kept():
+        found = searched(layers_unrolled(read.source()), read.name, request, run_fastest)
+    _warn(found.warnings)
+    console.echo(found.report, err=out is None)
+    return found.text
+
+
+def _plan_of_degrees(
+    read: _Read,
+    degrees: Degrees,
+    imported: Imported | None,
+    generation: Generation | None,
+    device: Device | None,
+    bits: str | None,
+    plan: Path | None,
+    machine: Path | None,
+) -> str:
+    """The text of a plan of given degrees, or of what a plan or files of other systems say."""
     from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
     from partc.compiler.plan.read import parse_plan
     from partc.compiler.proposal.batch import least_sizes
-    from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
-    from partc.compiler.proposal.generation import Generation
-    from partc.compiler.proposal.imports.read import read_imported
     from partc.compiler.proposal.imports.strategies import plan_of_strategies
     from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.quantize import quantize_section
     from partc.compiler.proposal.starting_plan import starting_plan
-    from partc.compiler.proposal.targets import Device
     from partc.compiler.quantize import quantized, reordered
     from partc.compiler.unroll import layers_unrolled
 
-    degrees = Degrees(tp or 1, dp or ep or 1, stages or 1, ep or 1, cp or 1)
-    imported = read_imported(files) if files else None
-    if imported is not None:
-        degrees = _degrees(degrees, imported)
-        if length is not None and (others := _not_generating(imported)):
-            raise UsageError(
-                f"--generate: {imported.source} has {others}, and a plan that generates has none\n  help: leave out --generate or --from"
-            )
-    generation = None if length is None else Generation.over(degrees, length, slots, cache)
-    device = Device(device_memory) if target is not None else None
-    source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache, weights=weights)
+    name, source = read.name, read.source(caches=generation is not None)
     if degrees.tp > 1 or degrees.stages > 1:
         source = layers_unrolled(source)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
@@ -323,7 +354,7 @@ def command(
         paths, least = node_paths(source.model), source.declared.least_ranks
         symbols, because = least_sizes(source, name)
         text = starting_plan(source.model, paths, name, symbols, ranks=least, because=because)
-    return _written(_with_section(text, section), out)
+    return _with_section(text, section)
 
 
 def _with_section(text: str, section: Sequence[str]) -> str:

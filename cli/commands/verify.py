@@ -97,8 +97,10 @@ def command(
     from partc.compiler.frontend.torch.compare_with_torch import compare_graph
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
+    from partc.compiler.plan.read import read_plan
     from partc.compiler.quantize import quantized
     from partc.compiler.unroll import unrolled
+    from partc.runtime.errors import UsageError
     from partc.runtime.training.data import of_batch
 
     sources: list[Source] = []
@@ -113,6 +115,17 @@ def command(
 
     reference = _torch_model(against, plan) if against is not None else None
     torch_models: list[TorchModel | None] = []
+    rules = read_plan(plan) if plan is not None else None
+    experts = rules.experts if rules is not None else ()
+    if dropping := next((rule for rule in experts if rule.capacity is not None), None):
+        law = "each rank drops rows by its own tokens, so the unsharded model has other results"
+        raise UsageError(
+            f"{dropping.where}: a capacity of experts is not verified\n  {law}\n  help: verify the plan without 'capacity'"
+        )
+    if rules is not None and rules.messages is not None and rules.messages.rows is not None:
+        fact = f"{rules.messages.where('rows')}: rows in eight bits are not verified"
+        law = "a number that is sent is off by up to 1/254 of its block's largest, so the unsharded model has other results"
+        raise UsageError(f"{fact}\n  {law}\n  help: verify the plan without 'messages.rows'")
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileProgress() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)

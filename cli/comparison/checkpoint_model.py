@@ -47,7 +47,7 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
 
 def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
     import onnx_ir as ir
-    from partc.compiler.plan.pattern import nearest
+    from partc.runtime.spellings import nearest
 
     weights = program.graph.initializers
     problems = []

@@ -193,7 +193,9 @@ def _differs(seen: _Seen, whole: Array, have: Array | None, noise: Array | None)
     at = _place(seen, whole.shape)
     if at is None:
         return None
-    ranks, dims = seen.copy.value.meta.get(FOLDED, (1, ()))
+    if (folded := seen.copy.value.meta.get(FOLDED, (1, ()))) is None:
+        return None
+    ranks, dims = folded
     whole, noise = in_folded_order(whole, ranks, dims), None if noise is None else in_folded_order(noise, ranks, dims)
     want = whole[at]
     part = f"its shard [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"

@@ -92,22 +92,15 @@ def unsharded_session(path: Path, optimized: bool = True) -> Any:
     onnxruntime refuses the file.
     """
     import onnx
-    import onnxruntime
     from partc.runtime.artifact.graph.half_kernels import compute_in_float32
     from partc.runtime.errors import PartcError
+    from partc.runtime.program.ort import quiet_session
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if not optimized:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     model = onnx.load(path, load_external_data=False)
-    source: Path | bytes = path
-    if compute_in_float32(model, bfloat16=True):
-        folder = str(path.parent.resolve())
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        source = model.SerializeToString()
+    changed = compute_in_float32(model, bfloat16=True)
+    source, folder = (model.SerializeToString(), str(path.parent.resolve())) if changed else (path, "")
     try:
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return quiet_session(source, folder, threads=0, optimized=optimized)
     except Exception as error:
         raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
 

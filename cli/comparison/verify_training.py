@@ -51,7 +51,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 
     For a loss that sums the ranks' means, the unsharded model's gradients are those of the sum of its parts' means.
     """
-    from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
+    from partc.cli.comparison.first_difference import Compiled, first_difference, gradients, gradients_alone
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
     from partc.compiler.comparison.compare import spread
 
@@ -108,7 +108,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         for draw in range(DRAWS):
             folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
             draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
-            steps.append({} if overflow else gradients(replace(alone, folder=folder), ours, feeds, scratch)[0])
+            steps.append({} if overflow else gradients_alone(replace(alone, folder=folder), feeds, scratch))
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
     again = rows(noise)
     second = Verdict(again, [*notes, *measured(first.rows, again, alone, noise)])

@@ -38,6 +38,7 @@ from partc.runtime.errors import (
     StoppedError,
     UsageError,
     printable,
+    speaks_of_memory,
 )
 from partc.runtime.files.replace import refuse_other
 from partc.runtime.garbage_collection import uncollected
@@ -75,7 +76,9 @@ def timing(loaded: float, times: Sequence[float]) -> str:
 
 Result = TypeVar("Result")
 
-FRAME = "partc-failure: "
+FRAME, BEGUN, ENDED = "partc-failure: ", "partc-begun", "partc-ended"
+"""Lines on stderr for the launching process: the begin of a failure's, and those of rank 0: that it has joined the others on another host,
+and that its part of the job is done."""
 
 
 def run_rank(job: Job, early: StopSignals | None = None) -> int:
@@ -107,6 +110,8 @@ def _run_rank(job: Job, signals: StopSignals | None) -> int:
             _report(job, 0, error)
         return described(error)[0]
     code = _run_joined(job, comm, signals)
+    if job.run_dir is not None and comm.Get_rank() == 0:
+        print(ENDED, file=sys.stderr, flush=True)
     from partc.runtime.communication.mpi_calls import end
 
     end(watch)
@@ -159,12 +164,16 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
             from partc.runtime.communication.mpi_calls import begin
             from partc.runtime.communication.mpi_watch import Watch
     except (ImportError, RuntimeError) as error:
+        if speaks_of_memory(str(error)):
+            raise
         help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
     watch = Watch(rank, job.stall, processes)
     with _temporary(job.run_dir):
         comm = begin(watch)
     note_joined(rank)
+    if job.run_dir is not None and rank == 0 and not Path(job.run_dir).is_dir():
+        print(BEGUN, file=sys.stderr, flush=True)
     if job.run_dir is not None:
         write_faults(Path(job.run_dir), rank)
     return comm, watch

@@ -21,8 +21,7 @@ from partc.cli.job.weights_of import weights_of
 from partc.cli.output import console, lookups
 from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line, mpi_memory
-from partc.cli.output.tensorboard import TensorBoard
-from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
+from partc.cli.output.training_log import TensorBoard, TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.training.metric_formula import json_numbers
 from partc.runtime.checkpoint.index import steps

@@ -11,8 +11,9 @@ def weights_of(patterns: Sequence[str], names: Collection[str], where: str, help
     Raises UsageError with all texts that are not patterns, or match none of `names`. `where`: the title of these names' owner. `help`: the
     remedy where no name resembles a pattern.
     """
-    from partc.compiler.plan.pattern import compile_pattern, nearest
+    from partc.compiler.plan.pattern import compile_pattern
     from partc.runtime.errors import UsageError
+    from partc.runtime.spellings import nearest
 
     matching, problems = [], []
     for pattern in patterns:

@@ -26,10 +26,13 @@ _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmp
 _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 """Variables of schedulers whose allocation may have several machines."""
 _INHERITED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "SLURM_", "PBS_")
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_ALLOWS_ROOT = "_ALLOW_RUN_AS_ROOT"
 _NAMED = 6
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions: since version 5, and before."""
+_DAEMON_THREADS = "PRTE_MCA_odls_base_max_threads"
+"""The threads in which a daemon of Open MPI starts ranks. With any, a daemon of 5.0.11 sometimes does not notice that its processes have
+ended, if they live a few milliseconds only (9 of 100 jobs of `hostname` on two hosts), and the job does not end."""
 _HOST_FILE = 1 << 20
 """The most bytes of a file of hosts."""
 _PROBE = [sys.executable, "-I", "-S", "-c", ""]
@@ -93,7 +96,7 @@ def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
 
 def inherited() -> str:
     """Returns a line of help that names schedulers' and MPI's settings in the environment, maybe those of another job; "" without any."""
-    names = sorted(name for name in os.environ if name.startswith(_INHERITED) and name not in _AS_ROOT)
+    names = sorted(name for name in os.environ if name.startswith(_INHERITED) and _ALLOWS_ROOT not in name)
     if not names:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -180,13 +183,15 @@ def _slots_of(hosts: Hosts) -> dict[str, int]:
 def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:
     """Returns the environment for the launcher; for root it has the two variables that Open MPI requires.
 
-    `folder`, `memory`: the places of Open MPI's files and of its shared memory, if all processes are on this machine.
+    Variables that the user has set keep their values. `folder`, `memory`: the places of Open MPI's files and of its shared memory, if all
+    processes are on this machine.
     """
     environment = dict(os.environ)
     if launcher.kind is not Kind.OPEN_MPI:
         return environment
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment.setdefault(_DAEMON_THREADS, "0")
     if folder is not None and "SLURM_JOB_ID" not in environment:
         for name in _SESSIONS:
             environment.setdefault(name, str(folder))

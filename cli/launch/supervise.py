@@ -30,7 +30,7 @@ from typing import IO
 
 from partc.cli.job.faults import fault_of
 from partc.cli.job.processes import end_with_parent, naming
-from partc.cli.job.rank import FRAME
+from partc.cli.job.rank import BEGUN, ENDED, FRAME
 from partc.cli.launch.launcher import inherited
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -87,12 +87,13 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
 )
 """The launchers' messages about a rank's end, the most informative first, with functions that read them."""
 
+_ON_EACH_HOST = (
+    f"each host needs Python and partc at the path of this one, {sys.executable}; leave out a host without them"
+)
 _LAUNCHER_HELP = (
     ("run as root", "Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"),
-    (
-        "access an executable",
-        f"each host needs Python and partc at the path of this one, {sys.executable}; leave out a host without them",
-    ),
+    ("access an executable", _ON_EACH_HOST),
+    ("No module named 'partc", _ON_EACH_HOST),
     ("failed to report back", "each host needs Open MPI of the same version, and ports that are open between hosts"),
 )
 """Words of a launcher that started no rank, and the help for them."""
@@ -199,18 +200,24 @@ _BEGINS, _BEGINS_SOMEWHERE = 120.0, 600.0
 class Beginning:
     """The watch over the start of MPI, in which all ranks wait for each other; `look` is called several times a second.
 
-    `local`: as for `Stopped`. Ranks on other hosts are not known, but MPI begins on all at once.
+    `local`: as for `Stopped`. Ranks on other hosts are not known, but MPI begins on all at once. `queues`: whether the launcher may wait
+    for free slots before it starts any rank, as srun does.
     """
 
-    def __init__(self, local: bool) -> None:
+    def __init__(self, local: bool, queues: bool = False) -> None:
         self.local = local
+        self.queues = queues
         self._over = False
         self._seen = (0, 0)
         self._looked = self._since = time.monotonic()
 
-    def look(self, run_dir: RunDir) -> str:
-        """Returns the failure of a start that has made no progress for too long, though no process is stopped; else ""."""
+    def look(self, run_dir: RunDir, has_begun: bool = False) -> str:
+        """Returns the failure of a start that has made no progress for too long, though no process is stopped; else "".
+
+        `has_begun`: whether a rank of another host has reported that MPI has begun.
+        """
         now = time.monotonic()
+        self._over |= has_begun
         if self._over or now - self._looked < _BETWEEN:
             return ""
         self._looked = now
@@ -222,7 +229,7 @@ class Beginning:
             if action == STARTING and (self.local or pids[rank])
         ]
         self._over = bool(known) and not waiting
-        if self._over or (known, len(waiting)) != self._seen or not (known or self.local):
+        if self._over or (known, len(waiting)) != self._seen or (self.queues and not known):
             self._seen, self._since = (known, len(waiting)), now
             return ""
         limit = (_BEGINS if known == run_dir.ranks else _BEGINS_SOMEWHERE) + run_dir.ranks
@@ -231,6 +238,11 @@ class Beginning:
         if any(state in _STOPPED for state in states([*naming(run_dir.folder)])):
             self._since = now
             return ""
+        if not waiting:
+            return (
+                f"MPI has not begun: the launcher has started no rank in {limit:.0f} s\n"
+                "  help: it waits for its daemon on another host: `mpiexec --hostfile FILE hostname` shows whether that can reach this one"
+            )
         names = f"rank {waiting[0]} has" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} have"
         return (
             f"MPI has not begun: {names} waited {limit:.0f} s for it\n"
@@ -270,6 +282,8 @@ class _Heard:
     first_dead: int | None = None
     on_stdout: LauncherOutput = field(default_factory=LauncherOutput)
     on_stderr: LauncherOutput = field(default_factory=LauncherOutput)
+    has_begun: bool = False
+    has_ended: bool = False
     not_begun: str = ""
     passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
@@ -280,6 +294,11 @@ class _Heard:
     def words(self) -> list[str]:
         """Returns the lines held back, and the last lines passed through."""
         return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
+
+    def help(self) -> str:
+        """Returns a line of help about ranks that did not begin; "" without any."""
+        said = " ".join(" ".join(self.words()).split())
+        return next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), inherited())
 
     def show_launcher_output(self) -> None:
         """Prints the lines held back."""
@@ -309,7 +328,8 @@ def supervise(
     is passed through. Stopped processes are reported after `stall` seconds; if all ranks are `local`, of this machine, ranks that have not
     begun are reported too. `failed` gets the message.
     """
-    heard, stopped, beginning = _Heard(), Stopped(stall, local), Beginning(local)
+    heard, stopped = _Heard(), Stopped(stall, local)
+    beginning = Beginning(local, os.path.basename(command[0]) == "srun")
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -336,12 +356,12 @@ def supervise(
             if signals.is_requested:
                 with contextlib.suppress(OSError):  # a stopped launcher, too, has to run for its ranks to end
                     process.send_signal(signal.SIGCONT)
-            heard.not_begun = beginning.look(run_dir)
+            heard.not_begun = beginning.look(run_dir, heard.has_begun)
             if heard.not_begun or (heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE):
                 break
             time.sleep(_POLL)
     finally:
-        _end(process, signals)
+        is_ended_here = _end(process, signals)
         run_dir.end_ranks()
         for reader in readers:
             reader.join(_LAST_PATIENCE)
@@ -352,13 +372,13 @@ def supervise(
         signals.give_up()
     if signals.exit_code:
         return Outcome(signals.exit_code)
-    return _verdict(process.returncode, heard, run_dir, where, local, failed)
+    return _verdict(process.returncode, is_ended_here, heard, run_dir, where, local, failed)
 
 
-def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
-    """Ends the launcher: by SIGTERM, so that it ends its ranks on all hosts, then by SIGKILL."""
+def _end(process: subprocess.Popen[bytes], signals: Signals) -> bool:
+    """Ends the launcher: by SIGTERM, so that it ends its ranks on all hosts, then by SIGKILL; returns whether it was still running."""
     if process.poll() is not None:
-        return
+        return False
     process.terminate()
     until = time.monotonic() + _LAST_PATIENCE
     while process.poll() is None and time.monotonic() < until and not signals.again:
@@ -367,6 +387,7 @@ def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    return True
 
 
 def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], None]) -> None:
@@ -391,6 +412,10 @@ def _listen(stream: IO[bytes], heard: _Heard) -> None:
         _, framed, text = line.partition(FRAME)
         if framed:
             heard.fail(_failure(text))
+        elif BEGUN in line:
+            heard.has_begun = True
+        elif ENDED in line:
+            heard.has_ended = True
         elif not heard.on_stderr.hold(line):
             heard.passed.append(line)
             with contextlib.suppress(OSError):
@@ -434,6 +459,7 @@ def _watch(process: subprocess.Popen[bytes], run_dir: RunDir, heard: _Heard) -> 
 
 def _verdict(
     code: int,
+    is_ended_here: bool,
     heard: _Heard,
     run_dir: RunDir,
     where: Callable[[int, int], str],
@@ -448,11 +474,17 @@ def _verdict(
         return Outcome(1, is_lost=True)
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
+        if not heard.has_ended:  # a launcher that loses another host's daemon may end as if all were well
+            failed(
+                "the launcher ended with exit code 0 before rank 0 was done\n"
+                "  help: a host, or the network between the hosts, was lost; or code of the user ended the rank"
+            )
+            return Outcome(1, is_lost=not local)
         return Outcome(0)
     number = code - 128 if code > 128 else code
     killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
     ended = heard.ended() or (RankEnd(signal=number) if killed else RankEnd(code=code))
-    if code < 0 and ended.rank is None:
+    if code < 0 and ended.rank is None and not is_ended_here:
         failed(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return Outcome(1, is_lost=True)
     rank = ended.rank if ended.rank is not None else heard.first_dead
@@ -461,19 +493,18 @@ def _verdict(
         failed(
             f"a rank on {place} ended with no message: the connections to it were closed"
             f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
-            "  help: the system's log of that host says whether it killed the process (memory that ran out)"
+            "  help: the system's log of that host says whether it killed the process (memory that ran out); else the network "
+            "between the hosts was lost"
         )
         return Outcome(1, is_lost=True)
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
-        said = " ".join(" ".join(heard.words()).split())
-        help = next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), inherited())
-        failed(f"the launcher ended with exit code {code}, and no rank reported an error{help}")
+        failed(f"the launcher ended with exit code {code}, and no rank reported an error{heard.help()}")
         return Outcome(1)
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
+    advice = _advice(ended) or (heard.help() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
     system = any(

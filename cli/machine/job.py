@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from partc.cli.doctor.finding import output_of
+from partc.cli.doctor.machine import output_of
 from partc.cli.job.processes import end_with_parent
 from partc.cli.launch.launcher import Hosts, Kind, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir

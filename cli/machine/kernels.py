@@ -6,11 +6,12 @@ The models have one op, and their operands are bound once, as the runtime binds 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from partc.compiler.cost.machine import FEW, FEW_INT4
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array
 from partc.runtime.artifact.tensors.tensor import Tensor
 from partc.runtime.devices.devices import HOST
@@ -45,18 +46,25 @@ _PLACES = 9
 """The number of elements of a filter for one channel: 3 x 3."""
 _FEW, _SECOND = 4, (32, 128, 512, 2048)
 """The rows of thin products, and the rows (and columns) of their second operands."""
+_ROWS, _WEIGHT, _BLOCK = (1, 2, 5, 9), 2048, 32
+"""The rows of products with a constant weight, the rows (and columns) of the weight, and the rows of a block of 4 bits."""
 _FILTERS = 8
 """The number of filters of a convolution: small, so that its time is that of copying the windows."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model of one op: its nodes, its inputs, and the amount (bytes moved, or operations) of each of its `count` equal parts."""
+    """A model of one op: its nodes, its inputs, and the amount (bytes moved, or operations) of each of its `count` equal parts.
+
+    `weights`: its constants. `before`: what is called before each run.
+    """
 
     nodes: Sequence[NodeProto]
     inputs: dict[str, Array]
     amount: float
     count: int = 1
+    weights: Mapping[str, Array] = field(default_factory=dict)
+    before: Callable[[], object] = lambda: None
 
 
 def undisturbed(taken: Sequence[float]) -> float:
@@ -93,15 +101,17 @@ def timed(action: Callable[[], object], threads: int, before: Callable[[], objec
 
 def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     """Returns a function that runs a sample's model once, with its operands bound."""
-    from onnx import helper
+    from onnx import helper, numpy_helper
 
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
         for name, array in sample.inputs.items()
     ]
     last = sample.nodes[-1].output[0]
-    graph = helper.make_graph(sample.nodes, "sample", inputs, [helper.make_empty_tensor_value_info(last)])
-    model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=[helper.make_opsetid("", _OPSET)])
+    constants = [numpy_helper.from_array(array, name) for name, array in sample.weights.items()]
+    graph = helper.make_graph(sample.nodes, "sample", inputs, [helper.make_empty_tensor_value_info(last)], constants)
+    opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=opsets)
     session = new_session(model.SerializeToString(), threads, HOST, {"session.intra_op.allow_spinning": "0"})
     (result,) = session.run([last], sample.inputs)
     binding = session.io_binding()
@@ -121,16 +131,18 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     return run
 
 
+def _overwriting(count: int = _BETWEEN) -> Callable[[], object]:
+    """Returns a function that writes as many bytes."""
+    others = np.zeros(count, np.uint8)
+    return lambda: np.add(others, 1, out=others)
+
+
 def overhead(threads: int, apart: bool = False) -> tuple[float, float, float]:
     """Returns the seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view (Unsqueeze).
 
     `apart`: the caches are overwritten between two runs, as other sessions do in a step; else the runs follow each other directly.
     """
-    others = np.zeros(_BETWEEN if apart else 1, np.uint8)
-
-    def before() -> None:
-        np.add(others, 1, out=others)
-
+    before = _overwriting(_BETWEEN if apart else 1)
     one, chain, views = (
         timed(session_run(_chain(count, ops), threads), threads, before)
         for count, ops in ((1, _MIXED), (_CHAIN, _MIXED), (_CHAIN, ("Unsqueeze",)))
@@ -198,6 +210,26 @@ def products() -> Iterator[tuple[str, Sample]]:
         yield "matmul", Sample([_product()], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
     for n, count in _BATCHES:
         yield "batch", Sample([_product()], _batch(count, n, n), 2.0 * n**3, count)
+    for rows in _ROWS:
+        yield FEW, _few(rows, _product(), {"y": _floats(_WEIGHT, _WEIGHT)})
+        yield FEW_INT4, _few(rows, *_product_of_4_bits())
+
+
+def _few(rows: int, node: NodeProto, weights: Mapping[str, Array]) -> Sample:
+    """A product whose weight is read from memory, as in a step."""
+    return Sample(
+        [node], {"x": _floats(rows, _WEIGHT)}, 2.0 * rows * _WEIGHT**2, weights=weights, before=_overwriting()
+    )
+
+
+def _product_of_4_bits() -> tuple[NodeProto, Mapping[str, Array]]:
+    from onnx import helper
+
+    blocks = _WEIGHT // _BLOCK
+    packed = np.random.default_rng(0).integers(0, 256, (_WEIGHT, blocks, _BLOCK // 2), np.uint8)
+    sizes: dict[str, Any] = {"K": _WEIGHT, "N": _WEIGHT, "bits": 4, "block_size": _BLOCK}
+    node = helper.make_node("MatMulNBits", ["x", "y", "scales"], ["z"], domain="com.microsoft", **sizes)
+    return node, {"y": packed, "scales": _floats(_WEIGHT * blocks)}
 
 
 def thin_products() -> Iterator[tuple[Sample, float]]:

@@ -68,7 +68,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
         for name, sample in samples:
             run = session_run(sample, threads)
             transport.all_gather_text("")
-            taken = timed(run, threads) - session if transport.rank < working else 0.0
+            taken = timed(run, threads, sample.before) - session if transport.rank < working else 0.0
             each = max(node, taken) / sample.count
             curves[table][name].append((sample.amount, each if transport.rank < working else 0.0))
     product = Curve(tuple(curves["products"]["matmul"]))

@@ -23,8 +23,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.tensors.tensor import Tensor
 from partc.runtime.communication.transport import Transport
 from partc.runtime.execution.inputs import shard
-from partc.runtime.execution.rank_program import lower_rank_program
-from partc.runtime.execution.session_settings import settings_for
+from partc.runtime.execution.rank_program import lower_rank_program, settings_for
 from partc.runtime.program.rank_file import read_rank_file
 from partc.runtime.program.session_values import from_ort
 from partc.runtime.program.sessions import SegmentSession

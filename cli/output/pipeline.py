@@ -132,8 +132,8 @@ class Pipeline:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule. Raises UsageError for rows that `partc check` refuses."""
-        from partc.compiler.schedule.precedence import precedence
         from partc.compiler.schedule.schedule import Schedule
+        from partc.compiler.schedule.simulate import precedence
         from partc.compiler.schedule.stages import Edge, Stages
         from partc.runtime.artifact.tasks.task import Kind
 

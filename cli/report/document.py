@@ -23,8 +23,7 @@ from typing import Any
 from partc.cli.output.pipeline import Pipeline, pipeline_of, saved_by_group
 from partc.cli.output.stats import moved, rank_stats
 from partc.cli.output.training_stats import training_stats
-from partc.cli.report.classes import RankClass, rank_classes
-from partc.cli.report.graph import graph_of, type_text
+from partc.cli.report.graph import RankClass, graph_of, rank_classes, type_text
 from partc.cli.simulation.run import instant
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.cost.memory import RankMemory, memory_of_ranks, memory_over_step

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from partc.cli.output.stats import moved_text
-from partc.cli.report.classes import RankClass
-from partc.cli.report.graph import nodes_once
+from partc.cli.report.graph import RankClass, nodes_once
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import BYTES, DOMAIN, PATH, PEER, RECV, SEND
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, reads
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 MOST_BOXES = 60
-FORMATS = ("dot", "mermaid")
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Drawing:
 
 
 def graph_text(classes: Sequence[RankClass], format: str, depth: int | None = None) -> str:
-    """Returns the graph of these classes as text in one of `FORMATS`."""
+    """Returns the graph of these classes as text for `dot` or `mermaid`."""
     return _WRITERS[format](_drawing(classes, depth))
 
 

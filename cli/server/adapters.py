@@ -58,13 +58,13 @@ def loaded(body: LoadBody, folder: str | None, stacks: Mapping[str, tuple[int, i
         read = read_adapter(path, body.lora_path)
     except CompileError as error:
         raise RefusedError(400, " ".join(str(error).replace(str(inside), "").split()), "lora_path") from None
-    problems = list[str]()
-    for module, added in read.items():
+    problems = [f"the adapter replaces '{name}', which all requests share" for name in read.replaced]
+    for module, added in read.products.items():
         problems += _misfits(module, (*added.sizes, added.rank), stacks)
     if problems:
         more = f"; and {len(problems) - 4} more" if problems[4:] else ""
         raise RefusedError(400, "; ".join(problems[:4]) + more, "lora_path")
-    scales = {module: added.scale for module, added in read.items()}
+    scales = {module: added.scale for module, added in read.products.items()}
     return AdapterChange(body.lora_name, str(path / ADAPTER_WEIGHTS), scales)
 
 

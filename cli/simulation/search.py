@@ -75,7 +75,8 @@ def searched(
     """
     least = options.fixed.least.ranks
     if options.ranks % least:
-        given = {"--tp": options.fixed.tp, "--dp": options.fixed.dp, "--stages": options.fixed.stages}
+        fixed = options.fixed
+        given = {"--tp": fixed.tp, "--dp": fixed.dp, "--stages": fixed.stages, "--context": fixed.cp}
         shown = " ".join(f"{option} {number}" for option, number in given.items() if number is not None)
         fact = f"--ranks {options.ranks} is not divisible by the {least} ranks of {shown}"
         raise UsageError(f"{fact}\n  help: give a multiple of {least}, or leave out what is to be searched")
@@ -89,6 +90,7 @@ def searched(
     if not search.candidates:
         one = options.fixed.least
         wanted = f"--ranks {options.ranks} --tp {one.tp} --dp {one.dp} --stages {one.stages}"
+        wanted += f" --context {one.cp}" if one.cp > 1 else ""
         help = "the model has no dim of a batch, so leave out --dp and --stages, or give another --tp"
         if search.records is not None:
             help = f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
@@ -165,6 +167,7 @@ def _savings(plays: SearchState, best: SimulatedPlan) -> Iterator[str]:
     without = {
         f"tp {degrees.tp}": replace(candidate, degrees=replace(degrees, tp=1), by_module=False),
         f"dp {degrees.dp}": replace(candidate, degrees=replace(degrees, dp=1), zero=False, stored=False),
+        f"context {degrees.cp}": replace(candidate, degrees=replace(degrees, cp=1)),
         f"{candidate.stages} stages": replace(candidate.in_line(), degrees=replace(degrees, stages=1)),
         f"{candidate.microbatches} microbatches": replace(candidate.in_line(), microbatches=1),
         candidate.schedule: candidate.in_line("1f1b"),

@@ -15,8 +15,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Loaded
 from partc.compiler.ir.value_info import SymbolInfo
-from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
+from partc.runtime.spellings import nearest
 
 _FREE = Facts(divisor=1, remainder=0, min=0, max=None)
 _LEFT_OUT = "; inputs that neither the loss nor a metric reads are left out"

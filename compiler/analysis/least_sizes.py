@@ -117,16 +117,13 @@ def _sizes(facts: Facts, least: int) -> Iterator[int]:
 
 def _breaks(law: _Law, name: str, size: int, symbols: Mapping[str, SymbolInfo]) -> bool:
     """Whether a size of a symbol breaks a law, whatever the other symbols are."""
-    others = {other: symbols[other].facts for other in _names(law) if other != name and other in symbols}
+    copied = law.copied.names if law.copied is not None else frozenset()
+    others = {other: symbols[other].facts for other in law.dim.names | copied if other != name and other in symbols}
     for steps in _FAR if others else _FAR[:1]:
         sizes = {other: _above(facts, steps) for other, facts in others.items()}
         if law.holds({**sizes, name: size}):
             return False
     return True
-
-
-def _names(law: _Law) -> frozenset[str]:
-    return law.dim.names | (law.copied.names if law.copied is not None else frozenset())
 
 
 def _above(facts: Facts, steps: int) -> int:

@@ -39,7 +39,7 @@ def part_symbols(
                 Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
             )
             continue
-        changed[name] = replace(info, facts=facts, parts=training.rules.accumulate, global_facts=info.facts)
+        changed[name] = replace(info, facts=facts, parts=training.rules.accumulate)
     if problems:
         raise CompileError(problems)
     return changed
@@ -82,10 +82,10 @@ def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
     """Returns the symbol of the whole batch, given that of one of its `count` equal microbatches."""
     facts = info.facts
     if facts.value is not None:
-        return replace(info, facts=Facts.constant(facts.value * count), parts=1, global_facts=None)
+        return replace(info, facts=Facts.constant(facts.value * count), parts=1)
     high = None if facts.max is None else facts.max * count
     whole = Facts(facts.divisor * count, facts.remainder * count, max(facts.min or 1, 1) * count, high)
-    return replace(info, facts=whole, parts=1, global_facts=None)
+    return replace(info, facts=whole, parts=1)
 
 
 class BatchDims:

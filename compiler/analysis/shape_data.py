@@ -18,10 +18,9 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, is_integral, normal
-from partc.compiler.dims.reading import read, symbol
+from partc.compiler.dims.reading import largest, read, smallest, symbol
 from partc.compiler.ir.computed import is_absent
 
 LARGEST = 256

@@ -19,10 +19,9 @@ import sympy
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.analysis.shape_data import entries_of, integers_of, scalar_of
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import largest, read, smallest
 
 Known = Mapping[str, Facts]
 """The facts promised for the dims that the inputs name."""

@@ -6,6 +6,16 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 Output types of ops that only onnxruntime knows: it infers them from a model of that one node.
 
 Shapes are not inferred: they stay unknown, and a message with such a value carries its shape.
+
+Shape rules of If, Loop and Scan: the outputs of their bodies, as far as they are the same for any number of iterations.
+
+A carried value has the shape that it begins with, if the body gives back that shape. What a body changes is unknown in it, and
+the body is read again with that, until nothing changes. A scanned output of a Loop has as many rows as trips only if nothing ends
+the loop early: its condition is absent or true, and the body hands on the condition or gives true.
+
+Shapes and types of the ops of ai.onnx.ml, which the engine does not know: as onnxruntime makes them.
+
+An input of one dim is one record. Scores are float32 whatever the features are.
 """
 
 from __future__ import annotations
@@ -19,7 +29,6 @@ import onnx
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext, registry
-from partc.compiler.analysis.shape_bodies import if_, loop, scan
 from partc.compiler.analysis.shape_data import entries_of, follow, scalar_of
 from partc.compiler.analysis.shape_extents import (
     BROADCASTING,
@@ -33,13 +42,11 @@ from partc.compiler.analysis.shape_extents import (
     split,
     squeeze,
 )
-from partc.compiler.analysis.shape_tabular import TABULAR
 from partc.compiler.analysis.shape_windows import conv_transpose, pool, resize
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import largest, read
 from partc.compiler.ir.distinct_ranks import key_of
 from partc.compiler.ir.graph import NEWEST_OPSET, operand_name
 
@@ -92,7 +99,7 @@ def _named(text: str) -> ir.TypeProtocol | None:
 
 @functools.lru_cache(maxsize=256)
 def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset: int) -> dict[str, str]:
-    import onnxruntime
+    from partc.runtime.program.ort import quiet_session
 
     proto = onnx.NodeProto.FromString(node)
     ports = []
@@ -104,12 +111,8 @@ def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset:
     graph = onnx.helper.make_graph([proto], "one", ports, made)
     imports = [onnx.helper.make_opsetid("", min(opset, NEWEST_OPSET)), onnx.helper.make_opsetid(proto.domain, 1)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
-    options: Any = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return {out.name: out.type for out in session.get_outputs()}
+        return {out.name: out.type for out in quiet_session(model.SerializeToString()).get_outputs()}
     except Exception:
         return {}
 
@@ -231,6 +234,227 @@ def gather_block_quantized(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule
         if isinstance(last, int):
             shape = ir.Shape([*indices.shape.dims, *rest, last * packed])
     ctx.set_shape_and_dtype(node.outputs[0], shape, scales.dtype)
+
+
+def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    """Sets the outputs to those of the branch that runs, where the condition is known; else to the common part of both branches."""
+    branches = {name: node.attributes[name].as_graph() for name in ("then_branch", "else_branch")}
+    condition = scalar_of(ctx, node.inputs[0])
+    if isinstance(condition, sympy.Integer):
+        runs = branches["then_branch" if condition else "else_branch"]
+        for out, inner in zip(node.outputs, runs.outputs, strict=False):
+            out.shape = inner.shape
+            out.type = inner.type or out.type
+        return
+    rule(ctx, node)
+    for k, out in enumerate(node.outputs):
+        if any(branch.outputs[k].shape is None for branch in branches.values()):
+            out.shape = None
+
+
+def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    """Carried values keep their initial shape if the body preserves it; scanned outputs have a row for each trip."""
+    body = node.attributes["body"].as_graph()
+    first = list(node.inputs[2:])
+    inside, given = body.inputs[2:], body.outputs[1:]
+    settle(ctx, body, first, inside, given[: len(first)])
+    trips = _trips(ctx, node, body, known)
+    for k, (out, last) in enumerate(zip(node.outputs, given, strict=False)):
+        if k < len(first):
+            out.type = out.type or last.type or inside[k].type
+            out.shape = inside[k].shape
+        else:
+            out.type = out.type or last.type
+            out.shape = (
+                None
+                if last.shape is None
+                else ir.Shape([ctx.new_symbolic_dim() if trips is None else trips, *last.shape.dims])
+            )
+
+
+def settle(
+    ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | None], inside: Any, last_values: Any
+) -> None:
+    """Sets shapes of a body's carried inputs that hold in every iteration: the initial ones, with dims unknown that the body changes."""
+    for start, value in zip(first, inside, strict=False):
+        if start is not None:
+            value.type = value.type or start.type
+            value.shape = start.shape
+    for _ in range(sum(1 + len(value.shape or ()) for value in inside) + 1):
+        _read_again(ctx, body)
+        changed = False
+        for value, last in zip(inside, last_values, strict=False):
+            common = _common(ctx, value.shape, last.shape)
+            if common is not value.shape:
+                value.shape, changed = common, True
+        if not changed:
+            return
+
+
+def _common(ctx: ShapeInferenceContext, first: ir.Shape | None, last: ir.Shape | None) -> ir.Shape | None:
+    """Returns the shape that two shapes have in common; `first` itself if it covers both."""
+    if first is None or last is None or len(first) != len(last):
+        return None
+    if all(a == b or _is_new(ctx, a) for a, b in zip(first.dims, last.dims, strict=True)):
+        return first
+    return ir.Shape([a if a == b else ctx.new_symbolic_dim() for a, b in zip(first.dims, last.dims, strict=True)])
+
+
+def _is_new(ctx: ShapeInferenceContext, dim: int | ir.SymbolicDim) -> bool:
+    """Whether the dim is unknown already."""
+    return isinstance(dim, ir.SymbolicDim) and (dim.value is None or ctx.is_generated_symbol(dim.value))
+
+
+def _read_again(ctx: ShapeInferenceContext, body: ir.Graph) -> None:
+    from onnx_shape_inference import _engine
+
+    for node in body:
+        for out in node.outputs:
+            out.shape = None
+    _engine._process_graph(ctx, body, warn_on_missing=False)
+
+
+def _trips(ctx: ShapeInferenceContext, node: ir.Node, body: ir.Graph, known: Known) -> int | ir.SymbolicDim | None:
+    """Returns the number of iterations; None where the loop may end early."""
+    count = scalar_of(ctx, node.inputs[0])
+    begins = node.inputs[1] is None or scalar_of(ctx, node.inputs[1]) == 1
+    goes_on = body.outputs[0]
+    while (maker := goes_on.producer()) is not None and maker.op_type == "Identity" and maker.inputs[0] is not None:
+        goes_on = maker.inputs[0]
+    if count is None or not begins or not (goes_on is body.inputs[1] or scalar_of(ctx, goes_on) == 1):
+        return None
+    return as_dim(normal(largest(0, count), known))
+
+
+def scan(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    """States keep their initial shape if the body preserves it."""
+    body = node.attributes["body"].as_graph()
+    carried = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    settle(ctx, body, list(node.inputs[:carried]), body.inputs[:carried], body.outputs[:carried])
+    rule(ctx, node)
+    for out, value in zip(node.outputs[:carried], body.inputs, strict=False):
+        out.shape = value.shape
+
+
+_STRING, _FLOAT, _INT64 = ir.DataType.STRING, ir.DataType.FLOAT, ir.DataType.INT64
+
+
+def scores(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x = node.inputs[0]
+    if x is None:
+        return
+    counted = {"SVMRegressor": "", "LinearRegressor": "targets"}.get(node.op_type, "n_targets")
+    dtype = x.dtype if node.op_type == "TreeEnsemble" else _FLOAT
+    ctx.set_shape_and_dtype(node.outputs[0], _rows(x, int(node.attributes.get_int(counted, 1) or 1)), dtype)
+
+
+def classes(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x = node.inputs[0]
+    if x is None:
+        return
+    texts = node.attributes.get_strings("classlabels_strings")
+    kinds = (_STRING if texts else _INT64, _FLOAT)
+    for out, shape, dtype in zip(node.outputs, (_rows(x), _rows(x, _class_count(ctx, node))), kinds, strict=False):
+        ctx.set_shape_and_dtype(out, shape, dtype)
+
+
+def _class_count(ctx: ShapeInferenceContext, node: ir.Node) -> int | ir.SymbolicDim:
+    """The columns of a classifier's scores: an SVM without probabilities has one for each pair of classes."""
+    names = ("classlabels_strings", "classlabels_ints", "classlabels_int64s")
+    labels = max((len(node.attributes[name].value) for name in names if name in node.attributes), default=0)
+    match node.op_type:
+        case "SVMClassifier":
+            listed = node.attributes.get_ints("vectors_per_class") or ()
+            if not listed or node.attributes.get_floats("prob_a"):
+                return labels or ctx.new_symbolic_dim()
+            pairs = len(listed) * (len(listed) - 1) // 2
+            return 2 if pairs == 1 else pairs
+        case "LinearClassifier":
+            terms = len(node.attributes.get_floats("intercepts") or ()) or labels
+            return 2 if terms == 1 and labels == 2 else terms or ctx.new_symbolic_dim()
+        case _:
+            return labels or ctx.new_symbolic_dim()
+
+
+def by_feature(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x = node.inputs[0]
+    if x is not None:
+        ctx.set_shape_and_dtype(node.outputs[0], x.shape, x.dtype if node.op_type == "Imputer" else _FLOAT)
+
+
+def by_element(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x = node.inputs[0]
+    if x is not None:
+        ctx.set_shape_and_dtype(node.outputs[0], x.shape, _mapped_type(node, x.dtype))
+
+
+def _mapped_type(node: ir.Node, dtype: ir.DataType | None) -> ir.DataType | None:
+    """The output type of an elementwise map: that of the attribute that lists the values."""
+    if node.op_type == "Binarizer":
+        return dtype
+    listed = {"values_strings": _STRING, "values_int64s": _INT64, "values_floats": _FLOAT}
+    for name, kind in listed.items():
+        if name in node.attributes:
+            return kind
+    if "values_tensor" in node.attributes:
+        return node.attributes["values_tensor"].as_tensor().dtype
+    return _INT64 if dtype == _STRING else _STRING  # CategoryMapper, and LabelEncoder of version 1
+
+
+def one_hot(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x = node.inputs[0]
+    if x is None:
+        return
+    listed = [node.attributes[name].value for name in ("cats_int64s", "cats_strings") if name in node.attributes]
+    count = max(map(len, listed), default=0)
+    shape = None if x.shape is None else ir.Shape([*x.shape.dims, count])
+    ctx.set_shape_and_dtype(node.outputs[0], shape, _FLOAT)
+
+
+def feature_vectorizer(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x, counts = node.inputs[0], node.attributes.get_ints("inputdimensions") or ()
+    if x is not None:
+        ctx.set_shape_and_dtype(node.outputs[0], _rows(x, sum(counts)) if counts else None, _FLOAT)
+
+
+def array_feature_extractor(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
+    x, indices = node.inputs[0], node.inputs[1]
+    if x is None or indices is None:
+        return
+    if x.shape is None or indices.shape is None:
+        ctx.set_shape_and_dtype(node.outputs[0], None, x.dtype)
+        return
+    count: int | ir.SymbolicDim = 1
+    for dim in indices.shape.dims:
+        count = dim if count == 1 else count if dim == 1 else _times(ctx, count, dim)
+    rows = [1] if len(x.shape) == 1 else [*x.shape.dims[:-1]]
+    ctx.set_shape_and_dtype(node.outputs[0], ir.Shape([*rows, count]), x.dtype)
+
+
+def _times(ctx: ShapeInferenceContext, one: int | ir.SymbolicDim, other: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    return one * other if isinstance(one, int) and isinstance(other, int) else ctx.new_symbolic_dim()
+
+
+def _rows(x: ir.Value, *columns: int | ir.SymbolicDim) -> ir.Shape | None:
+    """The shape of a result computed per record; an input of one dim is one record."""
+    if x.shape is None:
+        return None
+    return ir.Shape([1 if len(x.shape) == 1 else x.shape[0], *columns])
+
+
+TABULAR = {
+    ("ai.onnx.ml", op_type): rule
+    for rule, op_types in {
+        scores: ("LinearRegressor", "SVMRegressor", "TreeEnsemble", "TreeEnsembleRegressor"),
+        classes: ("LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"),
+        by_feature: ("Imputer", "Normalizer", "Scaler"),
+        by_element: ("Binarizer", "CategoryMapper", "LabelEncoder"),
+        one_hot: ("OneHotEncoder",),
+        feature_vectorizer: ("FeatureVectorizer",),
+        array_feature_extractor: ("ArrayFeatureExtractor",),
+    }.items()
+    for op_type in op_types
+}
 
 
 CORRECTIONS: dict[tuple[str, str], Correction] = {

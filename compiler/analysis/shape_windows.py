@@ -15,10 +15,9 @@ import numpy as np
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext
-from partc.compiler.dims.extremes import smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import read, smallest
 
 Known = Mapping[str, Facts]
 

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.annotations.followed import Followed
-from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
+from partc.compiler.annotations.read import NONE, Annotations, Followed, NodeMarks
 from partc.compiler.annotations.spread import Spread, fused_shards
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
@@ -30,7 +29,7 @@ from partc.compiler.ir.program import Annotated, Typed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape, SymbolInfo
 from partc.compiler.layout.layout import Mesh
-from partc.compiler.plan.pattern import nearest
+from partc.runtime.spellings import nearest
 
 _EQUAL = "the shards of a tensor are equal"
 

@@ -2,6 +2,8 @@
 
 The first configuration that the model declares is meant, or the one that the user names; `none` means none. Nothing is judged
 here but which configuration it is; `check.py` does.
+
+A node's annotation after it was checked against the graph.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.annotations.spread import Spread
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.sharded import Group
+from partc.compiler.layout.layout import Mesh
 from partc.compiler.plan.groups import Axes
-from partc.compiler.plan.pattern import literal_pattern, nearest
+from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, Plan
+from partc.runtime.spellings import nearest
 
 NONE = "none"
 
@@ -204,3 +210,19 @@ def _others(model: ir.Model, where: str, name: str | None) -> str:
     return (
         f"{where}: of the device configurations {', '.join(names)} the first is compiled; --configuration names another"
     )
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a node's annotation asks for: its ranks in order, its operands' spreads, and what metadata adds.
+
+    `cuts`: per group the mesh and the axes by factor; `reduced`: outputs that are reduced where they are made.
+    """
+
+    group: Group
+    inputs: Mapping[int, Spread]
+    outputs: Mapping[int, Spread]
+    where: str
+    follows: bool = False
+    cuts: Mapping[Group, tuple[Mesh, Mapping[str, tuple[int, ...]]]] = field(default_factory=dict)
+    reduced: frozenset[str] = frozenset()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.annotations.followed import Followed
+from partc.compiler.annotations.read import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
 from partc.compiler.errors import Problem
 from partc.compiler.frontend import annotation_keys as keys

@@ -157,5 +157,4 @@ def _unsure_dims(node: ir.Node) -> list[int]:
 
 
 def _constant(name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.Tensor(array)
-    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    return ir.val(name, const_value=ir.Tensor(array))

@@ -201,8 +201,8 @@ def _named(prefix: str, name: str) -> str:
 
 def _constant(name: str, array: np.ndarray) -> ir.Node:
     tensor = ir.Tensor(array)
-    made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-    return ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], outputs=[made], name=name)
+    outputs = [ir.val(name, const_value=tensor)]
+    return ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], outputs=outputs, name=name)
 
 
 def _every(nodes: Iterable[ir.Node]) -> Iterable[ir.Node]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -19,6 +19,7 @@ from partc.compiler.cost.machine import FALLBACK, Machine, Processor
 from partc.compiler.cost.play import Action
 from partc.compiler.cost.price import LAYOUT, NodeCost, cost_of, function_seconds
 from partc.compiler.cost.sizes import FileSizes, Operand
+from partc.compiler.cost.turn import turn_of
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import NEXT, ROWS, is_rowwise
@@ -73,7 +74,7 @@ class Pricing:
         processor = self.machine.processor(segment.target or CPU)
         modules, operations = defaultdict[str, float](float), 0.0
         functions = {one.name: one for one in sizes.file.model.functions}
-        of, nodes = sizes.of_segment(segment), segment.formal.nodes
+        of, read, nodes = sizes.of_segment(segment), sizes.reader(segment), segment.formal.nodes
         called = tuple(
             functions[node.op_type].SerializeToString(deterministic=True)
             for node in nodes
@@ -84,13 +85,18 @@ class Pricing:
         if key in self._segments:
             return self._segments[key]
         for node in nodes:
-            given, made = ([of.get(name) for name in some] for some in (node.input, node.output))
             if node.domain == OPTIMIZER and node.op_type in functions:
-                modules[path_of(node)] += self.function(functions[node.op_type], given, processor)
+                operands = [of.get(name) for name in node.input]
+                modules[path_of(node)] += self.function(functions[node.op_type], operands, processor)
                 continue
-            cost = self.node(node, given, made)
-            modules[path_of(node)] += cost.seconds(processor)
-            operations += cost.operations
+            turn = turn_of(node, read) if node.op_type == "Scan" else None
+            operand: Callable[[str], Operand | None] = of.get if turn is None else turn.operand
+            count = 1 if turn is None else turn.count
+            for one in (node,) if turn is None else turn.body.node:
+                sides = ([operand(name) if name else None for name in names] for names in (one.input, one.output))
+                cost = self.node(one, *sides)
+                modules[path_of(node)] += count * cost.seconds(processor)
+                operations += count * cost.operations
         seconds = processor.session + sum(modules.values())
         known = self.machine.segments.get(digest(segment, sizes)) if self.machine.segments else None
         found = self._segments[key] = known if known is not None else seconds, modules, operations

@@ -4,6 +4,7 @@
                the smallest its time: what any such thing takes at least
     product    curve(FLOP of one matrix) for each matrix, or what its bytes take if that is more
     others     curve(bytes moved), of the op's kernel
+    few        curve(FLOP) of products of few rows with a constant weight, in float32 or in 4 bits: what drafts cost
     collective hops * latency + share * bytes / speed, both taken from one that was measured among `ranks`: the same, or an AllReduce
 
 With p ranks of which each gives b bytes:
@@ -33,6 +34,8 @@ from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EX
 
 FALLBACK, MATMUL = "elementwise", "matmul"
 """The kernel, and the product, whose curves stand for those that a machine file leaves out."""
+FEW, FEW_INT4 = "few", "few_int4"
+"""The products of few rows with a constant weight, of which step times of drafts are told."""
 
 
 @dataclass(frozen=True)

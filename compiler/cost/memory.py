@@ -28,6 +28,7 @@ from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 from partc.compiler.cost.sizes import FileSizes, Operand
+from partc.compiler.cost.turn import turn_of
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.artifact.byte_count import of_tensor
 from partc.runtime.artifact.format import (
@@ -44,7 +45,7 @@ from partc.runtime.artifact.format import (
     Shape,
 )
 from partc.runtime.artifact.generation import binds_rows
-from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of, reads
+from partc.runtime.artifact.graph.onnx_graph import reads
 from partc.runtime.artifact.liveness import Span, Use, alive, peak, spans
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.dtypes import dense
@@ -57,11 +58,10 @@ from partc.runtime.execution.collective_plans import plan_collectives, scratch_l
 from partc.runtime.execution.memory.layout import MOST_PLANS, arenas, at_sizes, lay_out
 from partc.runtime.execution.symbol_bindings import bound_symbols
 from partc.runtime.program.lifetimes import in_place_aliases
-from partc.runtime.program.locations import locations, used_targets
 from partc.runtime.program.memory_plan import Lifetime
 from partc.runtime.program.rank_file import RankFile, read_rank_file
 from partc.runtime.program.steps import LookUp, PostRecv, Segment, Send, StartCollective, Update
-from partc.runtime.program.value_table import Storage, known_shapes, promised_shapes
+from partc.runtime.program.value_table import Storage, known_shapes, locations, promised_shapes, used_targets
 from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ _OF_TRAINING = 1_200_000
 """The bytes that the training loop, the reader of batches and MPI take."""
 _SIDE = "\n"
 """Separates the name of a Where from that of its operand; no name contains it."""
-_CONDITIONS, _BOOL = ("And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Not", "Or"), 1.0
 _INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _NUMBER = 8
 """The bytes of a row's id."""
@@ -369,7 +368,9 @@ def _places(
         if op == "Where":
             outputs = [*(f"{outputs[0]}{_SIDE}{side}" for side in node.input[1:]), *outputs]
         if op == "Scan":
-            turns[f"{outputs[0]}{_SIDE}"] = peak(_places_of_turn(node, of))[0]
+            turn = turn_of(node, of)
+            outside = {port.name for port in (*turn.body.input, *turn.body.output)}
+            turns[f"{outputs[0]}{_SIDE}"] = peak(_places(turn.body.node, outside, (), turn.operand))[0]
             outputs = [*outputs, f"{outputs[0]}{_SIDE}"]
         if op == "Conv":
             convolved[outputs[0]] = ""
@@ -381,53 +382,6 @@ def _places(
     return spans(
         uses, lambda name: turns[name] if name in turns else _known_bytes(of(name.partition(_SIDE)[0])), elsewhere
     )
-
-
-def _places_of_turn(node: NodeProto, of: Callable[[str], Operand]) -> list[Span[str, int]]:
-    """Returns the places of a turn of a Scan, whose values have the sizes of a turn's operands: products, reductions, broadcasting ops."""
-    body = graph_bodies(node)[0]
-    ints = {one.name: one.ints for one in node.attribute}
-    states = len(node.input) - integer_of(node, "num_scan_inputs", 0)
-    axes = {k + states: axis for k, axis in enumerate(ints.get("scan_input_axes", ()))}
-    known: dict[str, Operand] = {}
-    for k, (port, name) in enumerate(zip(body.input, node.input, strict=True)):
-        outer, axis = of(name), axes.get(k, 0)
-        turned = outer.sizes if k < states or outer.sizes is None else (*outer.sizes[:axis], *outer.sizes[axis + 1 :])
-        known[port.name] = replace(outer, sizes=turned)
-
-    def operand(name: str) -> Operand:
-        return known[name] if name in known else of(name)
-
-    for one in body.node:
-        given = [operand(name) for name in one.input if name]
-        known |= dict.fromkeys(one.output, _result_of_turn(one, given))
-    outside = {*(port.name for port in (*body.input, *body.output))}
-    return _places(body.node, outside, (), operand)
-
-
-def _result_of_turn(node: NodeProto, operands: Sequence[Operand]) -> Operand:
-    """Returns the result of an op in the body of a Scan, with sizes from its operands; of unknown size if theirs is unknown."""
-    item = _BOOL if node.op_type in _CONDITIONS else max((one.item for one in operands), default=0.0)
-    sizes = [one.sizes for one in operands]
-    if not sizes or None in sizes:
-        return Operand(None, item)
-    known = [one for one in sizes if one is not None]
-    first = known[0]
-    if node.op_type.startswith("Reduce"):
-        kept = (*first[:-1], 1) if integer_of(node, "keepdims", 1) else first[:-3] + first[-2:]
-        return Operand(kept, item)
-    if node.op_type == "Transpose":
-        perm = next((one.ints for one in node.attribute if one.name == "perm"), range(len(first))[::-1])
-        return Operand(tuple(first[axis] for axis in perm), item)
-    if node.op_type == "MatMul":
-        return Operand((*_spread([one[:-2] for one in known]), first[-2], known[1][-1]), item)
-    return Operand(_spread(known), item)
-
-
-def _spread(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the sizes to which several shapes broadcast."""
-    rank = max(map(len, sizes))
-    return tuple(max(dims) for dims in zip(*((1,) * (rank - len(one)) + one for one in sizes), strict=True))
 
 
 def session_bytes(nodes: float, values: float) -> float:
@@ -569,13 +523,15 @@ class _Program:
         return _known_bytes(self.of.operand(name))
 
     def _bound_lookups(self) -> None:
-        """Bounds the results of lookups, whose sizes only a run knows: a rank asks for a row once, and a Route brings at most all rows."""
+        """Bounds the results of lookups, whose sizes only a run knows: a rank asks for a row once, and a Route brings at most all rows, or
+        those of a capacity.
+        """
         for step in self.file.steps:
             if not isinstance(step, LookUp) or (ids := self.promises.get(step.call.tag)) is None:
                 continue
             call, asked = step.call, len(step.call.givers) * min(prod(ids), step.call.rows_of_owner)
             if call.op == ROUTE:
-                most = len(step.ranks) * prod(ids)
+                most = len(step.ranks) * min(prod(ids), call.most(prod(ids)) * call.rows_of_owner)
                 self.of.assume(call.result, (most, *call.row), self.values.dtype(call.result or "").bits / 8)
                 self.of.assume(call.numbers, (most,), _NUMBER)
                 for name, sizes in zip(call.requests if call.asks else (), (ids, (2 * len(step.ranks),)), strict=False):

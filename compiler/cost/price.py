@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
 BATCH, VECTORS = "batch", "vectors"
-LOOKUP, SCATTER, LAYOUT, NORMALIZATION, SORT = "lookup", "scatter", "layout", "normalization", "sort"
+LOOKUP, SCATTER, LAYOUT, SORT = "lookup", "scatter", "layout", "sort"
 ROW = 256
 """Bytes of the rows by which lookups are measured."""
 _PER_MULTIPLY_ADD = 2

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from partc.compiler.cost.even_rows import EvenRows
+import numpy as np
+from onnx import NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
+from onnx.checker import ValidationError
 from partc.runtime.artifact.format import OPTIMIZER, ROUTE, Shape
-from partc.runtime.artifact.graph.onnx_graph import reads
+from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of, reads
 from partc.runtime.artifact.graph.row_function import MERGE
 from partc.runtime.artifact.tasks.task import parse
-from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.dtypes import dense, type_proto
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import LookUp, Segment
 from partc.runtime.program.value_table import types_from_manifest
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
+    from onnx import OperatorSetIdProto
 
 _SOME = 4.0
 """The bytes of an element whose type is not known."""
 _UNSTATED = "tensor(float)"
 """The type of a value without a stated one."""
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
+_MOST_NUMBERS = 1 << 10
+"""The most numbers of a value that is followed: shapes and axes have fewer, and experts have one length each."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,6 @@ class FileSizes:
         self._bound: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
         self._names: dict[int, dict[str, str]] = {}
         self._fixed: dict[int, frozenset[str]] = {}
-        self._numbers: dict[str, tuple[int, ...] | None] = {}
-        """Maps values of which shapes are made to their numbers."""
         self._followed = not any(isinstance(step, Segment) for step in file.steps)
 
     @cached_property
@@ -99,8 +102,14 @@ class FileSizes:
         return self._known[name]
 
     def _follow(self) -> None:
-        """Derives sizes that the file does not state, step by step, as `EvenRows` does."""
+        """Derives sizes that the file does not state, node by node, as if each expert had as many rows as the others.
+
+        The sizes are those of onnx's shape inference, with the numbers of values that are made of sizes and constants. Two facts are put
+        in the place of what only a run tells: a Route gives a rank as many rows as it sends, and a Split by such lengths makes parts that
+        differ by one at most.
+        """
         self._followed = True
+        numbers, kinds, opsets = dict[str, TensorProto](), dict[str, int](), self.file.model.opset_import
         for step in self.file.steps:
             if isinstance(step, LookUp) and step.call.op == ROUTE and (sent := self._sizes(step.call.operand or "")):
                 self._derive(step.call.result or "", (sent[0], *step.call.row))
@@ -108,20 +117,37 @@ class FileSizes:
             if not isinstance(step, Segment):
                 continue
             names, suffix = self.names(step), f".{parse(step.task).microbatch}" if step.task else ""
-            rules = self._even_rows(step)
             for node in step.formal.nodes:
-                results = [names.get(name, name + suffix) for name in node.output]
-                if any(self._sizes(name) is None for name in results if name):
-                    for name, sizes in zip(results, rules.outputs(node), strict=True):
-                        self._derive(name, sizes)
-                if node.op_type in ("Shape", "Gather", "Concat"):
-                    self._numbers[results[0]] = rules.numbers(node.output[0])
+                operands, results = (
+                    [names.get(one, one + suffix) if one else "" for one in some] for some in (node.input, node.output)
+                )
+                sizes = [self._sizes(name) for name in operands]
+                data = [self._constant(name) or numbers.get(name) for name in operands]
+                for name, tensor in zip(results, _numbers(node, sizes, data), strict=False):
+                    numbers[name] = tensor
+                    self._derive(name, tuple(tensor.dims))
+                if all(self._sizes(name) is not None for name in results if name):
+                    continue
+                if node.op_type == "Split" and len(data) > 1 and data[1] is None and sizes[0] is not None:
+                    size, count = sizes[0][integer_of(node, "axis", 0)], len(results)
+                    data[1] = numpy_helper.from_array(
+                        np.array([size // count + (k < size % count) for k in range(count)])
+                    )
+                types = [
+                    helper.make_tensor_type_proto(kinds[name], one)
+                    if name in kinds
+                    else _type(self.types.get(name) or _UNSTATED, one)
+                    for name, one in zip(operands, sizes, strict=True)
+                ]
+                for name, inferred in zip(results, _inferred(node, types, data, opsets), strict=False):
+                    if inferred.tensor_type.elem_type:
+                        kinds[name] = inferred.tensor_type.elem_type
+                    self._derive(name, _sizes_of(inferred))
 
-    def _even_rows(self, segment: Segment) -> EvenRows:
-        of, names, formal = self.reader(segment), self.names(segment), segment.formal
-        constants = {name: self.file.tensors[name] for name in formal.initializers if name in self.file.tensors}
-        arriving = {name: self._numbers.get(names.get(name, "")) for node in formal.nodes for name in node.input}
-        return EvenRows(formal.nodes, lambda name: of(name).sizes, constants, arriving.get)
+    def _constant(self, name: str) -> TensorProto | None:
+        """The numbers of a small constant of the file."""
+        tensor = self.file.tensors.get(name)
+        return tensor if tensor is not None and _is_small(tensor) else None
 
     def _sizes(self, name: str) -> tuple[int, ...] | None:
         return self.operand(name).sizes if name else None
@@ -150,7 +176,7 @@ class FileSizes:
     def of_segment(self, segment: Segment) -> dict[str, Operand]:
         """Maps each name in a segment's body to the operands of all that its nodes read or make."""
         of = self.reader(segment)
-        names = dict.fromkeys(name for node in segment.formal.nodes for name in (*node.input, *node.output) if name)
+        names = dict.fromkeys(name for node in segment.formal.nodes for name in (*reads(node), *node.output) if name)
         return {name: of(name) for name in names}
 
     def reader(self, segment: Segment) -> Callable[[str], Operand]:
@@ -179,3 +205,77 @@ class FileSizes:
         names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.file.tensors)
         self._names[id(segment)] = names
         return names
+
+
+def _is_small(tensor: TensorProto) -> bool:
+    few = math.prod(tensor.dims) <= _MOST_NUMBERS and not tensor.external_data
+    return few and tensor.data_type in _INTEGERS
+
+
+def _type(text: str, sizes: Sequence[int] | None) -> TypeProto:
+    """A type with sizes."""
+    dtype = dense(text)
+    return type_proto(text) if dtype is None else helper.make_tensor_type_proto(dtype.code, sizes)
+
+
+def _inferred(
+    node: NodeProto,
+    types: Sequence[TypeProto],
+    data: Sequence[TensorProto | None],
+    opsets: Sequence[OperatorSetIdProto],
+) -> list[TypeProto]:
+    """Returns the types of a node's results as onnx infers them, without sizes that it does not know; nothing where it fails."""
+    if node.op_type == "MatMulNBits":  # onnx has no schema of it
+        sizes = _sizes_of(types[0])
+        kind = types[0].tensor_type.elem_type
+        return [helper.make_tensor_type_proto(kind, sizes and (*sizes[:-1], integer_of(node, "N", 1)))]
+    version = next((one.version for one in opsets if one.domain == node.domain), 0)
+    if not defs.has(node.op_type, version, node.domain) or graph_bodies(node):
+        return []
+    try:
+        inferred = shape_inference.infer_node_outputs(
+            defs.get_schema(node.op_type, version, node.domain),
+            node,
+            dict(zip(node.input, types, strict=True)),
+            {name: one for name, one in zip(node.input, data, strict=True) if one is not None},
+            opset_imports=[*opsets],
+        )
+    except (shape_inference.InferenceError, ValidationError):
+        return []
+    return [inferred.get(name, TypeProto()) for name in node.output]
+
+
+def _sizes_of(of: TypeProto) -> tuple[int, ...] | None:
+    """Returns the sizes in a type, None if one is missing."""
+    dims = of.tensor_type.shape.dim
+    known = of.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims)
+    return tuple(dim.dim_value for dim in dims) if known else None
+
+
+def _numbers(
+    node: NodeProto, sizes: Sequence[tuple[int, ...] | None], data: Sequence[TensorProto | None]
+) -> Sequence[TensorProto]:
+    """Returns the numbers of a node's results where they follow from sizes or from the numbers of its operands; else nothing."""
+    if node.op_type == "Shape" and sizes[0] is not None:
+        ends = slice(integer_of(node, "start", 0), integer_of(node, "end", len(sizes[0])))
+        return [numpy_helper.from_array(np.array(sizes[0][ends], np.int64))]
+    texts = [one.SerializeToString() for one in data if one is not None]
+    if node.domain or graph_bodies(node) or not 0 < len(texts) == len(data):
+        return []
+    plain = helper.make_node(
+        node.op_type, [f"x{k}" for k in range(len(texts))], [f"y{k}" for k in range(len(node.output))]
+    )
+    plain.attribute.extend(node.attribute)
+    return _computed(plain.SerializeToString(), tuple(texts))
+
+
+@cache
+def _computed(text: bytes, inputs: tuple[bytes, ...]) -> Sequence[TensorProto]:
+    """Returns the results of a node as its reference computes them; none if one of them is large or has no whole numbers."""
+    from onnx.reference import ReferenceEvaluator
+
+    node = NodeProto.FromString(text)
+    arrays = [numpy_helper.to_array(TensorProto.FromString(one)) for one in inputs]
+    results = ReferenceEvaluator(node).run(None, dict(zip(node.input, arrays, strict=True)))
+    tensors = [numpy_helper.from_array(np.asarray(one)) for one in results]
+    return tensors if all(map(_is_small, tensors)) else []

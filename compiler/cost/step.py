@@ -211,6 +211,7 @@ def simulated(
 
     `alike`: ranks that do about as much in about as many actions have the memory of the first of them, which saves to lay it out for each.
     """
+    artifact = artifact.shared()
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, requested)
     if traced is not None:
         traced.refuse_other(manifest.ranks)

@@ -20,9 +20,8 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 from partc.compiler.dims.expression import Bindings, facts_of
-from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import ANY, Facts
-from partc.compiler.dims.reading import names_in, read, symbol
+from partc.compiler.dims.reading import largest, names_in, read, smallest, symbol
 
 LARGEST = 256
 

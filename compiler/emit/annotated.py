@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
-from partc.compiler.annotations.followed import Followed
+from partc.compiler.annotations.read import Followed
 from partc.compiler.annotations.seed import sharded_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
@@ -27,6 +27,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.matching import output_ranks
 from partc.compiler.ops.families.neural.ring import is_ring
+from partc.compiler.ops.families.shapes.joined import is_joined
 
 IR_VERSION = 11
 CONFIGURATION = "partc"
@@ -38,14 +39,16 @@ def write_annotated(program: Complete, path: Path) -> None:
     Raises CompileError if that would overwrite weights that the model is read from, and for ring attention.
     """
     context = program.plan.context
-    rings = [program.paths[node] for node in program.model.graph if is_ring(node)]
-    if rings and context is not None:
-        fact, law = (
-            f"'{rings[0]}' is attention in a ring, which --annotated cannot write",
-            "no op of the standard is one",
-        )
-        help_ = "write attention: gather, or heads, or leave out --annotated"
-        raise CompileError(Problem(context.where("attention"), fact, law, help_))
+    kinds = {"attention in a ring": is_ring, "tokens joined with the batch in an order of ranks": is_joined}
+    for kind, is_kind in kinds.items() if context is not None else ():
+        if (node := next(filter(is_kind, program.model.graph), None)) is not None and context is not None:
+            fact = f"'{program.paths[node]}' is {kind}, which --annotated cannot write"
+            help_ = (
+                "write attention: gather, or heads, or leave out --annotated"
+                if is_ring(node)
+                else "leave out --annotated, or cut `dataset` in place of 'context'"
+            )
+            raise CompileError(Problem(context.where("attention"), fact, "no op of the standard is one", help_))
     save_unsharded(annotated(program), path, "--annotated")
 
 

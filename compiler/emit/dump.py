@@ -15,10 +15,8 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.emit.layout_text import cut_text, strategies, value_text
 from partc.compiler.emit.names import Names
-from partc.compiler.emit.node_text import node_text
-from partc.compiler.emit.rank_text import RankTexts
+from partc.compiler.emit.rank_text import RankTexts, cut_text, node_text, strategies, value_text
 from partc.compiler.ir.program import Complete, Loaded, Lowered, Placed, Prepared, Sharded, Targeted, Typed
 from partc.compiler.ir.programs import Event, RankProgram
 from partc.compiler.ir.sharded import facts_of as group_facts

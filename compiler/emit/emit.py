@@ -19,7 +19,7 @@ from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.run_list import run_list
 from partc.compiler.emit.weights import Location, ReferencedFiles, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.drawn import law_of
+from partc.compiler.ir.computed import law_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import RankProgram, State
@@ -207,7 +207,10 @@ class Unwritten(Artifact):
     def model(self, rank: int) -> onnx.ModelProto:
         """The program of a rank, without the data of its weights."""
         name = self.manifest.program(rank)
-        return bound(opened(onnx.ModelProto.FromString(self._data[name])), self.manifest.groups_of(rank), rank, name)
+        return bound(self._read(name), self.manifest.groups_of(rank), rank, name)
+
+    def _read(self, name: str) -> onnx.ModelProto:
+        return opened(onnx.ModelProto.FromString(self._data[name]))
 
     def run_list(self, rank: int) -> RunList:
         """Returns the run list of a rank's program."""

@@ -140,7 +140,8 @@ def _is_own(step: Compute) -> bool:
 
 def local_rule(node: ir.Node, source: ir.Node) -> Rule:
     """Returns the rule of a node known by its local operands, as far as it holds for any unsharded operands; `source`: the model's node."""
-    counts = [name for name, attribute in source.attributes.items() if attribute.type is ir.AttributeType.INT]
+    numbers = [name for name, attribute in source.attributes.items() if attribute.type is ir.AttributeType.INT]
+    counts = [name for name in numbers if name not in ("axis", "tokens")]
     if any(source.attributes.get_int(name, 1) > 1 == node.attributes.get_int(name, 1) for name in counts):
         return replicated_rule(node)  # a rank may have one of several groups of channels, or heads
     rule, shapes = rule_of(node), [() if one is None or one.shape is None else one.shape.dims for one in node.inputs]

@@ -18,8 +18,8 @@ from itertools import pairwise
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.names import Names
+from partc.compiler.ir.computed import PART, PackedBox
 from partc.compiler.ir.graph import name_of
-from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Call, Comm, Copy, Event, Op, RankTensor, State, Value
 from partc.compiler.ir.sharded import Group, GroupFacts, ShardedValue, facts_of
@@ -30,10 +30,9 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.ops.node import axis_of, constant_ints, dims, operand, rank_of
 from partc.compiler.training.microbatch_model import PART as NUMBER
 from partc.runtime.artifact import format as fmt
-from partc.runtime.artifact.format import IdsRecord
+from partc.runtime.artifact.format import IdsRecord, release
 from partc.runtime.artifact.generation import DECODE, narrow
 from partc.runtime.artifact.ranks import Grid, SharedRanks, order_text
-from partc.runtime.artifact.release import release
 
 
 def manifest_of(
@@ -272,9 +271,10 @@ def _given(program: Complete, names: Names) -> dict[int, list[str]]:
 
 def _inputs_of_events(steps: Sequence[Op], names: Names) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yields the tag and inputs of each event to which a rank contributes; for a body those of every call. A copy has its source's name."""
+    copied = _sources_of_copies(steps)
     for step in steps:
         if isinstance(step, Call):
-            there = {own: names[value] for own, value in step.ends.items()}
+            there = {own: names[copied.get(value, value)] for own, value in step.ends.items()}
             for tag, values in _event_inputs(step.body.steps):
                 inside = (there.get(value) or f"{names[value]}.{step.microbatch}" for value in values)
                 yield tag + step.microbatch, tuple(inside)
@@ -282,10 +282,14 @@ def _inputs_of_events(steps: Sequence[Op], names: Names) -> Iterator[tuple[int, 
 
 
 def _event_inputs(steps: Sequence[Op]) -> Iterator[tuple[int, list[Value]]]:
-    own = {step.output: step.source for step in steps if isinstance(step, Copy) and step.output.base is step.source}
+    copied = _sources_of_copies(steps)
     for step in steps:
         if isinstance(step, Comm) and step.reads:
-            yield step.tag, [own.get(value, value) for value in step.reads]
+            yield step.tag, [copied.get(value, value) for value in step.reads]
+
+
+def _sources_of_copies(steps: Sequence[Op]) -> dict[Value, Value]:
+    return {step.output: step.source for step in steps if isinstance(step, Copy) and step.output.base is step.source}
 
 
 def _collective(program: Complete, names: Names, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:

@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.emit.factors import NodeFactors
 from partc.compiler.emit.helper_types import HelperTypes, node_proto
-from partc.compiler.emit.layout_text import cut_text
 from partc.compiler.emit.names import Names
+from partc.compiler.emit.rank_text import cut_text
 from partc.compiler.emit.weights import Location, Stored, WeightShard, WeightShards
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.program import Complete
@@ -34,8 +34,10 @@ from partc.compiler.ir.programs import (
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.format import release
 from partc.runtime.artifact.graph.bodies import closed, is_border
-from partc.runtime.artifact.release import release
+from partc.runtime.artifact.graph.onnx_graph import graph_bodies
+from partc.runtime.artifact.tasks.calls import rename_captured
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.spellings import first_free
 
@@ -258,9 +260,8 @@ class RankModels:
         )  # of several nodes that stand for one, each has a name of its own
         proto.name = label or (path if len(outputs) != 1 and is_own else outputs[0] or path)
         if any(name != names[value] for name, value in step.captured.items()):
-            for attribute in proto.attribute:
-                for body in (attribute.g, *attribute.graphs):
-                    _rename_captured(body, {name: names[value] for name, value in step.captured.items()})
+            for body in graph_bodies(proto):
+                rename_captured(body, {name: names[value] for name, value in step.captured.items()})
         placed = program.placement.get(step.source)
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
         factors = self._factors.of(step) if self._says_factors else ""
@@ -362,18 +363,6 @@ def _forget_annotations(proto: onnx.NodeProto) -> None:
         for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
             for node in body.node:
                 _forget_annotations(node)
-
-
-def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames the outer values that a body reads to their names on this rank; names that the body defines itself stay."""
-    own = {value.name for value in graph.input} | {out for node in graph.node for out in node.output}
-    names = {old: new for old, new in names.items() if old not in own}
-    for node in graph.node:
-        for k, name in enumerate(node.input):
-            node.input[k] = names.get(name, name)
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                _rename_captured(body, names)
 
 
 def _attribute(key: str, value: int | str | tuple[int, ...]) -> onnx.AttributeProto:

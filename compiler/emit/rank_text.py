@@ -1,20 +1,30 @@
-"""The texts of rank programs in the dumps: ops with the types that values have there, communication with its cause, bodies of tasks."""
+"""The texts of dumps: ops of rank programs with the types that values have there, communication with its cause, bodies, layouts.
+
+A node's text is its outputs, its op, its inputs and its attributes, sorted by name; a layout's is its type with the shape on a rank.
+
+    %conv1.Conv = Conv(%x, %conv1.weight) {kernel_shape: [5, 5]}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+import hashlib
+from collections.abc import Hashable, Iterator, Sequence
 
+import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.emit.helper_types import HelperTypes, helper_type_text
-from partc.compiler.emit.layout_text import cut_text, part_of, strategies, value_text
 from partc.compiler.emit.names import Names
-from partc.compiler.emit.node_text import op_text
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.computed import law_of
 from partc.compiler.ir.constants import Constant, RankConstant
-from partc.compiler.ir.drawn import law_of
-from partc.compiler.ir.program import Complete
+from partc.compiler.ir.graph import operand_name
+from partc.compiler.ir.program import Complete, Sharded, Typed
 from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, RankTensor, Value
-from partc.compiler.ir.sharded import Group, facts_of
+from partc.compiler.ir.sharded import Group, GroupFacts, ShardedValue, facts_of
 from partc.compiler.ir.value_info import Shape, bytes_text
+from partc.compiler.layout.layout import Layout, shards_along
 from partc.runtime.artifact.tensors.law import law_text
 
 
@@ -176,3 +186,141 @@ def _constant(constant: Constant) -> str:
         text = f"[{', '.join(constant.items)}]" if constant.shape else constant.items[0]
         return f"{constant.dtype}, {text} in {constant.group}"
     return f"{constant.dtype}, {constant.tolist()}"
+
+
+_LONG = 16
+
+
+def node_text(node: ir.Node, indent: str) -> str:
+    """A node with its attributes on one line; bodies follow on lines of their own, deeper than `indent`."""
+    return op_text(node, indent, _shown(node.inputs), _shown(node.outputs))
+
+
+def op_text(node: ir.Node, indent: str, ins: str, outs: str) -> str:
+    """A node over operands that are shown so: `%x, _`."""
+    op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    given = sorted(node.attributes.data.items())
+    attributes = ", ".join([f"{name}: {_attribute(attr, indent)}" for name, attr in given])
+    return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _shown(values: Sequence[ir.Value | None]) -> str:
+    return ", ".join([f"%{name}" if (name := operand_name(value)) else "_" for value in values])
+
+
+def _attribute(attr: ir.Attr, indent: str) -> str:
+    match attr.type:
+        case ir.AttributeType.GRAPH:
+            return _body(attr.as_graph(), indent)
+        case ir.AttributeType.GRAPHS:
+            return f"[{', '.join(_body(graph, indent) for graph in attr.as_graphs())}]"
+        case ir.AttributeType.TENSOR:
+            return _tensor(attr.value)  # as_tensor() asks by a protocol, which takes longer than the text
+        case ir.AttributeType.TENSORS:
+            return f"[{', '.join(map(_tensor, attr.value))}]"
+        case ir.AttributeType.TYPE_PROTO:
+            return type_text(attr.value.type)
+        case ir.AttributeType.STRING:
+            return repr(attr.value)
+        case ir.AttributeType.FLOAT:
+            return _float(attr.value)
+        case ir.AttributeType.FLOATS:
+            return f"[{', '.join(map(_float, attr.value))}]"
+        case ir.AttributeType.INTS | ir.AttributeType.STRINGS:
+            return f"[{', '.join(map(repr, attr.value))}]"
+        case _:
+            return repr(attr.value)
+
+
+def _float(value: float) -> str:
+    """The shortest text of the float32 that ONNX keeps of an attribute."""
+    return str(np.float32(value))
+
+
+def _tensor(tensor: ir.TensorProtocol) -> str:
+    """A short tensor by its items, a long one by its hash."""
+    kind = type_text(ir.TensorType(tensor.dtype))
+    shape = ", ".join(map(str, tensor.shape.numpy()))
+    if tensor.size <= _LONG:
+        return f"<{kind}, ({shape})> {tensor.numpy().tolist()}"
+    return f"<{kind}, ({shape})> sha256:{hashlib.sha256(tensor.tobytes()).hexdigest()[:16]}"
+
+
+def _body(graph: ir.Graph, indent: str) -> str:
+    inner = indent + "    "
+    lines = [f"graph({', '.join(f'%{value.name}' for value in graph.inputs)}) {{"]
+    lines += [
+        f"{inner}%{name} = {_tensor(value.const_value)}"
+        for name, value in graph.initializers.items()
+        if value.const_value is not None
+    ]
+    lines += [f"{inner}{node_text(node, inner)}" for node in graph]
+    lines.append(f"{inner}Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
+    return "\n".join([*lines, f"{indent}}}"])
+
+
+def value_text(program: Typed, value: ir.Value, shape: Shape | None) -> str:
+    """A value's type in a given shape; where that is not known, with the dims that are numbers."""
+    info = program.values[value]
+    if not info.is_tensor:
+        return f"<{info.type}>"
+    if shape is not None:
+        return f"<{info.type}, ({', '.join(map(str, shape))})>"
+    if value.shape is None:
+        return f"<{info.type}, ?>"
+    dims = ", ".join([str(d) if isinstance(d, int) else "?" for d in value.shape.dims])
+    return f"<{info.type}, ({dims})>"
+
+
+@functools.lru_cache(maxsize=1024)
+def _alike(layout: Layout, facts: GroupFacts, those: GroupFacts) -> bool:
+    """Whether ranks of a group have the same shard."""
+    row = shards_along(layout.mesh, tuple([axis for axes in layout.cuts for axis in axes]))
+    return len({row[facts.places[rank]] for rank in those.group if rank in facts.places}) == 1
+
+
+def part_of(program: Typed, copy: ShardedValue, ranks: Sequence[int]) -> str:
+    """Which part of a tensor ranks have: `   Shard: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
+
+    Where they have each another one it is told how large these are: `   Shard: (16, 32) of (64, 128) by rank`.
+    """
+    shape = program.values[copy.value].shape if copy.value in program.values else None
+    sizes = tuple([size for size in shape or () if isinstance(size, int)])
+    if copy.layout.is_replicated or shape is None or len(sizes) != len(copy.layout.cuts):
+        return ""
+    together = _alike(copy.layout, facts_of(copy.group), facts_of(tuple(ranks)))
+    return _shard_text(copy.layout, copy.places[ranks[0]], sizes, together)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_text(layout: Layout, place: int, sizes: tuple[int, ...], together: bool) -> str:
+    """Which part of a tensor of these sizes the rank at a place has; of ranks that do not have it `together` how large theirs are."""
+    box = layout.box(place, sizes)
+    if not together:
+        return f"   Shard: ({', '.join([str(end - begin) for begin, end in box])}) of ({', '.join(map(str, sizes))}) by rank"
+    return f"   Shard: [{', '.join([f'{begin}:{end}' for begin, end in box])}] of ({', '.join(map(str, sizes))})"
+
+
+def strategies(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """The sharding of a node's inputs, for each group, or for the groups of one rank: ` {in_strategy: ((2, 4), (4, 1))}`."""
+    return (f" {{in_strategy: {choice.strategy()}}}" for choice in _choices(program, node, rank))
+
+
+def _choices(program: Sharded, node: ir.Node, rank: int | None) -> Iterator[NodeSharding]:
+    placed = program.placement.get(node)
+    for group in placed.groups if placed else ():
+        choice = program.choices.get(NodeOnGroup(node, group)) if rank is None or rank in group else None
+        if choice is not None:
+            yield choice
+
+
+def cut_text(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """Who decided each cut of a node, per group that cuts it: `m in 2 by plan.yaml:4, k in 4 by plan.yaml:4`.
+
+    With `rank` of the groups that it is in.
+    """
+    for choice in _choices(program, node, rank):
+        if cut := choice.cut:
+            yield ", ".join(
+                [f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in cut.items()]
+            )

@@ -6,7 +6,7 @@ or before the segment that is open there, and waited for at the first use of its
 like a receive. So communication overlaps computation as far as the order allows, and no rank waits for an event that is later in the global
 order.
 
-Nodes that are correct only in one thread are in a segment of such nodes (`runtime/artifact/graph/one_thread.py`), with the zeros to which
+Nodes that are correct only in one thread are in a segment of such nodes (`runtime/artifact/run_list.py`), with the zeros to which
 they add.
 
 A new segment begins before nodes that are recomputed: in one session with the nodes that made the values first, onnxruntime would merge
@@ -43,13 +43,22 @@ from partc.runtime.artifact.comm.collectives import COLLECTIVES
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import ALL_GATHER, CPU, DOMAIN, OPTIMIZER, RECV, REDUCE_SCATTER, SEND, TAG, TASKS
 from partc.runtime.artifact.graph.bodies import opened
-from partc.runtime.artifact.graph.one_thread import Key, in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.row_function import is_rowwise
 from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
-from partc.runtime.artifact.run_list import BufferRow, RunList, SegmentRow, UpdateRow, numbers_of, numbers_text
+from partc.runtime.artifact.run_list import (
+    BufferRow,
+    Key,
+    RunList,
+    SegmentRow,
+    UpdateRow,
+    in_one_thread,
+    numbers_of,
+    numbers_text,
+    wants_one_thread,
+)
 from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
 from partc.runtime.artifact.tensors.dtypes import type_text
 from partc.runtime.artifact.training.scalars import NUMBERS

@@ -77,7 +77,14 @@ class NodeSharding:
         return letter if axes and (self.pulls or axes & others) else ""
 
     def shared_with(self, letter: str) -> set[int]:
-        """Mesh axes this factor may share with another: in a lookup, rows and ids may be sharded over the same axis."""
+        """Mesh axes this factor may share with another: in a lookup, rows and ids may be sharded over the same axis; so may a joined dim
+        and its parts.
+        """
+        if letter in self.rule.joined:
+            joined, *parts = self.rule.joined
+            rest = [part for part in parts if part != letter]
+            apart = {axis for part in rest for axis in self.axes.get(part, ())}
+            return apart if letter == joined else {*self.axes.get(joined, ())} - apart
         row, own = self.rule.looked_up, self.rule.ids
         ids = {axis for one in own for axis in self.axes.get(one, ())}
         if letter == row:

@@ -1,15 +1,28 @@
-"""Tensors whose elements are computed shard by shard when they are read: a converted or quantized shard of a memory-mapped weight."""
+"""Tensors whose elements are computed shard by shard when they are read: a converted or quantized shard of a memory-mapped weight.
+
+Weights that are packed in the model's file, several in one tensor, and that are separate values in the program.
+
+A weight that is a law: its numbers follow from a seed, and any part of it can be drawn without the rest.
+
+The compiler never draws large weights: the artifact stores the law, and each rank draws its own shard (`runtime/artifact/tensors/law.py`).
+Smaller weights are written as bytes, like all other weights, so that the rank file of a small model runs in any onnxruntime.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.value_info import Array
+from partc.runtime.artifact.format import Law
+from partc.runtime.artifact.tensors.law import full_tensor
 from partc.runtime.files.regular import open_regular
 
 Box: TypeAlias = "tuple[slice, ...]"
@@ -147,3 +160,68 @@ def runs_of(tensor: ComputedTensor, most_bytes: int) -> Iterator[Array]:
     for begin in range(0, shape[0] if shape else 1, rows):
         box = (slice(begin, min(begin + rows, shape[0])), *full_box(shape[1:])) if shape else ()
         yield np.ascontiguousarray(tensor.compute(box))
+
+
+PART = "partc.part_of"
+"""Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
+
+
+@dataclass(frozen=True)
+class PackedBox:
+    """The position of a weight in a packed weight: the packed weight's name and shape, and per dim the begin and end."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+
+    def within(self, dim: int, begin: int, size: int) -> PackedBox:
+        """The box of a slice of this part: `size` elements of `dim` from `begin`."""
+        start = self.box[dim][0] + begin
+        return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
+
+
+def tensor_of(parameter: ir.Value) -> str:
+    """The global name of a parameter's state: a part of a packed weight has that weight's name."""
+    part: PackedBox | None = parameter.meta.get(PART)
+    return name_of(parameter) if part is None else part.tensor
+
+
+LAW_BYTES = 64 << 20
+"""Drawn weights with more bytes than this are stored in the artifact as laws."""
+
+
+class DrawnTensor(ir.LazyTensor):
+    """A tensor of the numbers that a law generates; they are drawn when they are read, and a large tensor is drawn again on each read.
+
+    `law` is called only when it is needed. `always`: whether the artifact stores the law whatever the size.
+    """
+
+    def __init__(
+        self, law: Callable[[], Law], dtype: ir.DataType, shape: tuple[int, ...], *, always: bool = False
+    ) -> None:
+        self.law = law
+        self.always = always
+
+        def drawn() -> ir.TensorProtocol:
+            return ir.Tensor(full_tensor(law(), shape, dtype.numpy()), dtype=dtype)
+
+        self._drawn_shape = shape
+        super().__init__(drawn, dtype, ir.Shape(shape), cache=math.prod(shape) * dtype.bitwidth // 8 <= LAW_BYTES)
+
+    @property
+    def is_law(self) -> bool:
+        """Whether the artifact stores the law instead of the numbers."""
+        return self.always or self.nbytes > LAW_BYTES
+
+    def cast(self, kind: ir.DataType) -> DrawnTensor:
+        """Returns the tensor with the same numbers, rounded to another type."""
+        return DrawnTensor(self.law, kind, self._drawn_shape, always=self.always)
+
+
+def law_of(value: ir.Value) -> Law | None:
+    """Returns the law of a weight that the artifact stores as a law; None for any other value, and for a law that is not finite."""
+    tensor = value.const_value
+    if not isinstance(tensor, DrawnTensor) or not tensor.is_law:
+        return None
+    law = tensor.law()
+    return law if math.isfinite(law.offset) and math.isfinite(law.factor) else None

@@ -45,10 +45,16 @@ UNKNOWN_TURNS = "partc.unknown_turns"
 """The metadata of a node whose bodies are not unrolled: the reason, and on a second line the remedy."""
 OF_TURNS = "partc.of_turns"
 """The metadata of a node that takes the elements of a stack for the turns of an unrolled loop, one each: their axis."""
+OF_ALL_TURNS = "partc.of_all_turns"
+"""Key of `ir.Node.meta` of the last border of a state, whose inputs are what a turn makes, what it begins with, and the end of the loop
+(`ops/families/control/bodies.py`): it stays as long as the loop is run.
+"""
 CONTEXT = "partc.context"
 """Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are sharded."""
 FOLDED = "partc.folded"
-"""Key of `ir.Value.meta`: the number of ranks over which dims of a value are in folded order (`rewrite/fold.py`), and these dims."""
+"""Key of `ir.Value.meta`: the number of ranks over which dims of a value are in folded order (`rewrite/fold.py`), and these dims.
+None where a dim joins tokens with others in an order of ranks (`rewrite/joined_tokens.py`).
+"""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: its name."""
 
@@ -170,6 +176,13 @@ def captured(body: ir.Graph) -> list[ir.Value]:
     return outside + [value for value in body.outputs if value not in inside]
 
 
+def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """Adds a tensor to a graph as its initializer of this name."""
+    value = ir.val(name, const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def take_out(graph: ir.Graph, node: ir.Node) -> None:
     """Removes a node whose outputs have no reader, and the uses in its bodies."""
     graph.remove(node, safe=True)
@@ -179,8 +192,13 @@ def take_out(graph: ir.Graph, node: ir.Node) -> None:
 def drop_unread(graph: ir.Graph, used: Iterable[ir.Value] = ()) -> None:
     """Removes nodes that neither outputs nor `used` need, then inputs without a reader."""
     kept = {*graph.outputs, *used}
+
+    def is_read(node: ir.Node) -> bool:
+        return any(out in kept or out.uses() for out in node.outputs)
+
     for node in reversed(list(graph)):
-        if not any(out in kept or out.uses() for out in node.outputs):
+        ended = node.inputs[-1] if OF_ALL_TURNS in node.meta else None
+        if not is_read(node) and not (ended is not None and any(is_read(use.node) for use in ended.uses())):
             take_out(graph, node)
     for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
         graph.inputs.remove(value)

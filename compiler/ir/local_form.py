@@ -64,7 +64,6 @@ def over_values(
     source: ir.Node | None,
     values: Mapping[str, Value],
     captured: Mapping[str, str] | None = None,
-    target: str = "",
 ) -> list[Compute]:
     """Converts nodes whose operands are handles to nodes over the values of these handles."""
     ops = []
@@ -74,5 +73,5 @@ def over_values(
         read = dict.fromkeys(map(name_of, captured_by(node)))
         inner = {name: values[(captured or {}).get(name, name)] for name in read}
         label = values.get(node.name, node.name) if node.name else ""
-        ops.append(Compute(node, source or node, inputs, outputs, inner, label, target=target))
+        ops.append(Compute(node, source or node, inputs, outputs, inner, label))
     return ops

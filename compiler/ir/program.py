@@ -4,7 +4,7 @@
                                                                               -> Lowered -> Scheduled -> Complete
 
 A pass takes the program of one phase and returns that of the same or the next phase (`into`), so no fact is read before it exists; a
-function takes the earliest phase whose facts it reads. `Localized` (`lower/local_view.py`) is not a base of later phases: `lower` makes
+function takes the earliest phase whose facts it reads. `Localized` (`lower/job.py`) is not a base of later phases: `lower` makes
 rank programs of it. A pass does not change its argument; only the rewrites, up to `precision`, edit its model. Decisions are keyed by the
 graph's objects, not by names.
 """
@@ -23,7 +23,7 @@ from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
 
 if TYPE_CHECKING:
-    from partc.compiler.annotations.followed import Followed
+    from partc.compiler.annotations.read import Followed
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
     from partc.compiler.ir.declared import Declared
     from partc.compiler.ir.programs import Event, RankProgram, Value

@@ -7,11 +7,15 @@ Call      %h.3 = F0(%x.3, %w)                    a task of one microbatch: its b
 
 A value is identified by its object; its name, its type and the op that makes it are attributes, or are looked up. So an op can be copied
 over other values (`with_values`) without any name being looked up or made unique.
+
+Builds nodes out of ops over values of the job: maps each value of a node to its value in the job, whatever the two are called.
+
+w, dw, lr = (values.of(one) for one in (weight, gradient, rate)) values.ops([update_node(w, dw, lr)])
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -360,3 +364,23 @@ def needed(steps: Sequence[AnyOp], results: Collection[Value], appended: Collect
             read.update(step.reads)
             needed_ops.append(step)
     return needed_ops[::-1]
+
+
+class ValueMap(dict[ir.Value, Value]):
+    """Maps each input and output value of nodes to its value in the job."""
+
+    def of(self, value: Value, kind: ir.TypeProtocol | None = None, shape: ir.Shape | None = None) -> ir.Value:
+        """Returns a new value that represents `value` of the job and has its name."""
+        found = ir.Value(name=str(value), type=kind, shape=shape)
+        self[found] = value
+        return found
+
+    def ops(self, nodes: Iterable[ir.Node]) -> list[Compute]:
+        """Returns the nodes over the values of the job; a node named like its output is labelled with that output's value in the job."""
+        computes = []
+        for node in nodes:
+            inputs = tuple([None if one is None else self[one] for one in node.inputs])
+            outputs = tuple([self[one] if one.name else None for one in node.outputs])
+            label = next((self[one] for one in node.outputs if one.name and one.name == node.name), node.name or "")
+            computes.append(Compute(node, node, inputs, outputs, label=label))
+        return computes

@@ -22,15 +22,14 @@ Array = npt.NDArray[Any]
 class SymbolInfo:
     """A dynamic dim of the inputs: its promised facts, and where they are promised (`plan.yaml:3`, or the input that names it).
 
-    `parts`: the number of equal parts of the dim; the facts are those of one part, and `global_facts` those of the whole dim. `because`:
-    why smaller sizes are not legal, where the model needs larger sizes than `where` promises.
+    `parts`: the number of equal parts of the dim; the facts are those of one part. `because`: why smaller sizes are not
+    legal, where the model needs larger sizes than `where` promises.
     """
 
     facts: Facts
     where: str
     unique: bool = False
     parts: int = 1
-    global_facts: Facts | None = None
     because: str = ""
 
 

@@ -78,14 +78,14 @@ class ValueTable:
         shape = self._infos[version.value].shape
         if shape is None or len(shape) != len(version.layout.cuts):
             return shape
-        if BY_EXPERT in version.value.meta and version.layout.shards[0] > 1:
+        if version.value.meta.get(BY_EXPERT) or (BY_EXPERT in version.value.meta and version.layout.shards[0] > 1):
             return None
         return _local_shape(shape, version.layout.shards)
 
     def local_value(self, version: ShardedValue) -> ir.Value:
         """Returns a value with the type and the known dims of one shard: the value itself if it is replicated or has no shape."""
         value = version.value
-        if version.layout.is_replicated or value.shape is None:
+        if value.shape is None or (version.layout.is_replicated and not value.meta.get(BY_EXPERT)):
             return value
         if BY_EXPERT in value.meta and self.local_shape(version) is None and self._infos[value].shape is not None:
             rest = _local_shape(self._infos[value].shape or (), version.layout.shards)[1:]

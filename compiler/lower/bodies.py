@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.programs import Comm, Event, Value
-from partc.compiler.ir.sharded import ranks_of
+from partc.compiler.ir.sharded import Group, ranks_of
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.masked_replicas import operand
 from partc.compiler.ops.families.control.bodies import (
@@ -52,27 +52,43 @@ def write_border(comm: CommLowering, instance: NodeOnGroup) -> None:
     versions += [] if node.op_type == OTHERWISE else [output_layout_of(comm.program, one, 0) for one in there]
     outputs = tuple([comm.values.at[one] for one in versions])
     if node.op_type != BEGIN:
-        inputs = _own(comm, instance, inputs)
-    cause = f"{'branch' if kind == IF else 'turns'} of all ranks"
-    value = next(one for one in (*node.inputs, *node.outputs) if one is not None)
-    first = next(one for one in (*outputs, *inputs) if one is not None)
-    name = comm.group((group,))
-    tag = len(comm.events)
-    shape = comm.values[value].shape
-    comm.events.append(Event(tag, EVENTS[node.op_type], value, first, (group,), name, shape, "0", cause))
-    said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: name, fmt.KIND: kind}
-    comm.append(group, Comm(EVENTS[node.op_type], tuple(inputs), outputs, said, tag, value, cause, "0"))
+        inputs = own_results(comm, group, inputs)
+    event_tag = border_event(comm, instance, next(filter(None, (*outputs, *inputs))))
+    step = border_step(comm, event_tag, kind, inputs, outputs)
+    comm.append(group, step)
+    comm.borders[instance] = step
     for version in versions:
         comm.declare(version, comm.values.at[version])
+
+
+def border_event(comm: CommLowering, border: NodeOnGroup, first: Value) -> int:
+    """Lists a border, or the same of the backward pass, as an event of its group and returns its tag; `first` is an operand or a result."""
+    node, ranks, event_tag = border.node, (border.group,), len(comm.events)
+    value, name = node.outputs[0], comm.group(ranks)
+    cause = f"{'branch' if kind_of(node) == IF else 'turns'} of all ranks"
+    shape = comm.values[value].shape
+    comm.events.append(Event(event_tag, EVENTS[node.op_type], value, first, ranks, name, shape, "0", cause))
+    return event_tag
+
+
+def border_step(
+    comm: CommLowering, tag: int, kind: str, inputs: Sequence[Value | None], outputs: Sequence[Value | None]
+) -> Comm:
+    """Returns the border of an event over values."""
+    event = comm.events[tag]
+    attributes: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: event.group, fmt.KIND: kind}
+    return Comm(
+        event.op_type, tuple(inputs), tuple(outputs), attributes, tag, event.value, event.cause, "0", task=comm.task
+    )
 
 
 def _end_of(otherwise: ir.Node) -> ir.Node:
     return next(use.node for use in otherwise.outputs[0].uses() if use.node.op_type == END)
 
 
-def _own(comm: CommLowering, instance: NodeOnGroup, results: Sequence[Value | None]) -> list[Value | None]:
-    """Returns the results of a body, each made by an op of this body, and different ones."""
-    ranks, seen, own_results = instance.group, set[Value](), list[Value | None]()
+def own_results(comm: CommLowering, ranks: Group, results: Sequence[Value | None]) -> list[Value | None]:
+    """Returns the results of the body that is written last, each made by an op of this body, and different ones."""
+    seen, own_values = set[Value](), list[Value | None]()
     defined = set[Value]()
     depth = 0
     for step, some in reversed(comm.job.steps):
@@ -96,5 +112,5 @@ def _own(comm: CommLowering, instance: NodeOnGroup, results: Sequence[Value | No
                 comm.job.declare(ranks, copy, value.of, value.shape)
             value = copy
         seen.add(value)
-        own_results.append(value)
-    return own_results
+        own_values.append(value)
+    return own_values

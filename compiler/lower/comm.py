@@ -72,6 +72,8 @@ class CommLowering:
     """Maps each node that pulls its rows to the ops of its Pull, each with its ranks."""
     rings: dict[NodeOnGroup, tuple[Value, Value]] = field(default_factory=dict)
     """Maps each ring attention to the maximum and the sum of each query's scores."""
+    borders: dict[NodeOnGroup, Comm] = field(default_factory=dict)
+    """Maps each Begin, Otherwise and End of a body to its event in the programs."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
     """The number of pieces into which the batch of a training with `parts` is dealt."""
@@ -80,8 +82,10 @@ class CommLowering:
         """Returns an independent copy, whose ops belong to `task`."""
         job, values, sets = self.job.copy(), self.values.copy(), dict(self._sets)
         events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
-        rings = dict(self.rings)
-        return CommLowering(self.program, job, values, events, groups, masked, task, pulls, rings, sets, self.pieces)
+        rings, borders = dict(self.rings), dict(self.borders)
+        return CommLowering(
+            self.program, job, values, events, groups, masked, task, pulls, rings, borders, sets, self.pieces
+        )
 
     def of_task(self, task: TaskKind) -> CommLowering:
         """Returns a writer to the same programs, whose ops belong to `task`."""

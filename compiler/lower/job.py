@@ -221,8 +221,17 @@ class Job:
     @property
     def program(self) -> list[Placed]:
         """All ops in order, with replaced ones in the places of old ones."""
+        return self._now(self.steps)
+
+    def take(self, start: int) -> list[Placed]:
+        """Removes the ops from a place on, and returns them, with replaced ones in the places of old ones."""
+        taken = self._now(self.steps[start:])
+        del self.steps[start:]
+        return taken
+
+    def _now(self, steps: Iterable[Placed]) -> list[Placed]:
         ops: list[Placed] = []
-        for step, ranks in self.steps:
+        for step, ranks in steps:
             for some, new in reversed(self._replaced.get(step, ())):
                 ops += [(one, both) for one, those in new if (both := those & ranks & some)]
                 ranks &= ~some

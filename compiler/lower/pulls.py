@@ -23,9 +23,8 @@ from fractions import Fraction
 
 import onnx_ir as ir
 import sympy
-from partc.compiler.dims.extremes import smallest
 from partc.compiler.dims.normal import as_dim, normal
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import read, smallest
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import BY_EXPERT, SERVED
 from partc.compiler.ir.program import Sharded

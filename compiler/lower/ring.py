@@ -33,7 +33,6 @@ import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
-from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Comm, Compute, Event, Value
@@ -103,12 +102,7 @@ class _Ring:
         ]
         self.values = [None if version is None else self.comm.values.at[version] for version in self.versions]
         self.causal, self.scale = bool(node.attributes.get_int("causal", 0)), node.attributes.get_float("scale", 1.0)
-        over = node.attributes.get_int("fold", 0)
-        if over not in (0, self.size):
-            fact = f"'{program.paths[node]}' has its tokens on {self.size} ranks, in an order for {over}"
-            law = "in folded order each of the axis' ranks has two runs of tokens"
-            raise CompileError(Problem("", fact, law, "cut tokens by 'context' alone, or write order: runs"))
-        self.folded = self.causal and over > 1
+        self.folded = self.causal and node.attributes.get_int("tokens", 0) > 1
 
     def shape(self, k: int) -> Shape:
         """The local shape of an operand."""
@@ -347,7 +341,11 @@ class _Ring:
         """Inserts a dim of 1 into keys or values, to broadcast them over the heads of queries; transposes the last two dims if `turned`."""
         hop = f"{block} {self.tag}{' fold' if self.folded else ' causal' if self.causal else ''}"
         made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
-        return self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3]) if turned else made
+        batch, groups, tokens, depth = self.shape("qkv".index(block))
+        if not turned:
+            return self.typed(ranks, made, (batch, groups, 1, tokens, depth))
+        made = self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3])
+        return self.typed(ranks, made, (batch, groups, 1, depth, tokens))
 
     def rows(self) -> Value:
         """The places of a rank's queries within its shard of the tokens: 0, 1, ..."""

@@ -16,27 +16,36 @@ called. The ops are those of opset 23, all of which onnxruntime runs.
 """
 
 from partc.compiler.nn import init
-from partc.compiler.nn.activation import (
+from partc.compiler.nn.layers import (
     GELU,
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv1d,
+    Conv2d,
+    ConvTranspose2d,
     Dropout,
+    Embedding,
+    Flatten,
+    GlobalAvgPool2d,
+    GroupNorm,
     Identity,
+    InstanceNorm2d,
+    LayerNorm,
     LeakyReLU,
+    Linear,
     LogSoftmax,
+    MaxPool2d,
     ReLU,
+    RMSNorm,
     Sigmoid,
     SiLU,
     Softmax,
     Tanh,
     stop_gradient,
 )
-from partc.compiler.nn.conv import Conv1d, Conv2d, ConvTranspose2d
-from partc.compiler.nn.flatten import Flatten
-from partc.compiler.nn.linear import Embedding, Linear
-from partc.compiler.nn.module import Module, ModuleList, Sequential
-from partc.compiler.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm, RMSNorm
-from partc.compiler.nn.op import Op
+from partc.compiler.nn.module import Module, ModuleList, Op, Sequential
 from partc.compiler.nn.parameter import Parameter, seed
-from partc.compiler.nn.pool import AdaptiveAvgPool2d, AvgPool2d, GlobalAvgPool2d, MaxPool2d
 from partc.compiler.nn.vmap import vmap
 
 __all__ = [

@@ -549,8 +549,7 @@ def _unsqueezed(shape: ir.Shape | None, place: int) -> ir.Shape | None:
 
 
 def _constant(array: Array) -> ir.Value:
-    tensor = ir.Tensor(np.asarray(array))
-    return ir.Value(type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    return ir.val(None, const_value=ir.Tensor(np.asarray(array)))
 
 
 def _vector(op: OpBuilder, numbers: Sequence[int] | range | Array) -> ir.Value:

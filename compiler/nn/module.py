@@ -16,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import onnx.defs
+import onnx_ir as ir
 import onnxscript.nn
 from onnxscript import OpBuilder
 from partc.compiler.directives.place_calls import Ranks, place
 from partc.compiler.directives.shard_calls import shard
 from partc.compiler.directives.traced import note_call
+from partc.runtime.spellings import nearest
 
 if TYPE_CHECKING:
     Base = onnxscript.nn.Module
@@ -28,6 +31,7 @@ else:
     Base = object
 
 Self = TypeVar("Self", bound="Switch")
+Attribute = int | float | str | list[int] | list[float] | list[str] | ir.TensorProtocol
 
 
 class Switch(Base):
@@ -83,3 +87,26 @@ class ModuleList(Switch, onnxscript.nn.ModuleList):
 
 class Sequential(Switch, onnxscript.nn.Sequential):
     """Modules that are called in order, each with the result of the one before."""
+
+
+class Op(Module):
+    """An op that has a name in the model, so that it can be cut and placed where it is made.
+
+        self.matmul1 = nn.Op("MatMul").shard(((2, 4), (4, 1)))        in forward: self.matmul1(op, x, weight)
+
+    `attributes` are the op's own; it is called with the op builder and the op's inputs.
+    """
+
+    def __init__(self, op_type: str, /, **attributes: Attribute) -> None:
+        super().__init__()
+        if not onnx.defs.has(op_type):
+            near = nearest(
+                op_type, sorted({schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain})
+            )
+            listed = ", ".join(f"'{name}'" for name in near)
+            raise ValueError(f"ONNX has no op '{op_type}'" + (f"; the nearest are {listed}" if near else ""))
+        self.op_type, self.attributes = op_type, attributes
+
+    def forward(self, op: OpBuilder, *inputs: ir.Value | float | None) -> ir.Value | tuple[ir.Value, ...]:
+        made: ir.Value | tuple[ir.Value, ...] = getattr(op, self.op_type)(*inputs, **self.attributes)
+        return made

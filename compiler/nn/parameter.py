@@ -2,7 +2,7 @@
 
 A value depends on the seed, the parameter's dotted path and its shape, on nothing else: adding a layer changes no other
 layer's weights. Drawing waits until the artifact is written, and of a large weight until a rank has its shard
-(`ir/drawn.py`), so a model of any size is built without its weights.
+(`ir/computed.py`), so a model of any size is built without its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript.nn
 from numpy.typing import NDArray
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import DrawnTensor
 from partc.compiler.nn.init import Initializer
 from partc.runtime.artifact.format import Law
 

@@ -21,6 +21,7 @@ Dim: TypeAlias = "int | ir.SymbolicDim"
 FLOATING = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """The types in which gradients flow."""
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_NEWEST = 21
 
 
 def operand(node: ir.Node, k: int) -> ir.Value | None:
@@ -89,12 +90,12 @@ def counted(axis: int, rank: int) -> int:
     return axis + rank if axis < 0 else axis
 
 
-def opset_of(node: ir.Node, newest: int = 21) -> int:
-    """The opset version of the node's domain; `newest` where the node stands in no graph that says it."""
+def opset_of(node: ir.Node) -> int:
+    """The opset version of the node's domain; `_NEWEST` where the node is in no graph that has it."""
     if node.version is not None:
         return node.version
     versions = {} if node.graph is None else node.graph.opset_imports
-    return versions.get(node.domain, versions.get("ai.onnx", newest) if node.domain == "" else newest)
+    return versions.get(node.domain, versions.get("ai.onnx", _NEWEST) if node.domain == "" else _NEWEST)
 
 
 def node_key(node: ir.Node) -> tuple[object, ...]:

@@ -38,7 +38,8 @@ class Rule:
     `linear` applies, by index; None: all tensors. `units`: maps factors to a number that their shards must divide besides the dims
     themselves: heads, groups, blocks. `looked_up`: the factor of a table's rows, to which the ids in another operand refer. It may share
     axes with factors that no operand has together with it: rows are then pulled from the ranks that have them, and the output is not a sum.
-    `dealt`: the factor of rows that are with the owners of the looked-up table: it has the axes of these and of the ids. `served`: whether
+    `dealt`: the factor of rows that are with the owners of the looked-up table: it has the axes of these and of the ids. `joined`: a factor
+    and the two whose axes it has, those of the first of them major. `served`: whether
     the table is the first input, and other ranks serve its rows, so that it is not sharded. `apart`: inputs that differ on every rank, and
     so do their cotangents. `local`: rewrites the node for a rank if the plain node would be wrong on local shards; None: as in the op's
     entry.
@@ -55,6 +56,7 @@ class Rule:
     apart: frozenset[int] = frozenset()
     looked_up: str = ""
     dealt: str = ""
+    joined: tuple[str, ...] = ()
     served: bool = False
 
     @functools.cached_property

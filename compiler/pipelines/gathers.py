@@ -209,7 +209,7 @@ class _Regions:
             rule, ranks = asked[0].unit.rule, max(whole, key=lambda ranks: whole[ranks])
             there = sum(not {*key.ranks}.isdisjoint(ranks) for key in self.members)
             has = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {size_text(least[ranks])}"
-            fact = f"'{rule.pattern}' is freed, and {has} at once, as if it was kept"
+            fact = f"'{rule.pattern}' is freed, and {has} at once, and {size_text(whole[ranks])} if it is kept"
             law = f"{self.ahead + 1} units are there at once, one of which computes, and these ranks have {there}"
             help_ = "write after_forward: keep, or a pattern that matches smaller modules"
             raise CompileError(Problem(rule.where, fact, law, help_))

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from partc.compiler.ir.program import Lowered
 from partc.compiler.ir.programs import Comm, Compute, RankTensor, Value, added
-from partc.compiler.pipelines.clones import Clones
 from partc.compiler.pipelines.phases import UPDATE, Label, Unit
-from partc.compiler.pipelines.row import Row
+from partc.compiler.pipelines.row import Clones, Row
 from partc.compiler.tasks.localize import pieces_of
 from partc.compiler.training.microbatch_model import PART
 

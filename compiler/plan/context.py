@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from partc.compiler.plan.document import PlacedOptions
 from partc.compiler.plan.groups import frame_in, shown_mesh
-from partc.compiler.plan.placed_options import PlacedOptions
 from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, ValidationInfo, model_validator
 

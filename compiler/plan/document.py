@@ -4,16 +4,21 @@ Keys are always text, as they are written, so that a node may be named `1` or `o
 value is that of its key, of a list's item that of the item; lines are looked up by path, `("placement", "conv1")`. An alias stands for the
 value of its anchor, up to MOST_VALUES in the file, so that aliases of aliases do not fill the memory. An error that makes a file invalid
 YAML is raised at once; features of YAML that plans do not have (repeated keys, aliases within themselves, merge keys, tags) are collected.
+
+Keys of a plan that know their lines, with which messages about them begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.files.regular import NotRegularError, read_regular
+from partc.runtime.options import Options
+from pydantic import PrivateAttr
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -227,3 +232,25 @@ def _float(text: str) -> float | str:
         except ValueError:
             continue
     return text
+
+
+class PlacedOptions(Options):
+    """What a plan has under the key `KEY`."""
+
+    KEY: ClassVar[str]
+    _place: Callable[..., str] = PrivateAttr(default_factory=lambda: _nowhere)
+
+    def placed(self, where: Callable[..., str]) -> Self:
+        """Returns a copy with the places of its keys; `where` returns the place of a path, `where("train", "loss")`."""
+        found = self.model_copy()
+        found._place = where
+        return found
+
+    def where(self, *steps: str | int) -> str:
+        """Returns the place of a key, `plan.yaml:4`; without steps, the place of the whole entry."""
+        return self._place(self.KEY, *steps)
+
+
+def _nowhere(*steps: str | int) -> str:
+    """Returns the path itself as the place of options that are not from a file."""
+    return ".".join(map(str, steps))

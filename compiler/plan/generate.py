@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from partc.compiler.plan.adapters import MOST_RANK
-from partc.compiler.plan.placed_options import PlacedOptions
+from partc.compiler.plan.document import PlacedOptions
 from partc.runtime.artifact.generation import Lookup, RequestDefaults
 from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, model_validator

@@ -21,9 +21,7 @@ expression that has matched is never entered again.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
-import heapq
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -34,7 +32,6 @@ from partc.runtime.options import Refused
 
 _TOKEN = re.compile(r"\\.?|\*+|\[[^\]]*\]?|.", re.DOTALL)
 _NUMBERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
-_SPECIAL = re.compile(r"\*+|\[[^\]]*\]|[\\?{}]")
 _RANGE = re.compile(r"\[[\d\s,-]*\]", re.ASCII)
 _WILD = "*[?"
 Key = TypeVar("Key")
@@ -152,23 +149,6 @@ def checked_pattern(text: str) -> str:
 def literal_pattern(path: str) -> str:
     """Returns the pattern of only this path (and of everything inside, if it is a module), whatever characters it has."""
     return re.sub(r"[*?{}\[\]\\]|^\.|(?<=\.)\.|\.$", r"\\\g<0>", path)
-
-
-def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Returns up to `n` of the names that are most similar to the text, best first; none with a similarity below one half."""
-    wanted = _SPECIAL.sub("", text).lower()
-    pairs = {wanted[i : i + 2] for i in range(max(1, len(wanted) - 1))}
-    scored = (
-        (sum(pair in name.lower() for pair in pairs) / (len(pairs) + abs(len(name) - len(wanted))), -i, name)
-        for i, name in enumerate(dict.fromkeys(names))
-    )
-    least = 0.5 if len(wanted) > 2 else 0.6  # of two letters one is no likeness: 'f1' is not 'l1'
-    matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
-    ranked: list[tuple[float, int, str]] = []
-    for _, position, name in heapq.nlargest(50, scored):
-        matcher.set_seq1(name.lower())
-        ranked.append((matcher.ratio(), position, name))
-    return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio >= least]
 
 
 def wider(text: str, names: Iterable[str]) -> str:

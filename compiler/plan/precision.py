@@ -1,15 +1,20 @@
 """The plan's `precision`: the floating-point types of computation, and the scale of the loss.
 
 precision: {compute: float16, keep: ["head"], loss_scale: dynamic, messages: bfloat16}
+
+`quantize` of a plan: selects the products whose weights have four or eight bits, in blocks of the contracted dim that share a scale.
+
+quantize: {"**.{q,k,v,o,gate,up,down}_proj": {bits: 4, block: 32}, lm_head: {bits: 8}, "layers.0.**": null}
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
+from partc.compiler.plan.document import PlacedOptions
 from partc.compiler.plan.pattern import checked_pattern
-from partc.compiler.plan.placed_options import PlacedOptions
 from partc.runtime.options import Options, Refused, Remedy, shown
 from pydantic import AfterValidator, Field, PlainValidator
 
@@ -107,11 +112,58 @@ class GradientMessages(Options):
     )
 
 
+LEAST_BLOCK = 4
+"""The fewest numbers of a row that share a scale: of as many a message has half the bytes."""
+
+
+class RowMessages(Options):
+    """Rows of tokens that travel to their experts and back as blocks of integers, each with its scale; so do their gradients."""
+
+    bits: Literal[8] = Field(8, description="Bits of a number.")
+    block: int = Field(
+        64, ge=LEAST_BLOCK, le=1 << 16, description="Numbers of a row that share a scale; a row is whole blocks."
+    )
+
+
 class MessageRules(PlacedOptions):
     """The form in which values travel between ranks."""
 
     KEY = "messages"
 
-    gradients: Annotated[GradientMessages, Remedy("write gradients: {bits: 8, block: 256, keep_rest: true}")] = Field(
-        description="Sums of gradients over ranks, of float32: blocks of integers of 8 bits."
+    gradients: Annotated[
+        GradientMessages | None, Remedy("write gradients: {bits: 8, block: 256, keep_rest: true}, or leave it out")
+    ] = Field(None, description="Sums of gradients over ranks, of float32: blocks of integers of 8 bits.")
+    rows: Annotated[RowMessages | None, Remedy("write rows: {bits: 8, block: 64}, or leave it out")] = Field(
+        None, description="Rows of tokens that are sent to the ranks of their experts: blocks of integers of 8 bits."
     )
+
+
+BLOCKS = (16, 32, 64, 128, 256)
+"""The sizes of blocks that onnxruntime has kernels for."""
+
+
+class Blocks(Options):
+    """How a weight is quantized: symmetrically, a scale for each block of consecutive elements of a column."""
+
+    bits: Annotated[Literal[4, 8], Remedy("write bits: 4 or bits: 8; other widths have no kernel for CPUs")] = Field(
+        4, description="Bits of an element: 4 or 8."
+    )
+    block: Annotated[Literal[16, 32, 64, 128, 256], Remedy("write block: 32; a block has 16, 32, 64, 128 or 256")] = (
+        Field(32, description="Elements that share a scale: 16, 32, 64, 128 or 256.")
+    )
+    accuracy_level: Annotated[
+        Literal[0, 1, 2, 3, 4], Remedy("write accuracy_level: 4, or 1 for products in float32")
+    ] = Field(
+        4,
+        description="In what products compute, as onnxruntime numbers it: 1 float32, 2 float16, 3 bfloat16, 4 int8, which is the fastest; "
+        "0 leaves it to the kernel.",
+    )
+
+
+@dataclass(frozen=True)
+class QuantizeRule:
+    """The quantization of the products that the pattern matches: in these blocks; None: they keep their weights."""
+
+    pattern: str
+    blocks: Blocks | None
+    where: str

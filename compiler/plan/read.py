@@ -18,7 +18,7 @@ from partc.compiler.plan.elastic import ElasticEntry, on_ranks
 from partc.compiler.plan.experts import ExpertsRule
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineRules
-from partc.compiler.plan.quantize import QuantizeRule
+from partc.compiler.plan.precision import QuantizeRule
 from partc.compiler.plan.rules import (
     BatchDim,
     Dataset,
@@ -150,21 +150,21 @@ def _plan(entries: PlanEntries, document: Document, elastic: ElasticEntry | None
         context=entries.context.placed(where) if entries.context else None,
         generate=entries.generate.placed(where) if entries.generate else None,
         adapters=tuple(
-            AdapterRule(name, entry, _beside(document.file, entry.source), where("adapters", name))
+            AdapterRule(
+                name,
+                entry,
+                None if entry.source is None else Path(document.file).parent / entry.source,
+                where("adapters", name),
+            )
             for name, entry in entries.adapters.items()
         ),
         experts=tuple(
-            ExpertsRule(pattern, entry.axis, where("experts", pattern)) for pattern, entry in entries.experts.items()
+            ExpertsRule.of(pattern, entry, where("experts", pattern)) for pattern, entry in entries.experts.items()
         ),
         target=tuple(
             TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
         ),
     )
-
-
-def _beside(file: str, path: str | None) -> Path | None:
-    """Returns a path of a plan, relative to the folder of the plan's file."""
-    return None if path is None else Path(file).parent / path
 
 
 def _uneven_batch(train: TrainRules, pipeline: PipelineRules, where: Callable[..., str]) -> Problem | None:
@@ -199,62 +199,37 @@ def _problem(steps: Steps, refused: Refused, value: object, document: Document) 
     return Problem.of(refused, document.where(*at), _subject(steps))
 
 
+_SUBJECTS = {
+    **{"symbols": "symbol", "inputs": "input", "batch_dims": "batch dim of", "roles": "role", "mesh": "mesh axis"},
+    **{"dataset": "dataset of", "dataset_strategy": "dataset of", "placement": "placement of", "target": "target of"},
+    **{"quantize": "quantize of", "adapters": "adapter", "experts": "experts of", "sharding": "sharding of"},
+    **{"outputs": "delivery of", "parameters": "parameters of"},
+}
+"""Maps a key of the plan to what messages call its entries."""
+
+
 def _subject(steps: Steps) -> str:
     """Returns a description of a path of the plan: `placement of 'conv1'`, `input 'x', dim 2`; empty for the plan itself."""
     match steps:
         case ():
             return ""
-        case ("symbols", name):
-            return f"symbol '{name}'"
-        case ("symbols", name, key):
-            return f"symbol '{name}', '{key}'"
-        case ("inputs", name):
-            return f"input '{name}'"
-        case ("inputs", name, index):
-            return f"input '{name}', dim {index}"
-        case ("batch_dims", name):
-            return f"batch dim of '{name}'"
-        case ("roles", name):
-            return f"role '{name}'"
-        case ("mesh", name):
-            return f"mesh axis '{name}'"
-        case ("dataset" | "dataset_strategy", name):
-            return f"dataset of '{name}'"
-        case ("dataset" | "dataset_strategy", name, index):
-            return f"dataset of '{name}', dim {index}"
-        case ("placement", pattern):
-            return f"placement of '{pattern}'"
-        case ("quantize", pattern, *inside):
-            return f"quantize of '{pattern}'" + "".join(f", '{key}'" for key in inside)
-        case ("adapters", name, *inside):
-            return f"adapter '{name}'" + "".join(f", '{key}'" for key in inside)
-        case ("experts", pattern, *inside):
-            return f"experts of '{pattern}'" + "".join(f", '{key}'" for key in inside)
-        case ("target", pattern):
-            return f"target of '{pattern}'"
-        case ("sharding", pattern, *inside):
-            return f"sharding of '{pattern}'{_operand(inside)}"
-        case ("outputs", pattern):
-            return f"delivery of '{pattern}'"
-        case ("parameters", pattern, *inside):
-            return f"parameters of '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case ("pipeline", "stages", int(index), *_):
             return f"stage {index}"
         case ("train", "parameters", pattern, *inside):
-            return f"parameters '{pattern}'" + "".join(f", '{key}'" for key in inside)
+            return f"parameters '{pattern}'{_inside(inside)}"
+        case (str(key), name, *inside) if key in _SUBJECTS:
+            return f"{_SUBJECTS[key]} '{name}'{_inside(inside)}"
         case _:
             return "'" + ".".join(str(step) for step in steps) + "'"
 
 
-def _operand(steps: list[str | int]) -> str:
-    """Returns a description of a path within a strategy: `, input 1, dim 0`."""
+def _inside(steps: list[str | int]) -> str:
+    """Returns a description of a path within an entry: `, input 1, dim 0`, `, 'min'`."""
     match steps:
-        case ("in" | "out" as side, index, *inside):
+        case ("in" | "out" as side, index, *rest):
             named = f", {side}put {index}"
-        case ("parameters", name, *inside):
+        case ("parameters", name, *rest):
             named = f", parameter '{name}'"
-        case (key, *inside):
-            named = f", '{key}'"
         case _:
-            return ""
-    return named + "".join(f", dim {index}" for index in inside)
+            named, rest = "", steps
+    return named + "".join(f", dim {step}" if isinstance(step, int) else f", '{step}'" for step in rest)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from partc.compiler.plan.experts import ExpertsRule
     from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
-    from partc.compiler.plan.precision import MessageRules, PrecisionRules
-    from partc.compiler.plan.quantize import QuantizeRule
+    from partc.compiler.plan.precision import MessageRules, PrecisionRules, QuantizeRule
     from partc.compiler.plan.target import TargetRule
     from partc.compiler.plan.training.rules import TrainRules
 

@@ -21,8 +21,7 @@ from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
-from partc.compiler.plan.precision import MessageRules, PrecisionRules, low_type
-from partc.compiler.plan.quantize import Blocks
+from partc.compiler.plan.precision import Blocks, MessageRules, PrecisionRules, low_type
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
 from partc.compiler.plan.stored import StoredEntry, StoredSettings, refused_storage
@@ -386,13 +385,19 @@ class PlanEntries(DataEntries):
             if self.generate is not None and other is not None:
                 law = "a program that makes tokens neither learns nor runs microbatches"
                 raise Refused(f"'generate' beside '{key}'", law, f"leave out '{key}', or 'generate'", "generate")
-        if self.messages is not None and self.train is None:
+        if self.messages is not None and self.messages.rows is not None and not self.experts:
+            law = "rows are sent to experts that ranks share"
+            raise Refused(
+                "'messages.rows' without 'experts'", law, "leave it out, or write experts: {axis: dp}", "messages"
+            )
+        gradients = self.messages is not None and self.messages.gradients is not None
+        if gradients and self.train is None:
             law = "gradients are of a training"
             raise Refused("'messages.gradients' without 'train'", law, "leave out 'messages'", "messages")
-        if self.messages is not None and self.precision is not None and self.precision.messages is not None:
+        if gradients and self.precision is not None and self.precision.messages is not None:
             law = "a gradient travels in one form"
             raise Refused("'messages.gradients' beside 'precision.messages'", law, "leave out one of them", "messages")
-        if self.messages is not None and self.parameters:
+        if gradients and self.parameters:
             law = "the gradients of stored parameters travel in the messages of their units, in float32 or bfloat16"
             raise Refused("'messages.gradients' beside 'parameters'", law, "leave out one of them", "messages")
         if self.quantize and self.train is not None and not any(one.train for one in self.adapters.values()):
@@ -403,6 +408,9 @@ class PlanEntries(DataEntries):
                 "train first, and quantize the model that the training saves",
                 "quantize",
             )
+        if self.generate is not None and any(entry.capacity for entry in self.experts.values()):
+            law = "which rows are dropped depends on the other rows, so a text would depend on the texts of other slots"
+            raise Refused("a capacity of experts beside 'generate'", law, "leave out 'capacity'", "experts")
         if refused := refused_storage(self.parameters, self.stored, generates=self.generate is not None):
             raise refused
         if refused := refused_adapters(

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from partc.compiler.plan.groups import Frame, Group, group_of, placed, shown_mesh
-from partc.compiler.plan.pattern import checked_pattern, nearest
+from partc.compiler.plan.pattern import checked_pattern
 from partc.runtime.options import Refused, is_integer, shown
+from partc.runtime.spellings import nearest
 from pydantic import PlainValidator, ValidationInfo
 
 AXIS = "pp"

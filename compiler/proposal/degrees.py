@@ -26,6 +26,11 @@ class Degrees:
         return self.tp * self.dp * self.stages * self.cp
 
     @property
+    def shards(self) -> int:
+        """The number of shards of all records' tokens."""
+        return self.dp * self.cp
+
+    @property
     def mesh(self) -> dict[str, int]:
         """The axes of more than one rank."""
         apart = self.ep if self.ep < self.dp else 1

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Self
 
 import onnx_ir as ir
+from partc.compiler.cost.machine import FEW, FEW_INT4, Machine
 from partc.compiler.ir.declared import Decoding
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
@@ -24,8 +26,12 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.tensor_parallel import TensorParallel
 from partc.compiler.rewrite.generation.encoder import takes_any_length
 from partc.compiler.rewrite.generation.states import states_of
+from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.generation import Lookup
 from partc.runtime.units import size_text
 
+NEARLY_FREE = 1.1
+"""The most that a step of a token and its drafts may take, of one of a token, in a plan with drafts: where all are wrong that is lost."""
 _HEADS = 1
 """The dim of a cache, [slots, heads, entries, size]."""
 
@@ -33,7 +39,8 @@ _HEADS = 1
 @dataclass(frozen=True)
 class Generation:
     """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, the most entries of an
-    encoder before it, where it takes any number, how the model's configuration wants its tokens made, and the type of rounded caches.
+    encoder before it, where it takes any number, how the model's configuration wants its tokens made, the type of rounded caches, and
+    whether tokens are drafted, with the reason.
     """
 
     length: int
@@ -43,6 +50,8 @@ class Generation:
     chunk: int = DEFAULT_CHUNK
     decoding: Decoding = field(default_factory=Decoding)
     cache: str | None = None
+    draft: bool = False
+    reason: str = ""
 
     @classmethod
     def over(cls, degrees: Degrees, length: int, slots: int | None, cache: str | None = None) -> Generation:
@@ -68,9 +77,26 @@ class Generation:
         said = ", ".join(f"{name}: {value}" for name, value in self.decoding.defaults.items())
         defaults = f", defaults: {{{said}}}" if said else ""
         cache = f", cache: {self.cache}" if self.cache else ""
-        states = "    # the model keeps states: prompts are read a token a step" if self.chunk == 1 else ""
-        sizes = f"slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{cache}"
-        return f"generate: {{{sizes}{stop}{defaults}}}{states}"
+        draft = f", draft: {{tokens: {Lookup().tokens}}}" if self.draft else ""
+        states = ["the model keeps states: prompts are read a token a step"] if self.chunk == 1 else []
+        comment = "; ".join([*states, self.reason] if self.reason else states)
+        sizes = f"slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{cache}{draft}"
+        return f"generate: {{{sizes}{stop}{defaults}}}" + (f"    # {comment}" if comment else "")
+
+
+def drafts_on(machine: Machine, graph: ir.Graph) -> tuple[bool, str]:
+    """Returns whether a step of a token and its drafts takes little more on a machine than one of a token, and the reason.
+
+    A step is taken for its products with weights, of which the machine file has the times by rows.
+    """
+    bits = {node.attributes.get_int("bits", 4) for node in graph if node.op_type == "MatMulNBits"}
+    curve = machine.processor(CPU).products.get(FEW_INT4 if bits else FEW)
+    where, rows = PurePath(machine.where).name, 1 + Lookup().tokens
+    if curve is None or bits - {4}:
+        return False, f"{where} has no times of products of few rows" + (f" in {max(bits)} bits" if bits else "")
+    one = curve.points[0][0]
+    ratio = curve(rows * one) / curve(one)
+    return ratio <= NEARLY_FREE, f"products of {rows} rows take {ratio:.2f} times those of one on {where}"
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from partc.compiler.plan.pattern import compile_pattern, literal_pattern
 
@@ -28,9 +29,8 @@ def patterns(chosen: Sequence[str], covered: Callable[[str], bool]) -> list[str]
 
 def among(paths: Iterable[str], chosen: Iterable[str]) -> Callable[[str], bool]:
     """Whether all of `paths` that a pattern matches are inside of chosen modules."""
-    known = list(paths)
-    inside = [compile_pattern(literal_pattern(path)) for path in chosen]
-    allowed = {path for path in known if any(one.matches(path) for one in inside)}
+    known, modules = list(paths), {*chosen}
+    allowed = {path for path in known if not modules.isdisjoint(accumulate(path.split("."), "{}.{}".format))}
 
     def covered(pattern: str) -> bool:
         matches = compile_pattern(pattern).matches

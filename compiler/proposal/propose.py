@@ -29,7 +29,7 @@ from partc.compiler.proposal.batch import Batch, batch_of, with_least_sizes, wit
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import against_the_way
-from partc.compiler.proposal.generation import Generation, are_repeated, repeated_lines
+from partc.compiler.proposal.generation import Generation, are_repeated, drafts_on, repeated_lines
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
@@ -66,7 +66,8 @@ def propose(
 ) -> tuple[str, list[str]]:
     """Returns the text of a plan, and texts about what could not be proposed.
 
-    With `device` the plan has targets, with `generation` it generates tokens; stages are balanced for a `machine`, if given.
+    With `device` the plan has targets, with `generation` it generates tokens. If a `machine` is given, stages are balanced for it, and one
+    sequence at a time has drafts where products of several rows are nearly as fast there as those of one.
 
     The `tp_plan` of a model of `transformers` is followed where it applies, unless it sends more bytes than a proposal without it; an
     `imported` one is followed wherever it applies. Raises CompileError if a batch cannot be divided as requested, or a rank's part does not
@@ -91,7 +92,7 @@ def propose(
         batch = with_tokens(source, taken_apart(source, frame, name), batch, degrees.cp)
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
-        return work.proposed(None).texts
+        return work.drafted(work.proposed(None), None, machine).texts
     apart, paths = taken_apart(source, frame, name), program.paths.values()
 
     def sharded_by(tp_plan: TpPlan | None) -> TensorParallel:
@@ -103,20 +104,22 @@ def propose(
         return found if repeated else tensor_parallel(apart, paths, degrees.tp, tp_plan)
 
     if imported.styles:
-        return work.proposed(sharded_by(read_tp_plan(apart, matching_entries(apart, imported.styles)))).texts
+        of_files = sharded_by(read_tp_plan(apart, matching_entries(apart, imported.styles)))
+        return work.drafted(work.proposed(of_files), of_files, machine).texts
     own = sharded_by(None)
     if not source.declared.tp_plan:
-        return work.proposed(own).texts
+        return work.drafted(work.proposed(own), own, machine).texts
     tp_plan = read_tp_plan(apart, source.declared.tp_plan)
     repeats = any(one.heads_to_repeat(apart, degrees.tp) for one in own.sets)
     followed = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=repeats)
     first = work.proposed(followed)
     if followed.styles == own.styles:
-        return first.texts
+        return work.drafted(first, followed, machine).texts
     sources = ", ".join(dict.fromkeys(entry.source for entry in source.declared.tp_plan))
     fact = f"The tp_plan of {sources} is not followed: it sends {first.sent} bytes to a rank"
     other = work.proposed(own, fact)
-    return other.texts if other.sent < first.sent else first.texts
+    chosen = (other, own, machine, fact) if other.sent < first.sent else (first, followed, machine)
+    return work.drafted(*chosen).texts
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,28 @@ class Work:
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
         )
+
+    def drafted(
+        self, proposal: Proposal, cut: TensorParallel | None, machine: Machine | None, dearer: str = ""
+    ) -> Proposal:
+        """Returns the proposal with drafts where they lose little on a machine if all are wrong; else with the reason why it has none.
+
+        `cut` and `dearer`: the arguments of the proposal. Sequences take turns with drafts, so a plan with several slots has none.
+        """
+        generation = self.generation
+        if machine is None or generation is None or self.device is not None:
+            return proposal
+        if generation.slots > generation.groups * self.degrees.dp:
+            return proposal
+        is_free, reason = drafts_on(machine, self.source.model.graph)
+        if is_free:
+            drafting = dataclasses.replace(generation, draft=True, reason=reason)
+            try:
+                return dataclasses.replace(self, generation=drafting).proposed(cut, dearer)
+            except CompileError as error:
+                reason = error.problems[0].fact
+        told = dataclasses.replace(generation, reason=f"no drafts: {reason}")
+        return dataclasses.replace(proposal, text=proposal.text.replace(generation.line, told.line))
 
     def _astray(self, text: str) -> dict[str, int]:
         """Returns the result of `against_the_way` for a plan that the compiler refuses; empty if it refuses the placement itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
-from partc.compiler.plan.quantize import BLOCKS
+from partc.compiler.plan.precision import BLOCKS
 from partc.compiler.proposal.names import patterns, template
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.rewrite.products import Product, products

@@ -1,11 +1,11 @@
 """Chooses the linked dims that are sharded over the axis `tp`: projections by columns, and those that sum over their results by rows.
 
 The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that the model's `tp_plan` shards
-(`tp_plan.py`) come first, then those that both a product makes and another one sums over; a node is cut along one set only. Of sets that
-exclude each other those with more bytes of weights are taken first, or those with more of them for a byte that is sent: whichever way
-shards more of the weights, and where that is the same up to a twentieth, whichever sends less. So without norms, which need the
-residual whole, attention is still cut by heads. What is left may have one side, the vocabulary of an embedding or of a head: it is cut if
-it begins or ends the model, and its weights are at least a fiftieth of all.
+(`huggingface/settings.py`) come first, then those that both a product makes and another one sums over; a node is cut along one set only.
+Where sets exclude each other, those with more bytes of weights are taken first, or those with more of them for a byte that is sent:
+whichever way shards more of the weights, and where that is the same up to a twentieth, whichever sends less. So without norms, which
+need the residual whole, attention is still cut by heads. What is left may have one side, the vocabulary of an embedding or of a head:
+it is cut if it begins or ends the model, and its weights are at least a fiftieth of all.
 """
 
 from __future__ import annotations

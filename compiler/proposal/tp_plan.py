@@ -16,7 +16,7 @@ import onnx_ir as ir
 from partc.compiler.ir.declared import TpPlanEntry
 from partc.compiler.ir.program import Typed
 from partc.compiler.matching import matched_nodes, readers_of
-from partc.compiler.plan.styles import MEANINGS
+from partc.compiler.plan.sharding import MEANINGS
 from partc.compiler.proposal.linked import Linked
 from partc.compiler.sharding.seeding.styles import styled
 from partc.runtime.options import Refused

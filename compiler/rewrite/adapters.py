@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.huggingface.adapter_folder import LowRank
 from partc.compiler.ir.computed import Box, ComputedTensor, full_box, shard_of
-from partc.compiler.ir.graph import ADAPTER
+from partc.compiler.ir.graph import ADAPTER, add_initializer
 from partc.compiler.ir.value_info import Array
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.products import products
@@ -73,7 +73,7 @@ def add_adapter(graph: ir.Graph, product: AdaptedProduct, module: str, added: Lo
     """Adds an adapter to a product, and returns its two weights, which all products of the module share."""
     build = NodeBuilder(graph, module)
     a, b = (
-        _weight(graph, f"{module}.lora_{key}.weight", _as(tensor, product.dtype))
+        _weight(graph, f"{module}.lora_{key}.weight", as_type(tensor, product.dtype))
         for key, tensor in (("A", added.a), ("B", added.b))
     )
     a.meta[ADAPTER] = added.scale * added.rank
@@ -186,12 +186,11 @@ def _add(build: NodeBuilder, node: ir.Node, more: ir.Value, module: str) -> None
 def _weight(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """Returns the initializer of a name, which is made of the tensor if it does not exist."""
     if name not in graph.initializers:
-        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-        graph.register_initializer(ir.Value(name=name, type=kind, shape=shape, const_value=tensor))
+        add_initializer(graph, name, tensor)
     return graph.initializers[name]
 
 
-def _as(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+def as_type(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
     """Returns the tensor in another type."""
     if tensor.dtype == dtype:
         return tensor

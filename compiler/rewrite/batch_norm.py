@@ -258,7 +258,6 @@ class _Plain:
         return self._constant(word, np.array(number, self.wide.numpy()))
 
     def _constant(self, word: str, array: np.ndarray) -> ir.Value:
-        tensor = ir.tensor(array, name=f"{self.path}.{word}")
-        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
-        self.constants.append(ir.Value(name=tensor.name, type=kind, shape=shape, const_value=tensor))
+        name = f"{self.path}.{word}"
+        self.constants.append(ir.val(name, const_value=ir.tensor(array, name=name)))
         return self.constants[-1]

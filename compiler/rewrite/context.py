@@ -50,6 +50,7 @@ from partc.compiler.plan.rules import DATA_PARALLEL, DatasetSpec
 from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.rewrite.evaluation import computation_of
 from partc.compiler.rewrite.fold import Folding
+from partc.compiler.rewrite.joined_tokens import join_tokens
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.runtime.units import size_text
@@ -104,7 +105,14 @@ def shard_context(program: Typed) -> Typed:
         return program
     if program.generation is not None:
         law = "a step has one token of each sequence, and caches are not cut along their entries"
-        raise CompileError(Problem(rules.where(), "'context' beside 'generate'", law, "leave out 'context'"))
+        raise CompileError(
+            Problem(
+                rules.where(),
+                "'context' beside 'generate'",
+                law,
+                "leave out 'context'; an axis tp shards the heads of caches",
+            )
+        )
     attentions_found, lengths = attentions(program)
     strange = list[Problem]()
     known = {one for each in attentions_found for one in (each.scores, *each.between, each.product)}
@@ -168,13 +176,19 @@ class _Context(Rewriting[Typed]):
         dataset = self.before.plan.dataset
         plan = replace(self.before.plan, dataset=replace(dataset, specs={**dataset.specs, **specs}))
         self.drop([*self.graph])  # masks that no attention reads
-        if self.is_folded:
-            where, tokens = self.rules.where("order"), dict(self.tokens(lengths))
-            hot = [node for node in self.graph if is_ring(node) or CONTEXT in node.meta]
-            folding = Folding(self, self.rules.axis, self.ranks, PurePath(self.rules.where()).name, tokens)
-            if problems := folding.fold(hot):
-                raise CompileError([replace(one, where=where) for one in problems])
+        where, tokens = PurePath(self.rules.where()).name, dict(self.tokens(lengths))
+        hot = [node for node in self.graph if is_ring(node) or CONTEXT in node.meta]
+        plain = join_tokens(self, tokens, self.ranks, self.rules.axis, f"{where} context") if self.ranks > 1 else {}
+        if self.is_folded and (causes := Folding(self, self.rules.axis, self.ranks, where, tokens).fold(hot)):
+            raise CompileError([self.unfolded(plain.get(cause, cause)) for cause in causes])
         return self.done(plan=plan, warnings=(*self.before.warnings, *warnings))
+
+    def unfolded(self, cause: ir.Node) -> Problem:
+        """Returns the problem of an op that needs the natural order of tokens."""
+        fact = f"'{self.paths[cause]}' ({cause.op_type}) cannot run on folded tokens"
+        law = "each rank has two runs of tokens, and the op depends on their places, or leads to one that does"
+        help_ = "write order: runs, or leave the op to the program that reads the output"
+        return Problem(self.rules.where("order"), fact, law, help_)
 
     def windows(self, attentions: Iterable[Attention]) -> Iterator[Problem]:
         """Yields a problem for each attention whose mask is known to be a window."""
@@ -190,7 +204,8 @@ class _Context(Rewriting[Typed]):
         """Maps each input with tokens to its dataset spec, sharded along the tokens; raises CompileError if no input has tokens."""
         plan, specs, problems = self.before.plan, dict[str, DatasetSpec](), list[Problem]()
         for value, at in self.tokens(lengths):
-            info, name, records = self.values[value], name_of(value), self.before.batch_dims.get(value)
+            info, name = self.values[value], name_of(value)
+            records = self.before.batch_dims.get(value, 0 if at else None)
             in_plan = plan.dataset.specs.get(name)
             spec: ShardSpec = in_plan.spec if in_plan is not None else ((),) * len(info.shape or ())
             if in_plan is None and plan.dataset.style == DATA_PARALLEL and records is not None:
@@ -464,7 +479,7 @@ class _Context(Rewriting[Typed]):
                 "scale": scoring.scale,
                 "causal": int(form.causal),
                 "hidden": scoring.hidden,
-                "fold": self.ranks if self.is_folded else 0,
+                "tokens": self.ranks if self.is_folded else 0,
             }
         )
         self.put(attention.product, RING, inputs, [ringed], ".ring", numbers, OWN)

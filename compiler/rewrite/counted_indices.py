@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 import sympy
-from partc.compiler.analysis.record_dims import dims_of
+from partc.compiler.analysis.records import dims_of
 from partc.compiler.autodiff.shapes import inverse
 from partc.compiler.dims.normal import normal
 from partc.compiler.ir.graph import name_of

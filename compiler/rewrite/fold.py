@@ -11,38 +11,29 @@ folded where others read it. So positions, masks of positions and shifted labels
 
     ids -> Gather(fold) -> Embedding -> ...    Range(0, seq) -> Gather(fold) -> LessOrEqual -> mask    ... logits -> Gather(back)
 
-A model whose attention feeds an op that needs the natural order is refused, and one that merges tokens with a dim major to them, such as
-the batch. The chunks of a dim scale with it, so a dim that merges the tokens with dims minor to them is folded, too.
+A model whose attention feeds an op that needs the natural order is refused, and one that merges tokens with a dim major to them otherwise
+than `joined_tokens.py` does. The chunks of a dim scale with it, so a dim that merges the tokens with dims minor to them is folded, too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.errors import Problem
+from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.ir.graph import CONTEXT, FOLDED, ContextMark, name_of
 from partc.compiler.ir.program import Typed
-from partc.compiler.ir.sized import SIZES
 from partc.compiler.ir.value_info import Dim, ValueInfo
-from partc.compiler.ops.families.neural.ring import is_ring
+from partc.compiler.ops.families.shapes.joined import JOINED, TOKENS, is_joined
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.rewrite.token_dims import At, TokenDims, is_size
 from partc.runtime.artifact.format import ORDER
 from partc.runtime.artifact.tensors.folded import chunks
-
-_SYMMETRIC = ("LogSoftmax", "RingAttention", "Softmax")
-"""Ops that treat all entries of a dim alike, although no rank may have a part of it."""
-_SIZED = ("ConstantOfShape", "Expand", "ExpertMatMul", "ExpertMatMulNBits", "Gather", "GatherElements", "Gemm", "OneHot", "Reshape",
-          "Squeeze", "Unsqueeze")  # fmt: skip
-"""Ops whose local form differs from the node in sizes and offsets of other dims alone: each entry of a dim of the output is alike."""
-
-At = tuple[ir.Value, int]
-"""A dim of a value."""
 
 
 def in_folded_order(array: npt.NDArray[Any], ranks: int, dims: Iterable[int]) -> npt.NDArray[Any]:
@@ -63,32 +54,28 @@ class Folding:
         self, rewriting: Rewriting[Typed], axis: str, ranks: int, where: str, tokens: Mapping[ir.Value, int]
     ) -> None:
         self.work, self.axis, self.ranks, self.where = rewriting, axis, ranks, where
-        self.rules = {node: rule_of(node) for node in rewriting.graph if not _is_size(node)}
+        self.graph = TokenDims(rewriting, {})
+        self.rules = self.graph.rules
+        self.joined = self.graph.of({joined for joined, _ in self._joined()})
         self.dims = self._dims(tokens)
         self.moved: dict[tuple[ir.Value, bool], ir.Value] = {}
         self.orders: dict[tuple[Dim, bool], ir.Value] = {}
 
-    def fold(self, attentions: Collection[ir.Node]) -> list[Problem]:
-        """Folds the graph; returns a problem for each op that needs tokens in natural order after `attentions`."""
+    def fold(self, attentions: Collection[ir.Node]) -> list[ir.Node]:
+        """Folds the graph, or returns the ops that need tokens in natural order after `attentions`."""
         natural = self._natural()
-        if causes := dict.fromkeys(natural[node] for node in attentions if node in natural):
-            law = (
-                "each rank has two runs of tokens, and the op depends on their places, or merges them with another dim"
-            )
-            help_ = "write order: runs, or leave the op to the program that reads the output"
-            return [
-                Problem(
-                    self.where, f"'{self.work.paths[cause]}' ({cause.op_type}) cannot run on folded tokens", law, help_
-                )
-                for cause in causes
-            ]
         folded = {node for node in self.rules if node not in natural}
+        met = [
+            value.producer() for node in folded for value in node.inputs if value is not None and value in self.joined
+        ]
+        if causes := dict.fromkeys(natural[node] for node in (*attentions, *met) if node in natural):
+            return [*causes]
         for node in [*self.work.graph]:
             for k, value in enumerate(node.inputs) if node in folded else ():
                 if value is not None and value in self.dims and value.producer() not in folded:
                     node.replace_input_with(k, self._reordered(value, node, back=False))
             for out in node.outputs if node in folded else ():
-                if out in self.dims:
+                if out in self.dims and out not in self.joined:
                     out.meta[FOLDED] = self.ranks, self.dims[out]
         for k, value in enumerate(self.work.graph.outputs):
             maker = value.producer()
@@ -97,72 +84,35 @@ class Folding:
         return []
 
     def _dims(self, tokens: Mapping[ir.Value, int]) -> dict[ir.Value, tuple[int, ...]]:
-        """Maps each value to its dims that correspond to tokens of an input."""
-        parents = dict[At, At]()
+        """Maps each value to its dims that correspond to tokens of an input, joined ones among them."""
+        ends, pairs = {self.graph.root(at) for at in tokens.items()}, [*self._joined()]
+        count = 0
+        while count < (count := len(ends)):
+            ends |= {root for pair in pairs if not ends.isdisjoint(pair) for root in pair}
+        return self.graph.of(ends)
 
-        def root(at: At) -> At:
-            while (parent := parents.setdefault(at, at)) is not at:
-                parents[at], at = parents[parent], parents[parent]
-            return at
-
+    def _joined(self) -> Iterator[tuple[At, At]]:
+        """Yields a joined dim and the tokens in it, each by the dim that stands for all that correspond."""
         for node, rule in self.rules.items():
-            by_letter = dict[str, At]()
-            for at, letter in self._letters(node, rule):
-                if letter != WHOLE:
-                    parents[root(at)] = root(by_letter.setdefault(letter, at))
-            if is_ring(node) and len(node.inputs) > 3:  # keys of its mask
-                query, mask = node.inputs[0], node.inputs[3]
-                last = len(self._shape(mask)) - 1
-                if query is not None and mask is not None and self._shape(mask)[last] != 1:
-                    parents[root((mask, last))] = root((query, 2))
-        found, ends = dict[ir.Value, tuple[int, ...]](), {root(at) for at in tokens.items()}
-        for value, dim in [*parents]:
-            if root((value, dim)) in ends:
-                found[value] = tuple(sorted({*found.get(value, ()), dim}))
-        return found
-
-    def _shape(self, value: ir.Value | None) -> tuple[Dim, ...]:
-        return () if value is None else self.work.values[value].shape or ()
-
-    def _letters(self, node: ir.Node, rule: Rule) -> Iterator[tuple[At, str]]:
-        """Yields each dim of a node's operands that is not 1, with its letter."""
-        sides = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
-        for value, letters in sides:
-            for dim, size in enumerate(self._shape(value) if value is not None else ()):
-                if value is not None and size != 1:
-                    yield (value, dim), letters[dim] if letters else WHOLE
+            if is_joined(node):
+                roots = {letter: self.graph.root(at) for at, letter in self.graph.letters(node, rule)}
+                yield roots[JOINED], roots[TOKENS]
 
     def _natural(self) -> dict[ir.Node, ir.Node]:
         """Maps each node that needs the natural order to the op that does not know another: itself, or one that is computed from it."""
         causes = dict[ir.Node, ir.Node]()
-        for node, rule in reversed([*self.rules.items()]):
-            if not self._is_alike(node, rule):
+        for node in reversed([*self.rules]):
+            if not self.graph.is_alike(node, self.dims):
                 causes[node] = node
             for out in node.outputs if node not in causes else ():
                 for use in out.uses() if out in self.dims else ():
-                    if _is_size(use.node):
+                    if is_size(use.node):
                         continue
                     if use.node not in self.rules:  # a body
                         causes.setdefault(node, node)
                     elif use.node in causes:
                         causes.setdefault(node, causes[use.node])
         return causes
-
-    def _is_alike(self, node: ir.Node, rule: Rule) -> bool:
-        """Whether a node treats all places of its tokens alike."""
-        output_letters = {letter for letters in rule.outputs for letter in letters or ""}
-        reduces = node.op_type.startswith("Reduce") and node.domain == ""
-
-        def fits(letter: str) -> bool:
-            if letter == WHOLE or letter in rule.replicated:
-                return node.op_type in _SYMMETRIC or (reduces and letter != WHOLE)
-            if rule.local is None or reduces:
-                return letter not in rule.units
-            return node.op_type in _SIZED and letter in output_letters and letter not in rule.units
-
-        return all(
-            fits(letter) for (value, dim), letter in self._letters(node, rule) if dim in self.dims.get(value, ())
-        )
 
     def _reordered(self, value: ir.Value, node: ir.Node, *, back: bool) -> ir.Value:
         """Returns a value in the other order, with the nodes that make it before `node`."""
@@ -198,7 +148,7 @@ class Folding:
 
     def _order(self, value: ir.Value, dim: int, node: ir.Node, back: bool) -> ir.Value:
         """Returns the natural places of a dim's entries in folded order, or, with `back`, the reverse; written before `node`."""
-        size, table = self._shape(value)[dim], np.array(chunks(self.ranks))
+        size, table = self.graph.shape(value)[dim], np.array(chunks(self.ranks))
         table = np.argsort(table) if back else table
         if (size, back) in self.orders:
             return self.orders[size, back]
@@ -208,20 +158,24 @@ class Folding:
             self.orders[size, back] = self.work.constant(self.work.free(f"{word}.order"), places)
             return self.orders[size, back]
 
-        def add(op_type: str, part: str, *inputs: ir.Value, dims: tuple[Dim, ...] = (size,), **more: int) -> ir.Value:
+        def add(
+            op_type: str, part: str, *inputs: ir.Value, dims: tuple[Dim, ...] = (size,), entry: str = "", **more: int
+        ) -> ir.Value:
             shape = [value.shape[dim] if one is size and value.shape is not None else one for one in dims]
             kind = ir.TensorType(ir.DataType.INT64)
             out = ir.Value(name=self.work.free(f"{word}.{part}"), type=kind, shape=ir.Shape(shape))
             self.work.values[out] = ValueInfo("tensor(int64)", dims, 8)
+            if entry:
+                out.metadata_props[SYM_DATA_KEY] = json.dumps([entry])
             self._put(node, op_type, inputs, out, **more)
             return out
 
         def number(part: str, numbers: int | list[int]) -> ir.Value:
             return self.work.constant(self.work.free(f"{word}.{part}"), numbers)
 
-        count = add("Shape", "shape", value, dims=(1,), start=dim, end=dim + 1)
-        length = add("Div", "length", count, number("chunks", [len(table)]), dims=(1,))
-        end = add("Squeeze", "count", count, number("axis", [0]), dims=())
+        count = add("Shape", "shape", value, dims=(1,), entry=size, start=dim, end=dim + 1)
+        length = add("Div", "length", count, number("chunks", [len(table)]), dims=(1,), entry=f"({size})/{len(table)}")
+        end = add("Squeeze", "count", count, number("axis", [0]), dims=(), entry=size)
         natural = add("Range", "places", number("start", 0), end, number("step", 1))
         chunk = add("Gather", "chunk", number("table", [*map(int, table)]), add("Div", "own", natural, length), axis=0)
         begin = add("Mul", "begin", chunk, length)
@@ -232,8 +186,3 @@ class Folding:
         node = self.work.put(before, op_type, [*inputs], [out], f".{name_of(out)}", **more)
         node.meta.pop(CONTEXT, None)
         return node
-
-
-def _is_size(node: ir.Node) -> bool:
-    """Whether a node reads its operand's size alone."""
-    return node.op_type in SIZES and node.domain in ("", "ai.onnx")

@@ -23,8 +23,7 @@ from partc.compiler.ir.program import Annotated
 from partc.compiler.ir.value_info import Shape, SymbolInfo
 from partc.compiler.ops.rule import OWN, Rule
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.sharding.flow import Flow
-from partc.compiler.sharding.local_in_time import local_in_time
+from partc.compiler.sharding.flow import Flow, local_in_time
 from partc.runtime.spellings import first_free
 
 _SHOWN = 3
@@ -85,7 +84,7 @@ def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
         if part is None:
             problems.append(_indivisible(value, dim, name, facts, info.where if info else rules.where, count))
         elif info is not None:
-            symbols[name] = replace(info, facts=part, parts=count, global_facts=facts)
+            symbols[name] = replace(info, facts=part, parts=count)
     if problems:
         raise CompileError(problems)
     return symbols

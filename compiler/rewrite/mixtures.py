@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
 from partc.compiler.ir.computed import Box, ComputedTensor, full_box
+from partc.compiler.ir.graph import add_initializer
 from partc.compiler.ir.value_info import Array
 from partc.compiler.ops.node import operand
 from partc.compiler.ops.registry import CONTRIB
@@ -95,12 +96,9 @@ def _floats(node: ir.Node, k: int) -> ir.Value | None:
     if name not in known:
         known[name] = _unpacked(packed.const_value, scales.const_value, bits, block, name, str(node.name))
     tensor, blocks = known[name]
-    floats = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-    floats.meta[EXPERT_BLOCKS] = blocks
     assert isinstance(node.graph, ir.Graph)
-    node.graph.register_initializer(floats)
+    floats = add_initializer(node.graph, name, tensor)
+    floats.meta[EXPERT_BLOCKS] = blocks
     return floats
 
 
@@ -159,10 +157,7 @@ def with_dense_experts(model: ir.Model) -> ir.Model:
 
 
 def _constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, name, ir.tensor(np.ascontiguousarray(array), name=name))
 
 
 class _Writing:

@@ -26,8 +26,7 @@ import onnx.defs
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.computed import ComputedTensor, WidenedTensor, shard_of, widens
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import ComputedTensor, DrawnTensor, WidenedTensor, shard_of, widens
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ProgramKind

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import add_initializer, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.value_info import Array, Dim, ValueInfo
 from partc.runtime.spellings import first_free
@@ -61,11 +61,8 @@ class Rewriting(Generic[T]):
     def constant(self, name: str, numbers: Array | Sequence[int] | int) -> ir.Value:
         """Adds a constant: an array, or an int64 vector or number."""
         array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64)
-        tensor = ir.Tensor(array, name=name)
-        kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, type=kind, shape=ir.Shape(array.shape), const_value=tensor)
-        self.graph.register_initializer(value)
-        self.values[value] = ValueInfo(type_text(kind), array.shape, array.itemsize)
+        value = add_initializer(self.graph, name, ir.Tensor(array, name=name))
+        self.values[value] = ValueInfo(type_text(value.type), array.shape, array.itemsize)
         return value
 
     def vector(self, name: str, size: int) -> ir.Value:

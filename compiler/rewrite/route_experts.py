@@ -154,7 +154,11 @@ class _Region:
         for out in routed[1:]:
             out.type = ir.TensorType(ir.DataType.INT64)
             work.values[out] = replace(work.values[out], type="tensor(int64)", item_bytes=8)
-        self._mark(work.put(first, TO_EXPERTS, [rows, self.experts], routed, ".route", domain=OWN, experts=count))
+        capacity = self.rule.capacity
+        dropped = [] if capacity is None else [ir.AttrInt64s("capacity", capacity.as_integer_ratio())]
+        self._mark(
+            work.put(first, TO_EXPERTS, [rows, self.experts], routed, ".route", dropped, domain=OWN, experts=count)
+        )
         self._replace(rows, routed[0])
         _, ids, places = routed
         self._replace(self.experts, ids)
@@ -164,7 +168,7 @@ class _Region:
                 continue
             back = work.like(out, work.free(f"{name_of(out)}.return"))
             border = work.put(
-                first, FROM_EXPERTS, [out, places, self.experts], [back], f".return.{out.name}", domain=OWN
+                first, FROM_EXPERTS, [out, places, self.experts], [back], f".return.{out.name}", dropped, domain=OWN
             )
             self._mark(border)
             del border.outputs[0].meta[BY_EXPERT]
@@ -198,7 +202,7 @@ class _Region:
         """Marks a node and its outputs as computed on the ranks of the experts."""
         node.meta[BY_EXPERT] = self.rule.axis, self.rule.where
         for out in node.outputs:
-            out.meta[BY_EXPERT] = True
+            out.meta[BY_EXPERT] = self.rule.capacity is not None
 
     def _replace(self, old: ir.Value, new: ir.Value) -> None:
         for node in self.nodes:

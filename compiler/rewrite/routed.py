@@ -20,7 +20,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.blocked import EXPERT_BLOCKS, ExpertBlocks
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import add_initializer, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS, TRANSPOSED
@@ -139,10 +139,8 @@ class _Routing(Rewriting[Typed]):
         name = f"{weights.name}.{blocks.attributes['bits']}bits.{word}"
         if name not in self.graph.initializers:
             tensor = blocks.blocks if word == "blocks" else blocks.scales
-            kind, shape = ir.TensorType(tensor.dtype), tuple(tensor.shape.numpy())
-            value = ir.Value(name=name, type=kind, shape=ir.Shape(shape), const_value=tensor)
-            self.graph.register_initializer(value)
-            self.values[value] = ValueInfo(type_text(kind), shape, tensor.dtype.bitwidth // 8)
+            value, shape = add_initializer(self.graph, name, tensor), tuple(tensor.shape.numpy())
+            self.values[value] = ValueInfo(type_text(value.type), shape, tensor.dtype.bitwidth // 8)
         return self.graph.initializers[name]
 
     def _without(self, node: ir.Node, value: ir.Value, axis: int, suffix: str) -> ir.Value:

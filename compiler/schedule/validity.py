@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.simulate import precedence
 from partc.compiler.schedule.stages import Stages
 from partc.runtime.artifact.tasks.task import Kind, Task, marked
 from partc.runtime.units import first_of

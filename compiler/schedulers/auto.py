@@ -23,19 +23,14 @@ from dataclasses import dataclass
 
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE, one_microbatch, peaks, within
-from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
-from partc.compiler.schedule.simulate import Timing, simulate
+from partc.compiler.schedule.simulate import Timing, precedence, simulate
 from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedulers.bound import lower_bound
 from partc.compiler.schedulers.building_block import blocks
 from partc.compiler.schedulers.fill import fill
-from partc.compiler.schedulers.gpipe import gpipe
 from partc.compiler.schedulers.greedy import Preference, greedy
-from partc.compiler.schedulers.interleaved import interleaved
-from partc.compiler.schedulers.one_f_one_b import one_f_one_b
-from partc.compiler.schedulers.zb_h1 import zb_h1
-from partc.compiler.schedulers.zbv import zbv
+from partc.compiler.schedulers.named import gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from partc.runtime.artifact.tasks.task import Kind, Task
 
 _WORK = 400_000

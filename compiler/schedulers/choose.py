@@ -18,18 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.pattern import nearest
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, unit_costs
 from partc.compiler.schedule.memory import TOLERANCE, Limit, amount_text, one_microbatch, parse_limit, peaks, within
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedule.text import schedule_of_text
+from partc.compiler.schedulers import named
 from partc.compiler.schedulers.auto import auto
-from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.interleaved import interleaved
-from partc.compiler.schedulers.one_f_one_b import one_f_one_b
-from partc.compiler.schedulers.zb_h1 import zb_h1
-from partc.compiler.schedulers.zbv import zbv
+from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of, size_text
 
 _SHOWN = 12
@@ -47,17 +43,21 @@ class Named:
 
 _ONE_EACH = "every stage needs a rank or group of its own"
 NAMED: Mapping[str, Named] = {
-    "gpipe": Named(gpipe, lambda _: True, "", ""),
-    "1f1b": Named(one_f_one_b, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"),
+    "gpipe": Named(named.gpipe, lambda _: True, "", ""),
+    "1f1b": Named(
+        named.one_f_one_b, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"
+    ),
     "interleaved": Named(
-        interleaved,
+        named.interleaved,
         lambda stages: stages.turns > 1,
         "groups must be named again in the same order: 0 1 0 1",
         "name each group again in the placement",
     ),
-    "zb_h1": Named(zb_h1, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"),
+    "zb_h1": Named(
+        named.zb_h1, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"
+    ),
     "zbv": Named(
-        zbv,
+        named.zbv,
         lambda stages: stages.is_vee,
         "groups must be named again in the opposite order: 0 1 1 0",
         "place the second half of the stages on the groups in the opposite order",

@@ -8,14 +8,24 @@ block.
 A block is a set of linked dims that can be cut, with the nodes behind it up to the next set. Records come before all else, since a plan
 says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each step
 has the time of its collective.
+
+Chooses the best sharding of each block of a chain by a shortest path; with a memory limit, over memory in discrete steps.
+
+    seconds[k][a]       of block k in its way a           memory[k][a]     the bytes that it keeps then
+    between[k][a, b]    of block k in way a before block k + 1 in way b; infinite where b cannot follow
+
+Without a limit `shortest` is exact. `within` rounds the memory of each block up to a step of the limit: what it finds is within the limit,
+and nothing that is within the limit by as many steps as there are blocks is faster.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -26,7 +36,6 @@ from partc.compiler.layout.reshard import lower
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Linked
 from partc.compiler.search.candidate import Candidate
-from partc.compiler.search.chain import Chain
 from partc.compiler.search.estimate import Estimates, Sharding
 from partc.compiler.search.work import Work
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -104,7 +113,7 @@ def _cost(estimates: Estimates, block: Block, candidate: Candidate, way: Placing
     """Seconds of a step, and bytes, of a block."""
     degrees, processor = candidate.degrees, estimates.processor(candidate.degrees.ranks)
     trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
-    records = degrees.dp * candidate.microbatches * (degrees.tp if way is Placing.RECORDS else 1)
+    records = degrees.shards * candidate.microbatches * (degrees.tp if way is Placing.RECORDS else 1)
     total = kept = 0.0
     for (work, is_sharded), many in block.counted.items():
         shards = degrees.tp if way is Placing.SHARDED and is_sharded else 1
@@ -129,7 +138,7 @@ def _cost(estimates: Estimates, block: Block, candidate: Candidate, way: Placing
 
 def _between(estimates: Estimates, block: Block, candidate: Candidate) -> np.ndarray:
     """Seconds between a block and the next one, by their ways; what is not handed on as it is, the compiler must bring."""
-    size, tp = block.hands_on / candidate.degrees.dp / candidate.microbatches, candidate.degrees.tp
+    size, tp = block.hands_on / candidate.degrees.shards / candidate.microbatches, candidate.degrees.tp
     cut, whole = layout_of((tp,), ((0,),)), layout_of((tp,), ((),))
     link, seconds = estimates.link(1, tp), np.zeros((len(Placing), len(Placing)))
     gathered = _seconds(cut, whole, size, link) + (
@@ -151,3 +160,58 @@ def _seconds(source: Layout, target: Layout, size: float, link: Link) -> float:
             total += link.collective(op, now.size, float(size / np.prod(now.shards or (1,))))
         now = move.after
     return total
+
+
+Table: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
+STEPS = 2048
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks in a row, each with the ways in which it can be sharded."""
+
+    seconds: Sequence[Table]
+    memory: Sequence[Table]
+    between: Sequence[Table]
+
+    def cost(self, chosen: Sequence[int]) -> tuple[float, float]:
+        """Seconds and bytes of a way for each block."""
+        total = sum(table[way] for table, way in zip(self.seconds, chosen, strict=True))
+        total += sum(table[pair] for table, pair in zip(self.between, itertools.pairwise(chosen), strict=True))
+        return float(total), float(sum(table[way] for table, way in zip(self.memory, chosen, strict=True)))
+
+
+def shortest(chain: Chain) -> tuple[int, ...]:
+    """The fastest ways, whatever they keep."""
+    best, came = chain.seconds[0], []
+    for between, seconds in zip(chain.between, chain.seconds[1:], strict=True):
+        ways = best[:, None] + between
+        came.append(ways.argmin(axis=0))
+        best = ways.min(axis=0) + seconds
+    chosen = [int(best.argmin())]
+    for step in reversed(came):
+        chosen.append(int(step[chosen[-1]]))
+    return tuple(reversed(chosen))
+
+
+def within(chain: Chain, limit: float, steps: int = STEPS) -> tuple[int, ...] | None:
+    """The fastest ways that keep no more than the limit, counted in steps; None where there are none."""
+    sizes = [np.ceil(one / limit * steps - 1e-9).astype(int) for one in chain.memory]
+    best = np.full((len(sizes[0]), steps + 1), np.inf)
+    for way, size in enumerate(sizes[0]):
+        best[way, size:] = chain.seconds[0][way]
+    came = []
+    for between, seconds, size in zip(chain.between, chain.seconds[1:], sizes[1:], strict=True):
+        ways = best[:, None, :] + between[:, :, None]
+        came.append(ways.argmin(axis=0))
+        least, best = ways.min(axis=0), np.full((len(size), steps + 1), np.inf)
+        for way, count in enumerate(size):
+            if count <= steps:
+                best[way, count:] = least[way, : steps + 1 - count] + seconds[way]
+    if not np.isfinite(best[:, steps]).any():
+        return None
+    at, chosen = steps, [int(best[:, steps].argmin())]
+    for step, size in zip(reversed(came), reversed(sizes[1:]), strict=True):
+        at -= size[chosen[-1]]
+        chosen.append(int(step[chosen[-1], at]))
+    return tuple(reversed(chosen))

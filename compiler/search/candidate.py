@@ -32,16 +32,16 @@ class Fixed:
     dp: int | None = None
     stages: int | None = None
     ep: int | None = None
+    cp: int | None = None
 
     def allows(self, degrees: Degrees) -> bool:
         """Whether these degrees are as given."""
-        pairs = ((self.tp, degrees.tp), (self.dp, degrees.dp), (self.stages, degrees.stages), (self.ep, degrees.ep))
-        return all(given in (None, own) for given, own in pairs)
+        return all(given in (None, getattr(degrees, name)) for name, given in vars(self).items())
 
     @property
     def least(self) -> Degrees:
-        """The degrees with 1 for those that are searched."""
-        return Degrees(self.tp or 1, self.dp or 1, self.stages or 1, self.ep or 1)
+        """The degrees with 1 for those that are searched, and for a context that is not given."""
+        return Degrees(**{name: given or 1 for name, given in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Candidate:
 
     def __str__(self) -> str:
         one, on = self.degrees, f" on {self.degrees.stages} groups" if self.stages_each > 1 else ""
-        parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"ep {one.ep}"] * (one.ep > 1) + [f"tp {one.tp}"] * (one.tp > 1)
+        parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"ep {one.ep}"] * (one.ep > 1)
+        parts += [f"context {one.cp}"] * (one.cp > 1) + [f"tp {one.tp}"] * (one.tp > 1)
         parts += ["by module"] * self.by_module + [f"{self.stages} stages{on}"] * (one.stages > 1)
         parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero
@@ -99,9 +100,10 @@ def divisors(number: int) -> list[int]:
 
 def degrees_of(ranks: int, fixed: Fixed, experts: int = 1) -> list[Degrees]:
     """All degrees of as many ranks or a divisor of them, those of more ranks first; `experts`: a divisor of those of all layers."""
+    cp = fixed.least.cp
     degrees = [
-        Degrees(tp, used // tp // stages, stages, ep)
-        for used in reversed(divisors(ranks))
+        Degrees(tp, used // tp // stages, stages, ep, cp)
+        for used in reversed(divisors(ranks // cp))
         for stages in divisors(used)
         for tp in divisors(used // stages)
         for ep in divisors(math.gcd(used // tp // stages, experts))
@@ -141,11 +143,12 @@ def candidates(
                         yield Candidate(degrees, count, schedule, zero, recompute, each_way, many, stored)
 
 
-def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:
-    """Maps names to the usual choices. `most`: among how many ranks a layer can be shared at most."""
+def baselines(ranks: int, records: int | None, trains: bool, most: int, cp: int = 1) -> dict[str, Candidate]:
+    """Maps names to the usual choices, each with `cp` shards of a sequence. `most`: among how many ranks a layer can be shared at most."""
+    ranks //= cp
     tensor = max(one for one in divisors(ranks) if one <= min(most, _NODE))
     usual = {
-        "one rank": Degrees(),
+        "one rank" if cp == 1 else "context alone": Degrees(),
         "data parallel": Degrees(dp=ranks),
         "tensor parallel": Degrees(tp=ranks),
         "stages": Degrees(stages=ranks),
@@ -158,6 +161,7 @@ def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[
         }
     distinct: dict[str, Candidate] = {}
     for name, degrees in usual.items():
+        degrees = replace(degrees, cp=cp)
         count = _usual_microbatches(degrees, records)
         one = Candidate(degrees, count, "1f1b" if trains and count > 1 else "")
         if one not in distinct.values() and (records is not None or degrees.dp == degrees.stages == 1):

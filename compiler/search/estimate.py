@@ -44,9 +44,8 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
 from partc.compiler.schedule.costs import Costs, StageCost
-from partc.compiler.schedule.precedence import Precedence, precedence
 from partc.compiler.schedule.schedule import Schedule
-from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedule.simulate import Precedence, precedence, simulate
 from partc.compiler.schedule.stages import chain
 from partc.compiler.schedulers.choose import NAMED
 from partc.compiler.search.candidate import Candidate
@@ -283,12 +282,12 @@ class Estimates:
 
     def seconds(self, candidate: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> float:
         degrees, count, groups = candidate.degrees, candidate.microbatches, candidate.degrees.stages
-        forward, backward, weights = self.task(sharding, degrees.dp * count, degrees.tp, degrees.ranks)
+        forward, backward, weights = self.task(sharding, degrees.shards * count, degrees.tp, degrees.ranks)
         backward *= self.backward if self.slots is not None else 0.0
         again = forward if self.slots is not None and candidate.recompute else 0.0
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
-        sums = self._sums(sharding, candidate) + self.routed(candidate)
+        sums = self._sums(sharding, candidate) + self.routed(candidate) + self.attended(candidate)
         sessions = (3 if candidate.schedule in _SPLIT else 2) * candidate.stages_each
         apart = self._apart(sharding, candidate) / groups * processor.session
         work = (forward + again + backward) / groups + sessions * processor.session + apart
@@ -306,7 +305,7 @@ class Estimates:
         agreed = self.machine.links[0].collective(ALL_REDUCE, degrees.ranks, 0)
         step = processor.step + agreed + max(self._scheduled(candidate, costs, parts), least)
         update = self._updated(candidate, sharding)
-        overlap = self.link(degrees.tp, degrees.dp).overlap
+        overlap = self.link(degrees.tp, degrees.shards).overlap
         if candidate.stored:
             sent, first = self._stored(candidate, sharding)
             computing = count * shared * (forward + again + backward) / groups
@@ -323,8 +322,8 @@ class Estimates:
         degrees, count, most = candidate.degrees, candidate.microbatches, 2 * candidate.degrees.stages
         if candidate.stages == 1:
             return count * (costs[0].forward + (costs[0].full_backward if self.slots is not None else 0.0))
-        link = self.link(degrees.tp * degrees.dp, 2)
-        sends = [link.send(part.arriving / degrees.dp / count) + link.wake for part in parts]
+        link = self.link(degrees.tp * degrees.shards, 2)
+        sends = [link.send(part.arriving / degrees.shards / count) + link.wake for part in parts]
         if (key := (candidate.schedule, candidate.stage_groups, count, *sends, *costs)) not in self._schedules:
             totals = [self._total(candidate, min(count, some), costs, sends) for some in (degrees.stages, most)]
             more = max(0, count - most) / degrees.stages * (totals[1] - totals[0])
@@ -353,9 +352,9 @@ class Estimates:
     def _reduced(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Returns the seconds in which a stage's gradients are reduced, and in which the updated shards are gathered."""
         degrees = candidate.degrees
-        if self.slots is None or degrees.dp == 1:
+        if self.slots is None or degrees.shards == 1:
             return 0.0, 0.0
-        key = candidate.zero, sharding.nodes, degrees.tp, degrees.dp
+        key = candidate.zero, sharding.nodes, degrees.tp, degrees.dp, degrees.cp
         if key not in self._all_reduced:
             calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, candidate.zero)
             gathers = Calls({call: many for call, many in calls.items() if call[0] == ALL_GATHER})
@@ -380,18 +379,18 @@ class Estimates:
         return experts / max(1.0, whole) * (1 - sent)
 
     def _taken(self, calls: Calls, degrees: Degrees) -> float:
-        """Returns the seconds of collectives over dp, with the packing before and the unpacking after them."""
+        """Returns the seconds of collectives over the ranks of dp, and of cp, with the packing before and the unpacking after them."""
         copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
         copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
         copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in calls.items() if copied[op])
-        return copies + seconds_of(calls, self.link(degrees.tp, degrees.dp), degrees.dp)
+        return copies + seconds_of(calls, self.link(degrees.tp, degrees.shards), degrees.shards)
 
     def _stored(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Returns the seconds of a step's gathers of a stage's units and of the reductions of their gradients, and of these the seconds of
         the first gather of each task, before which no op of the task can run.
         """
         degrees, several = candidate.degrees, candidate.microbatches > 1
-        if (key := ("stored", sharding.nodes, degrees.tp, degrees.dp, several)) not in self._all_reduced:
+        if (key := ("stored", sharding.nodes, degrees.tp, degrees.dp, degrees.cp, several)) not in self._all_reduced:
             calls = self.reductions.units.calls(sharding.places, degrees.tp, degrees.dp, several)
             taken = self._taken(calls, degrees) + self.processor(degrees.ranks).session * sum(calls.values())
             self._all_reduced[key] = taken, taken / max(1, sum(calls.values()))
@@ -440,7 +439,7 @@ class Estimates:
         ahead = degrees.stages - 1  # a loop has a group's later stages to run before its first backward pass
         more = 0.0 if candidate.schedule == "zbv" else ahead * (1 - 1 / candidate.stages_each)
         under_way = min(candidate.microbatches, degrees.stages + more)
-        part = degrees.dp * candidate.microbatches * degrees.stages
+        part = degrees.shards * candidate.microbatches * degrees.stages
         made_bytes = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
@@ -470,10 +469,10 @@ class Estimates:
 
         Each layer's ranks first tell each other their numbers of rows, once for both passes.
         """
-        degrees, records = candidate.degrees, candidate.degrees.dp * candidate.microbatches
+        degrees, records = candidate.degrees, candidate.degrees.shards * candidate.microbatches
         if degrees.ep == 1:
             return 0.0
-        link, passes = self.link(degrees.tp, degrees.ep), 1 if self.slots is None else 2
+        link, passes = self.link(degrees.tp * degrees.cp, degrees.ep), 1 if self.slots is None else 2
 
         def sent(bytes: float) -> float:
             return link.collective(ALL_TO_ALL, degrees.ep, bytes) + link.wake
@@ -481,6 +480,21 @@ class Estimates:
         rows = (sent(layer.entering / records) + sent(layer.leaving / records) for layer in self.work.experts)
         counts = (sent(_NUMBER * layer.count) for layer in self.work.experts)
         return passes * sum(rows) + sum(counts)
+
+    def attended(self, candidate: Candidate) -> float:
+        """Returns the seconds in which one microbatch's keys and values go to the ranks of their sequence, forward and backward."""
+        degrees = candidate.degrees
+        if degrees.cp == 1:
+            return 0.0
+        link, parts = self.link(degrees.tp, degrees.cp), degrees.dp * degrees.tp * candidate.microbatches
+        copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
+
+        def sent(bytes: float) -> float:
+            """The seconds of all tokens, which are packed or unpacked, since they are not the first dim."""
+            ops = ((ALL_GATHER, bytes / degrees.cp), (REDUCE_SCATTER, bytes))[: 1 if self.slots is None else 2]
+            return sum(link.collective(op, degrees.cp, own) + link.wake + copy(2 * bytes) for op, own in ops)
+
+        return sum(sent(bytes / parts) for bytes in self.work.keys_and_values)
 
     def counted(self, sharding: Sharding) -> Counter[tuple[Work, bool]]:
         """Counts nodes by their work, and by whether they are sharded."""
@@ -506,7 +520,7 @@ class Estimates:
         degrees = candidate.degrees
         if degrees.tp == 1:
             return 0.0
-        link, records = self.link(1, degrees.tp), degrees.dp * candidate.microbatches
+        link, records = self.link(1, degrees.tp), degrees.shards * candidate.microbatches
         given = [*sharding.forward]
         if self.slots is not None:
             given += [*sharding.backward, *(sharding.forward if candidate.recompute else ())]
@@ -523,9 +537,12 @@ class Estimates:
     def _apart(self, sharding: Sharding, candidate: Candidate) -> int:
         """Returns the number of sessions that communication adds.
 
-        One ends at each Route and Return; one comes after each sum over `tp`, and one of weights' gradients in the backward pass.
+        One ends at each Route and Return, and where keys or values are sent; one comes after each sum over `tp`, and one of weights'
+        gradients in the backward pass.
         """
-        routed = 2 * len(self.work.experts) * (1 + (self.slots is not None)) if candidate.degrees.ep > 1 else 0
+        sent = 2 * len(self.work.experts) * (candidate.degrees.ep > 1)
+        sent += len(self.work.keys_and_values) * (candidate.degrees.cp > 1)
+        routed = sent * (1 + (self.slots is not None))
         if candidate.degrees.tp == 1:
             return routed
         forward = len(sharding.forward) * (2 if candidate.recompute and self.slots is not None else 1)
@@ -537,7 +554,7 @@ class Estimates:
         """
         if self.slots is None:
             return 0.0
-        update, count = self._update(candidate, own), candidate.degrees.dp * beside
+        update, count = self._update(candidate, own), candidate.degrees.shards * beside
         link, many = self.link(1 if beside > 1 else candidate.degrees.tp, count), max(1.0, own / self.reductions.mean)
         if candidate.shards_update:
             ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)

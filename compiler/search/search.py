@@ -20,7 +20,7 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.pipeline import run_passes
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.stored import EVERY
-from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.batch import Batch, batch_of, with_tokens
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.linked import Linked, linked_dims
 from partc.compiler.proposal.names import template
@@ -30,9 +30,8 @@ from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.routed import routed
 from partc.compiler.search.base_plan import Base
-from partc.compiler.search.blocks import Block, Placing, blocks_of, chain_of
+from partc.compiler.search.blocks import Block, Chain, Placing, blocks_of, chain_of, shortest, within
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
-from partc.compiler.search.chain import Chain, shortest, within
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding, StageWork
 from partc.compiler.search.work import ModelWork
 from partc.compiler.start import start
@@ -192,8 +191,8 @@ class Search:
     def baselines(self) -> dict[str, Candidate]:
         """Maps names to the usual choices that are allowed and possible."""
         most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
-        found = baselines(self.request.ranks, self.records, self.request.base.trains, most)
         fixed = self.request.fixed
+        found = baselines(self.request.ranks, self.records, self.request.base.trains, most, fixed.least.cp)
         return {
             name: one for name, one in found.items() if fixed.allows(one.degrees) and self._is_possible(one.degrees)
         }
@@ -256,6 +255,8 @@ class Search:
         sharding = self._written(candidate) if degrees.tp > 1 else None
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * candidate.microbatches)
+        if degrees.cp > 1:
+            batch = with_tokens(self.source, self.unsharded, batch, degrees.cp)
         sections = (*self._stored(candidate), *self._pipeline(candidate))
         sections += self.request.base.written(candidate.zero)
         more = BasePlan((), sections, self.request.base.trains, listed=False)

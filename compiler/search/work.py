@@ -11,6 +11,7 @@ import collections
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import Processor
@@ -21,6 +22,7 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.ops.families.neural.experts import EXPERT_MATMUL, EXPERT_MATMUL_N_BITS, experts_of
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes, weights_read
+from partc.compiler.rewrite.context import attentions
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class ModelWork:
     def experts_divisor(self) -> int:
         """The largest number that divides the experts of all layers; 1 without layers of experts."""
         return math.gcd(*(one.count for one in self.experts)) or 1
+
+    @cached_property
+    def keys_and_values(self) -> list[float]:
+        """The bytes of the keys and of the values of each attention, before their heads are repeated."""
+        return [self.bytes(side.source) for one in attentions(self.program)[0] for side in (one.keys, one.values)]
 
     def _experts(self) -> list[Experts]:
         layers = dict[ir.Value | None, list[ir.Node]]()

@@ -11,7 +11,15 @@ import onnx_ir as ir
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Placed
-from partc.compiler.ops.families.control.bodies import BEGIN, CARRIED, END, carry_of, is_border, kind_of
+from partc.compiler.ops.families.control.bodies import (
+    BEGIN,
+    CARRIED,
+    END,
+    between_borders,
+    carry_of,
+    is_border,
+    kind_of,
+)
 from partc.compiler.ops.node import same
 from partc.runtime.artifact import format as fmt
 
@@ -31,6 +39,15 @@ def wrong_bodies(program: Placed) -> Iterator[Problem]:
         fact = f"target of '{rule.pattern}', and the body of '{_path(program, borders[0])}' is between borders"
         law = "a program whose bodies are sharded or placed by what is in them runs on one target"
         yield Problem(rule.where, fact, law, "leave out 'target', and name the nodes around bodies alone")
+    if program.training is not None and borders:
+        inside = between_borders(program.model.graph)
+        for value in filter(None, program.training.statistics.values()):
+            if (node := value.producer()) in inside and node is not None:
+                fact = f"'{program.paths[node]}' takes running statistics in a body whose turns or branch only the run knows"
+                law = "a state of the training is updated once a step"
+                yield Problem(
+                    _where(program, node), fact, law, "take the node out of the body, or freeze its statistics"
+                )
     open_ = list[ir.Node]()
     reported = set[ir.Node]()
     for node in program.model.graph:

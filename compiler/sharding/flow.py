@@ -3,7 +3,7 @@
 The law is that of sharding along the batch, `ops/rule.py`. In each microbatch a value is
 
     REPLICATE        the same as in the whole batch: weights, and values computed from them
-    Shard(d)         the records of the microbatch along dim d, perhaps strided (`analysis/record_dims.py`)
+    Shard(d)         the records of the microbatch along dim d, perhaps strided (`analysis/records.py`)
     Partial("sum")   a partial sum: the whole batch's value is the sum over the microbatches
     Partial("mean")  a partial mean: the whole batch's value is the mean over the microbatches
     OWN              the microbatch's own value, from which the whole batch's does not follow: the number of its records, its largest loss
@@ -18,6 +18,8 @@ can be computed before the first microbatch (`totals`): then every microbatch ha
 A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and nodes that reduce
 over records are `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is sharded where all
 its records are equal, as those of an Expand, a ConstantOfShape or a constant of zeros.
+
+The local form of a node in a microbatch: the form that its rule gives for one of `count` shards of the batch, which follow in time.
 """
 
 from __future__ import annotations
@@ -31,16 +33,15 @@ from typing import Literal, TypeAlias
 import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.analysis.infer_shapes import infer_shapes
-from partc.compiler.analysis.record_dims import KEEPS_ORDER, Shard, dim_of, reshaped, together
-from partc.compiler.analysis.records import OF_PIECES, batch_symbols
+from partc.compiler.analysis.records import KEEPS_ORDER, OF_PIECES, Shard, batch_symbols, dim_of, reshaped, together
 from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.dims.reading import read, symbol
+from partc.compiler.ir.graph import operand_name, operands_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.families.images.pool import scaled
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
-from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.sharding.local_in_time import depends_on_shard
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 _LIGHT_ELEMENTS = 1 << 16
 """The most elements of a frozen weight from which values may be computed twice: once more before the microbatches."""
@@ -137,7 +138,8 @@ class Flow:
 
     def _node(self, node: ir.Node) -> None:
         """Sets the states of a node's outputs."""
-        if not draws(node) and node.domain != OWN_OPS and self._light.issuperset(self.program.reads[node]):
+        is_plain = node.domain != OWN_OPS or node.op_type in KEEPS_ORDER
+        if is_plain and not draws(node) and self._light.issuperset(self.program.reads[node]):
             self._light.update(node.outputs)
         typed = _TYPE_ALONE.get(node.op_type)
         operands = {k: value for k, value in enumerate(node.inputs) if value is not None and k != typed}
@@ -400,3 +402,44 @@ def _letter(letters: str | None, dim: int) -> str:
 
 def _is_integer(value: ir.Value) -> bool:
     return value.dtype is not None and not value.dtype.is_floating_point()
+
+
+class _ShardNumbers(dict[str, int]):
+    """A mapping from factor to shard number; `was_read` is set once a rule has read a number."""
+
+    was_read = False
+
+    def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
+        self.was_read = self.was_read or key in self
+        return super().get(key, default)
+
+
+def local_in_time(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> Local:
+    """Returns the nodes that replace a node sharded along the factor `letter` into `count` shards."""
+    return _local(program, node, rule, {letter: count}, {letter: 0})
+
+
+def depends_on_shard(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
+    """Whether the local form of a node sharded along a factor depends on the index of its shard."""
+    numbers = _ShardNumbers({letter: 0})
+    _local(program, node, rule, {letter: count}, numbers)
+    return numbers.was_read
+
+
+def _local(program: Typed, node: ir.Node, rule: Rule, shards: Mapping[str, int], numbers: Mapping[str, int]) -> Local:
+    inputs, outputs = map(list, operands_of(node))
+    operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None and value in program.values]
+    shapes = {operand_name(value): program.values[value].shape for value in values}
+    smaller = dict(shapes)
+    for value, letters in operands:
+        shape = None if value is None else shapes.get(operand_name(value))
+        if value is not None and shape is not None and letters is not None:
+            dims = zip(shape, letters, strict=False)
+            smaller[operand_name(value)] = tuple(
+                dim // shards.get(one, 1) if isinstance(dim, int) else dim for dim, one in dims
+            )
+    made = Local(node, rule, shards, numbers, inputs, outputs, shapes, smaller)
+    if rule.local is not None:
+        rule.local(made)
+    return made

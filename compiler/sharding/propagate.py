@@ -81,6 +81,14 @@ class Propagation:
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Flags of the instances that are to be asked for the wishes of their inputs, or of their outputs."""
         self._settle(by_inputs, by_outputs)
+        waiting = [place for place, one in enumerate(self.instances) if self.choices[one].rule.joined]
+        while changed := (
+            [place for place in waiting if self._join(self.instances[place], alone=False)]
+            or [place for place in waiting if self._join(self.instances[place], alone=True)]
+        ):
+            for place in changed:
+                self._mark(place, self.instances[place], by_inputs, by_outputs)
+            self._settle(by_inputs, by_outputs)
         if dealt := [place for place, one in enumerate(self.instances) if self.choices[one].rule.dealt]:
             for place in dealt:
                 self._deal(self.choices[self.instances[place]])
@@ -100,6 +108,24 @@ class Propagation:
         rows = [axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())]
         choice.axes[choice.rule.dealt] = tuple(dict.fromkeys((*rows, *owners)))
         choice.why[choice.rule.dealt] = choice.why.get(choice.rule.looked_up, "")
+
+    def _join(self, instance: NodeOnGroup, *, alone: bool) -> bool:
+        """Shards a joined dim along the axes of its tokens, then of its records, or the records as it is sharded.
+
+        Returns whether the choice changed. `alone`: also if no axis shards the records.
+        """
+        choice = self.choices[instance]
+        joined, tokens, records = choice.rule.joined
+        first, made = choice.axes.get(tokens, ()), choice.axes.get(joined, ())
+        rest = choice.axes.get(records, ()) or tuple(axis for axis in made if axis not in first)
+        if not first or not self.divides(instance, records, math.prod([choice.mesh[axis] for axis in rest])):
+            rest = ()
+        axes = {joined: (*first, *rest), records: rest}
+        if not (rest or alone) or all(choice.axes.get(letter) == axes[letter] for letter in axes):
+            return False
+        choice.axes |= axes
+        choice.why |= dict.fromkeys(axes, choice.why.get(tokens, ""))
+        return True
 
     def _settle(self, by_inputs: bytearray, by_outputs: bytearray) -> None:
         """Sweeps until no flagged instance takes a wish."""
@@ -177,7 +203,8 @@ class Propagation:
         if vote.letter in choice.axes or vote.letter not in choice.rule.factors:
             return False
         if choice.axes:
-            allowed = choice.free | (choice.shared_with(vote.letter) if vote.arrives else set())
+            shares = vote.arrives or vote.letter in choice.rule.joined
+            allowed = choice.free | (choice.shared_with(vote.letter) if shares else set())
             if vote.mesh != choice.mesh or not allowed.issuperset(vote.axes):
                 return False
         if not self.divides(instance, vote.letter, math.prod([vote.mesh[axis] for axis in vote.axes])):

@@ -42,11 +42,14 @@ from partc.compiler.ir.sized import SIZES
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.matching import sharding_rules, stored_units
+from partc.compiler.ops.families.neural.ring import RING
+from partc.compiler.ops.families.shapes.joined import JOIN, SPLIT, TOKENS
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import OWN, WHOLE, Rule
 from partc.compiler.placement.computed_at_readers import following, is_large_weight, repeatable
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.generate import multiples_beside
+from partc.compiler.plan.groups import ranks_text
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
@@ -115,7 +118,7 @@ def shard(program: Placed) -> Sharded:
         raise CompileError(alone)
     together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
     if program.plan.ranks == 1 or not (together or rules):
-        if wrong := seed_local_maps(program, {}):
+        if wrong := [*seed_local_maps(program, {}), *parted_tokens(program, {})]:
             raise CompileError(wrong)
         return program.into(Sharded, choices={}, pinned=Pinned())
     instances = [
@@ -142,6 +145,7 @@ def shard(program: Placed) -> Sharded:
         carry_layouts(choices)
         unmet, warnings = not_taken(program, choices, pinned, laws.refusal)
         problems = [*unmet, *laws.violations(choices, pinned), *parted_experts(program, choices)]
+        problems += parted_tokens(program, choices)
         warnings += gathered_inside(program, choices, rules)
         gathered = list(gathered_dims(choices, derived))
         warnings += gathers_of_unknown_sizes(program, gathered)
@@ -218,6 +222,26 @@ def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding])
         if fact and where not in reported:
             reported.add(where)
             yield Problem(where, fact, law, help)
+
+
+def parted_tokens(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[Problem]:
+    """Yields a problem for the first node whose tokens are in the order of the ranks of the plan's `context`, but not on all of them."""
+    context, factors = program.plan.context, {RING: "s", JOIN: TOKENS, SPLIT: TOKENS}
+    for node in program.model.graph if context is not None else ():
+        over = node.attributes.get_int("tokens", 0) if node.domain == OWN and node.op_type in factors else 0
+        for group in program.placement[node].groups if over else ():
+            choice = choices.get(NodeOnGroup(node, group))
+            have = 1 if choice is None else choice.num_shards(factors[node.op_type])
+            if have != over and context is not None:
+                fact = f"'{program.paths[node]}' has its tokens on {have} of the {over} ranks along '{context.axis}'"
+                law = f"it runs on {ranks_text(group)} ({program.placement[node].rule}), and needs one shard of the tokens on each"
+                yield Problem(
+                    context.where(),
+                    fact,
+                    law,
+                    f"place it on ranks that have all of '{context.axis}', or cut tokens by 'context' alone",
+                )
+                return
 
 
 class _Laws:

@@ -29,10 +29,9 @@ from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import BY_EXPERT, FOLDED, PINNED, name_of
-from partc.compiler.ir.programs import State, TaskKind, Value
+from partc.compiler.ir.programs import State, TaskKind, Value, ValueMap
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
-from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -42,11 +41,12 @@ from partc.compiler.lower.model_collectives import is_written, write_backward
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
 from partc.compiler.lower.ring import write_ring_back
 from partc.compiler.lower.routes import write_dual
+from partc.compiler.ops.families.control.bodies import is_border
 from partc.compiler.ops.families.neural.ring import is_ring
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
-from partc.compiler.tasks.cotangent_names import CotangentNames
-from partc.compiler.tasks.duals import Passing, dual_layout, dual_of_input, takes_extreme, typed
+from partc.compiler.tasks.body_gradients import BodyGradients, Contributions
+from partc.compiler.tasks.duals import CotangentNames, Passing, dual_layout, dual_of_input, takes_extreme, typed
 from partc.compiler.tasks.node_gradients import NodeGradients, row_keys
 from partc.compiler.tasks.reduce_gradients import GradientReduction
 from partc.compiler.tasks.row_gradients import Rows, RowTerm, named_rows
@@ -105,7 +105,7 @@ class Backward:
         self, program: Localized, cotangents: Mapping[ir.Value, ir.Value], local: LocalView, sums: GradientReduction
     ) -> None:
         self.program, self.cotangents, self.sums = program, cotangents, sums
-        self.versions, self.comm, self.forms = local.versions, local.comm, local.forms
+        self.versions, self.comm, self.forms = local.versions, local.comm, dict(local.forms)
         self.job, self.values, self.at = local.comm.job, local.comm.values, local.comm.values.at
         assert program.training is not None
         self.needed = trained_values(program.reads, program.training)
@@ -113,7 +113,7 @@ class Backward:
         self.tables = find_tables(program, local, self.needed)
         self.row_terms: dict[ir.Value, list[RowTerm]] = {one.parameter: [] for one in self.tables if one.by_rows}
         """Maps each table whose gradient is a list of rows to the gradients of its lookups."""
-        self.contributions: dict[ShardedValue, dict[ShardedValue, list[Value]]] = {}
+        self.contributions: Contributions = {}
         """Maps each version that is read to its cotangent contributions by layout, which are not yet added."""
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
         """Maps each definition of a value to the resharded versions that readers use."""
@@ -129,15 +129,22 @@ class Backward:
     def run(self) -> None:
         """Differentiates every node between the loss and a parameter; raises CompileError if one has no gradient."""
         self._seed()
-        waiting = self._readers()
+        waiting, complete, bodies = self._readers(), list[ir.Value](), BodyGradients(self)
         for node in reversed(list(self.program.model.graph)):
             for group in reversed(self.program.placement[node].groups):
-                self._node(NodeOnGroup(node, group))
+                if is_border(node):
+                    bodies.visit(NodeOnGroup(node, group))
+                else:
+                    self._node(NodeOnGroup(node, group), in_body=bool(bodies.open))
             for value in self.program.reads[node]:
                 if value in waiting:
                     waiting[value] -= 1
                     if not waiting[value]:
-                        self._finish(value)
+                        complete.append(value)
+            if not bodies.open:  # within a body contributions are those of one turn
+                for value in complete:
+                    self._finish(value)
+                complete.clear()
 
     def _readers(self) -> dict[ir.Value, int]:
         """Returns the number of nodes that read each parameter."""
@@ -196,7 +203,7 @@ class Backward:
         self.job.state.add(group, state, kept)
         self.comm.append(group, *values.ops(written.nodes))
 
-    def _node(self, instance: NodeOnGroup) -> None:
+    def _node(self, instance: NodeOnGroup, *, in_body: bool) -> None:
         """Differentiates a node on a group, if an output has a cotangent and an input depends on a parameter."""
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
@@ -208,12 +215,14 @@ class Backward:
             return
         written, pulled = is_written(node), is_pulled(self.program, instance)
         in_ring = is_ring(node)
-        dys, passing = self._incoming(instance, passes=not written and not pulled and not in_ring)
+        dys, passing = self.incoming(instance, passes=not written and not pulled and not in_ring)
         if not dys or stops_gradient(node):
             return
         if written:
             self._written(instance, dys)
         elif pulled:
+            if in_body:
+                self._refuse(node, "rows are pulled, or routed, in a body whose turns or branch only the run knows")
             self._pushed(instance, dys)
         elif in_ring:
             self._ring(instance, dys)
@@ -260,9 +269,9 @@ class Backward:
                 keys, term = row_keys(name), ShardedValue(version.value, version.group, normal(layout))
                 self.row_terms[version.value].append(RowTerm(term, Rows(results[keys.ids], results[keys.rows])))
             elif name in results:
-                self._give(version, layout, results[name])
+                self.give(version, layout, results[name])
 
-    def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
+    def incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
         """Maps each output of a node to its cotangent, in the required layout; also returns the partial sums that pass through the node.
 
         Partial sums do not pass through communication: among ranks that have asked for the same rows, one sends gradients back.
@@ -289,7 +298,7 @@ class Backward:
             own = ShardedValue(self.cotangents[read.value], term.group, term.layout)
             self.contributions.setdefault(read, {}).setdefault(own, []).extend(values)
 
-    def _give(self, version: ShardedValue, layout: Layout, dx: Value) -> None:
+    def give(self, version: ShardedValue, layout: Layout, dx: Value) -> None:
         """Lists a contribution to the cotangent of a version that a node reads; it has the shape of the version's shard."""
         given = ShardedValue(self.cotangents[version.value], version.group, normal(layout))
         shape = self.values.local_shape(given)
@@ -321,7 +330,7 @@ class Backward:
                 ShardedValue(value, read.group, layout),
             )
             write_dual(self.comm, instance, (dys[self.at[output]], dx), ends)
-            self._give(read, layout, dx)
+            self.give(read, layout, dx)
             return
         rows = [named_rows(spelling) for spelling in spellings]
         pushed = (

@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import name_of
-from partc.compiler.ir.programs import Compute, Value
+from partc.compiler.ir.programs import Compute, Value, ValueMap
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
-from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import computed
 from partc.compiler.lower.local_view import Gradient, Localized, LocalView
+from partc.compiler.plan.training.graph_nodes import MOST_AT_ONCE
 from partc.compiler.sharding.values.operands import replicated_on, shared_dim
 from partc.compiler.tasks.buckets import Buckets, Fused
 from partc.compiler.tasks.duals import typed
@@ -205,10 +205,18 @@ class GradientNorm(UpdateWriter):
         )
 
     def _add_squares(self, group: Group, gradient: Gradient, total: Value) -> None:
-        """Writes the sum of a gradient's squares, a float32 like all norms."""
-        dtype = gradient.parameter.dtype
+        """Writes the sum of a gradient's squares, a float32 like all norms; that of a large gradient is the sum of its rows' sums."""
+        dtype, shape = gradient.parameter.dtype, self.values.local_shape(gradient.share) or ()
         if dtype in (None, ir.DataType.FLOAT):
-            self._emit(group, "ReduceSumSquare", [gradient.value], total, keepdims=0)
+            first = 0 if gradient.ids is not None else _dims_of_rows(shape)
+            if not first:
+                self._emit(group, "ReduceSumSquare", [gradient.value], total, keepdims=0)
+                return
+            rows, axes = (self.job.derived_on(group, total, word) for word in (".rows", ".axes"))
+            within = self.job.constant(group, axes, np.arange(first, len(shape)))
+            self._declare(group, rows, ir.Value(name="", type=gradient.parameter.type, shape=ir.Shape(shape[:first])))
+            self._write(group, computed("ReduceSumSquare", [gradient.value, within], [rows], keepdims=0))
+            self._emit(group, "ReduceSum", [rows], total, keepdims=0)
             return
         wide = self.job.derived_on(group, total, f".{dtype.name.lower()}")
         self._declare(group, wide, ir.Value(name="", type=ir.TensorType(dtype), shape=ir.Shape(())))
@@ -226,6 +234,14 @@ class GradientNorm(UpdateWriter):
         self.job.constant(group, once, RankConstant.first(holders, np.float32))
         self._emit(group, "Mul", [total, once], made)
         return made
+
+
+def _dims_of_rows(shape: Sequence[int | str]) -> int:
+    """Returns how many leading dims count the rows whose squares are added each by itself; 0 for a tensor that is added at once."""
+    sizes = [size for size in shape if isinstance(size, int)]
+    if len(sizes) < len(shape) or len(sizes) < 2 or math.prod(sizes) <= MOST_AT_ONCE:
+        return 0
+    return next((axis for axis in range(1, len(sizes)) if math.prod(sizes[axis:]) <= MOST_AT_ONCE), len(sizes) - 1)
 
 
 def number_type(name: str = "") -> ir.Value:

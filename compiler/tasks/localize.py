@@ -22,9 +22,9 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.computed import tensor_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import LocalForm, over_values
-from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
@@ -51,6 +51,7 @@ from partc.compiler.sharding.values.versions import (
     undivided_units,
 )
 from partc.compiler.tasks.local_forms import local_forms
+from partc.runtime.artifact.format import ROUTE
 
 
 def pieces_of(program: Targeted, inputs: Iterable[ShardedValue]) -> int:
@@ -99,10 +100,22 @@ def localize(program: Targeted) -> Localized:
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
     _keep_caches(program, versions, comm)
+    _refuse_unsent_rows(comm)
     told = undivided_units(program, versions) if program.kind is ProgramKind.STEP else []
     told += replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
     local = LocalView(versions, comm, forms)
     return program.into(Localized, local=local, warnings=(*program.warnings, *told))
+
+
+def _refuse_unsent_rows(comm: CommLowering) -> None:
+    """Raises CompileError if the plan says how rows travel to their experts, and none do."""
+    messages = comm.program.plan.messages
+    asked = messages is not None and messages.rows is not None and comm.program.kind is ProgramKind.STEP
+    if messages is not None and asked and all(event.op_type != ROUTE for event in comm.events):
+        fact = "no rows are sent to experts, and the plan says that they travel in eight bits"
+        law = "a row is sent where the axis of the experts shards the tokens, too, and has two ranks or more"
+        help_ = "leave out 'messages.rows', or shard the tokens along that axis"
+        raise CompileError(Problem(messages.where("rows"), fact, law, help_))
 
 
 def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering) -> None:

@@ -2,13 +2,13 @@
 
 Each of P ranks has a partial sum: the gradients of a bucket, concatenated and divided into P shares of L numbers; a share is whole blocks.
 
-    codes   [P, L] int8       round(number / scale), scale = the largest magnitude of the block / 127
+    codes   [P, L] int8       with scales (`lower/eight_bits.py`)
     AllToAll                  of codes, and of scales: each rank gets its share of all partial sums
     share   [L] float32       the sum of codes * scale in the order of the ranks
     AllGather                 of the share's codes and scales: all ranks get the same bits
 
 With ZeRO there is no AllGather: each rank updates its share. With `keep_rest` the rounding error of a partial sum, and of a share, is
-state, and is added in the next step. Blocks of b numbers take 1 + 4 / b bytes a number, in place of 4.
+state, and is added in the next step.
 
 The inputs and outputs of these collectives do not have a partial layout: the partial sums of all ranks are the rows of one value [P, P, L],
 sharded along its first dim before the AllToAll and along its second after it. The Reshape to blocks says so (`stacks` of `partc.factors`).
@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.programs import State, Value
@@ -28,15 +27,14 @@ from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout
-from partc.compiler.lower.comm import CommLowering, computed
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.eight_bits import EightBits
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.plan.precision import GradientMessages
-from partc.runtime.artifact.format import FACTORS, REST
+from partc.runtime.artifact.format import REST
 
 Sum: TypeAlias = mv.AllReduce | mv.ReduceScatter
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
-_LARGEST, _LEAST = 127, float(np.finfo(np.float32).tiny)
-"""The largest code, and the least scale, which divides a block of zeros."""
 
 
 def can_be_packed(moves: Sequence[mv.Move]) -> bool:
@@ -71,12 +69,13 @@ def packed_sum(
     return _PackedSum(comm, rules, move, outputs[0], cause).begin(partial, outputs, elements)
 
 
-class _PackedSum:
+class _PackedSum(EightBits):
     """Writes the sum of one bucket; its values are named after `base`."""
 
     def __init__(self, comm: CommLowering, rules: GradientMessages, move: Sum, base: Value, cause: str) -> None:
-        self.comm, self.rules, self.move, self.base, self.cause = comm, rules, move, base, cause
-        self.group, self.mesh, self.axes, self.others = move.group, move.after.mesh, move.axes, _other_axes(move)
+        super().__init__(comm, move.group, base)
+        self.rules, self.move, self.cause = rules, move, cause
+        self.mesh, self.axes, self.others = move.after.mesh, move.axes, _other_axes(move)
         self.ranks = math.prod(self.mesh[axis] for axis in self.axes)
 
     def begin(self, partial: Sequence[Value], outputs: Sequence[Value], elements: int) -> Callable[[], None]:
@@ -90,7 +89,7 @@ class _PackedSum:
 
         def finish() -> None:
             parts = self._unpacked(rows, [self.ranks, share], "parts")
-            total = self._op("ReduceSum", [parts, self._constant("rows", [0])], "share", keepdims=0)
+            total = self.op("ReduceSum", [parts, self.constant("rows", [0])], "share", keepdims=0)
             if not scatters:
                 shares = self._moved(self._packed(total, share, "share"), (1, whole), (others, self.axes), (others, ()))
                 total = self._unpacked(shares, [whole], "sums")
@@ -101,11 +100,11 @@ class _PackedSum:
     def _row(self, partial: Sequence[Value], elements: int, share: int) -> Value:
         """Concatenates the gradients and pads them with zeros; with ZeRO the result has a row for each rank's shares."""
         scatters = isinstance(self.move, mv.ReduceScatter)
-        rows = [self._shares(one) if scatters else self._reshaped(one, [-1], "flat") for one in partial]
-        row = rows[0] if len(rows) == 1 else self._op("Concat", rows, "joined", axis=int(scatters))
+        rows = [self._shares(one) if scatters else self.reshaped(one, [-1], "flat") for one in partial]
+        row = rows[0] if len(rows) == 1 else self.op("Concat", rows, "joined", axis=int(scatters))
         fill = share - elements // self.ranks if scatters else self.ranks * share - elements
         pads = [0, 0, 0, fill] if scatters else [0, fill]
-        return self._op("Pad", [row, self._constant("pads", pads)], "filled") if fill else row
+        return self.op("Pad", [row, self.constant("pads", pads)], "filled") if fill else row
 
     def _shares(self, partial: Value) -> Value:
         """Reshapes a gradient to one row for each rank's share."""
@@ -114,33 +113,21 @@ class _PackedSum:
         if dim:
             shape = [*shape[:dim], self.ranks, shape[dim] // self.ranks, *shape[dim + 1 :]]
             order = [dim, *(k for k in range(len(shape)) if k != dim)]
-            partial = self._op("Transpose", [self._reshaped(partial, shape, "divided")], "ranks_first", perm=order)
-        return self._reshaped(partial, [self.ranks, -1], "shares")
+            partial = self.op("Transpose", [self.reshaped(partial, shape, "divided")], "ranks_first", perm=order)
+        return self.reshaped(partial, [self.ranks, -1], "shares")
 
     def _packed(self, numbers: Value, count: int, word: str, factors: str = "") -> tuple[Value, Value]:
         """Writes the codes and scales of `count` numbers; with `keep_rest` adds the last step's rounding error, and stores the new one."""
         shape = [count // self.rules.block, self.rules.block]
-        blocks = self._reshaped(numbers, shape, f"{word}.blocks", factors)
+        blocks = self.reshaped(numbers, shape, f"{word}.blocks", factors)
         rest = self.comm.job.derived_on(self.group, self.base, f".{word}.{REST}")
         if self.rules.keep_rest:
-            blocks = self._op("Add", [blocks, rest], f"{word}.carried")
-        magnitudes = self._op("Abs", [blocks], f"{word}.magnitudes")
-        last = self._constant("last", [1])
-        largest = self._op("ReduceMax", [magnitudes, last], f"{word}.largest", keepdims=0)
-        steps = self._op("Div", [largest, self._number("steps", _LARGEST)], f"{word}.steps")
-        steps = self._op("Max", [steps, self._number("least", _LEAST)], f"{word}.least_steps")
-        # A maximum passes over NaN, and a code cannot be one: the scale is.
-        zeros = self._op(
-            "ReduceSum", [self._op("Sub", [blocks, blocks], f"{word}.zeros"), last], f"{word}.zero", keepdims=0
-        )
-        scales = self._op("Add", [steps, zeros], f"{word}.scales")
-        codes = self._op(
-            "QuantizeLinear", [blocks, scales], f"{word}.codes", axis=0, output_dtype=int(ir.DataType.INT8)
-        )
+            blocks = self.op("Add", [blocks, rest], f"{word}.carried")
+        codes, scales = self.encoded(blocks, word)
         if self.rules.keep_rest:
-            sent = self._op("DequantizeLinear", [codes, scales], f"{word}.sent", axis=0)
+            sent = self.decoded(codes, scales, f"{word}.sent")
             following = self.comm.job.derived_on(self.group, rest, ".next")
-            self._write("Sub", [blocks, sent], [following])
+            self.write("Sub", [blocks, sent], [following])
             self._keep(rest, following, shape)
         return codes, scales
 
@@ -158,7 +145,7 @@ class _PackedSum:
             source, target = (ShardedValue(value, self.group, Layout(self.mesh, cuts)) for cuts in (before, after))
             local = [int(size) for size in self.comm.values.local_shape(source) or ()]
             leaves = self.comm.job.derived_on(self.group, part, ".leaving")
-            self._write("Reshape", [part, self._constant("local", local)], [leaves])
+            self.write("Reshape", [part, self.constant("local", local)], [leaves])
             self.comm.declare(source, leaves)
             arrives = self.comm.job.derived_on(self.group, part, ".arrived")
             moved.append(reshard(self.comm, source, leaves, target, arrives, self.cause))
@@ -167,9 +154,9 @@ class _PackedSum:
 
     def _unpacked(self, packed: tuple[Value, Value], shape: Sequence[int], word: str) -> Value:
         codes, scales = packed
-        codes = self._reshaped(codes, [-1, self.rules.block], f"{word}.codes")
-        scales = self._reshaped(scales, [-1], f"{word}.scales")
-        return self._reshaped(self._op("DequantizeLinear", [codes, scales], f"{word}.blocks", axis=0), shape, word)
+        codes = self.reshaped(codes, [-1, self.rules.block], f"{word}.codes")
+        scales = self.reshaped(scales, [-1], f"{word}.scales")
+        return self.reshaped(self.decoded(codes, scales, f"{word}.blocks"), shape, word)
 
     def _take_apart(self, total: Value, length: int, outputs: Sequence[Value]) -> None:
         """Splits the sums of the bucket into the sum of each gradient."""
@@ -181,9 +168,9 @@ class _PackedSum:
         if len(flat) == 1:
             flat = [total]
         else:
-            self._write("Split", [total, self._constant("counts", counts)], flat, axis=0)
+            self.write("Split", [total, self.constant("counts", counts)], flat, axis=0)
         for row, one in zip(flat, outputs, strict=False):
-            self._write("Reshape", [row, self._constant("shape", _sizes(one))], [one])
+            self.write("Reshape", [row, self.constant("shape", _sizes(one))], [one])
 
     def _keep(self, rest: Value, following: Value, shape: Sequence[int]) -> None:
         """Lists a rounding error as state: a tensor of which each rank has its own blocks."""
@@ -199,36 +186,6 @@ class _PackedSum:
     def _value(self, name: str, kind: ir.DataType, shape: Sequence[int]) -> ir.Value:
         value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
         return self.comm.values.add(value, ValueInfo(type_text(value.type), tuple(shape), kind.bitwidth // 8))
-
-    def _constant(self, word: str, numbers: Sequence[int]) -> Value:
-        return self.comm.constant(self.group, self.base, word, [*numbers])
-
-    def _number(self, word: str, number: float) -> Value:
-        made = self.comm.job.derived_on(self.group, self.base, f".{word}")
-        return self.comm.job.constant(self.group, made, np.array(number, np.float32))
-
-    def _reshaped(self, value: Value, shape: Sequence[int], word: str, factors: str = "") -> Value:
-        return self._op("Reshape", [value, self._constant("sizes", shape)], word, factors)
-
-    def _op(
-        self, op_type: str, inputs: Sequence[Value], word: str, factors: str = "", **attributes: int | Sequence[int]
-    ) -> Value:
-        made = self.comm.job.derived_on(self.group, self.base, f".{word}")
-        self._write(op_type, inputs, [made], factors, **attributes)
-        return made
-
-    def _write(
-        self,
-        op_type: str,
-        inputs: Sequence[Value],
-        outputs: Sequence[Value],
-        factors: str = "",
-        **attributes: int | Sequence[int],
-    ) -> None:
-        step = computed(op_type, inputs, outputs, None, None, **attributes)
-        if factors:
-            step.node.metadata_props[FACTORS] = factors
-        self.comm.append(self.group, step)
 
 
 def _sizes(value: Value) -> list[int]:

@@ -39,7 +39,7 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.plan.pipeline import MICROBATCH
 from partc.compiler.sharding.values.operands import shared_out
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
-from partc.compiler.tasks.cotangent_names import brought_spellings, sum_spellings
+from partc.compiler.tasks.duals import brought_spellings, sum_spellings
 from partc.compiler.tasks.packed_sums import can_be_packed
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.runtime.units import first_of
@@ -71,9 +71,9 @@ class GradientReduction:
         self.reserved: dict[Value, Ranks] = {}
         """Maps each value to the ranks on which it is a parameter's gradient."""
         self._sent: dict[Value, Ranks] = {}
-        self.messages = program.plan.messages
-        packed = self.messages.gradients if self.messages else None
-        self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", packed)
+        messages = program.plan.messages
+        self.packed = messages.gradients if messages is not None else None
+        self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", self.packed)
         self.parts = Buckets(self.comm, training.rules.bucket_bytes, "gradient")
         """The buckets of gradients that are reduced in each microbatch."""
         self.refused: list[str] = []
@@ -94,6 +94,10 @@ class GradientReduction:
     def total(self, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue) -> Value:
         """Returns the sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
         return self._total(self.comm, given, target, "")
+
+    def sum_of(self, version: ShardedValue, values: Sequence[Value]) -> Value:
+        """Returns the sum of contributions that have one layout, in this layout."""
+        return self._sum(self.comm, version, values)
 
     def _total(
         self, comm: CommLowering, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue, wanted: str
@@ -146,7 +150,7 @@ class GradientReduction:
         """Reduces a gradient, and sends it to all definitions. `each`: whether it is per microbatch, and the sum updates the parameter."""
         main, comm = defs[0], self.comm if each else self.update
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
-        if self.messages and not all(
+        if self.packed and not all(
             one.layout == share.layout or can_be_packed(_moves(one, share)) for one in gradients
         ):
             share = main  # what ranks add up by more than one collective they all update
@@ -167,7 +171,7 @@ class GradientReduction:
         if len(gradients) == 1:
             ((version, terms),) = gradients.items()
             moves = _moves(version, target)
-            if self.messages:
+            if self.packed:
                 joins = can_be_packed(moves) and value.dtype == ir.DataType.FLOAT
             else:
                 joins = 1 <= len(moves) <= _MOST_MOVES and all(can_join((move,)) for move in moves)
@@ -175,7 +179,7 @@ class GradientReduction:
                 total = self._sum(self.comm, version, terms)
                 self._bucketed(value, version, total, target, cast(tuple[Fused, ...], moves), defs, wanted, each)
                 return
-        if self.messages and (len(gradients) > 1 or any(one != target for one in gradients)):
+        if self.packed and (len(gradients) > 1 or any(one != target for one in gradients)):
             self.refused.append(f"'{value.name}'")
         total = self._total(comm, gradients, target, wanted)
         if each:
@@ -222,11 +226,12 @@ class GradientReduction:
 
     def flush(self) -> None:
         """Reduces the gradients of buckets that are not full, and gathers rows; raises CompileError if one cannot be packed."""
-        if self.messages and self.refused:
+        messages = self.comm.program.plan.messages
+        if messages is not None and self.refused:
             fact = f"the gradients of {first_of(self.refused)} do not travel in eight bits"
             law = "a gradient of float32 does, whose terms one set of ranks adds up in one AllReduce or ReduceScatter"
-            help_ = "leave out 'messages', or write precision: {messages: bfloat16}; or place the readers of each parameter on one group"
-            raise CompileError(Problem(self.messages.where("gradients"), fact, law, help_))
+            help_ = "leave it out, or write precision: {messages: bfloat16}; or place the readers of each parameter on one group"
+            raise CompileError(Problem(messages.where("gradients"), fact, law, help_))
         take_apart = self.rows.flush()
         self.parts.flush()
         self.buckets.flush()

@@ -33,7 +33,7 @@ from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering, computed
 from partc.compiler.lower.local_view import Gradient
 from partc.compiler.lower.reshard import reshard
-from partc.compiler.tasks.cotangent_names import PARTIAL
+from partc.compiler.tasks.duals import PARTIAL
 
 _INT64 = ir.TensorType(ir.DataType.INT64)
 

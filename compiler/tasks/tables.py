@@ -25,6 +25,7 @@ from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.local_view import LocalView
 from partc.compiler.lower.pulls import is_pulled
+from partc.compiler.ops.families.control.bodies import between_borders
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.sharding.values.operands import input_layout_of
@@ -59,10 +60,12 @@ def find_tables(program: Targeted, local: LocalView, needed: Collection[ir.Value
         for value in values if not stops_gradient(node) else ():
             if value in readers:
                 readers[value].append(node)
-    tables, problems = list[Table](), list[Problem]()
+    tables, problems, inside = list[Table](), list[Problem](), between_borders(program.reads)
     for value, nodes in readers.items():
-        # A node that also reads it as something else, or in its bodies, needs all of it.
-        alone = [node for node in nodes if node.inputs[0] is value and value not in node.inputs[1:]]
+        # A node that also reads it as something else, or in its bodies, needs all of it; so do turns, whose gradients are added up.
+        alone = [
+            node for node in nodes if node.inputs[0] is value and value not in node.inputs[1:] and node not in inside
+        ]
         lookups = [node for node in alone if value not in program.around[node] and looks_up_rows(node)]
         if lookups:
             others = [node for node in nodes if node not in lookups]

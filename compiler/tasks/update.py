@@ -38,13 +38,12 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.computed import tensor_of
 from partc.compiler.ir.graph import name_of
-from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.program import Targeted
-from partc.compiler.ir.programs import State, TaskKind, Value
+from partc.compiler.ir.programs import State, TaskKind, Value, ValueMap
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.training import ParameterOptions, Training
-from partc.compiler.ir.value_map import ValueMap
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
@@ -58,8 +57,16 @@ from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.gradient_norm import GradientNorm, UpdateWriter, number_type
 from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
-from partc.compiler.training.optimizers import clip_scale, merge_node, row_update_node, takes_rows_again, update_steps
-from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
+from partc.compiler.training.optimizers import (
+    ShardSum,
+    Step,
+    clip_scale,
+    merge_node,
+    row_update_node,
+    takes_rows_again,
+    update_steps,
+    without_terms,
+)
 from partc.runtime.artifact.format import GRADIENT_NORM
 
 Append = Callable[[Group, Sequence[ir.Node], ValueMap], None]

@@ -26,7 +26,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.autodiff.reach import followed_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import DrawnTensor
 from partc.compiler.ir.graph import OWN_BACKWARD, UNTRAINABLE, drop_unread, name_of, operands_of, reads_of
 from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.ir.training import (
@@ -40,7 +40,7 @@ from partc.compiler.ir.training import (
 )
 from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.ops.registry import draws, stops_gradient
-from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.losses import Loss
@@ -50,8 +50,7 @@ from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.plan.training.usual_names import known_type, usual_names
 from partc.compiler.rewrite.batch_norm import BatchSplit
-from partc.compiler.rewrite.extremes import in_parts
-from partc.compiler.rewrite.gradient_forms import give_gradient_forms, split_sequences
+from partc.compiler.rewrite.gradient_forms import give_gradient_forms, in_parts, split_sequences
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
@@ -60,6 +59,7 @@ from partc.compiler.training.microbatch_model import PART
 from partc.compiler.training.shared import parted, separate_shared
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
+from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of
 
 

@@ -19,8 +19,8 @@ from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 from partc.compiler.ir.graph import graphs_of, name_of
-from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.training.graph_nodes import FLOATS, Dims
+from partc.runtime.spellings import nearest
 
 OLDEST_OPSET = 18
 DENOMINATOR = "partc.denominator"

@@ -24,9 +24,10 @@ from partc.compiler.ir.graph import PINNED, SERVED, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.matching import is_unneeded, matched_nodes, modules_of, placed_on_roles
 from partc.compiler.ops.registry import looks_up_rows
-from partc.compiler.plan.pattern import compile_pattern, nearest, wider
+from partc.compiler.plan.pattern import compile_pattern, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
+from partc.runtime.spellings import nearest
 
 _LISTED = "`partc plan MODEL` lists modules with their parameters"
 

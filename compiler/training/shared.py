@@ -18,8 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.computed import is_absent, shard_of
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import DrawnTensor, is_absent, shard_of
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, is_parameter, trainable_names
 from partc.runtime.spellings import first_free, numbered
@@ -171,13 +170,13 @@ def _readers(
 
 
 def _repeats(value: ir.Value) -> bool:
-    if (
-        value.const_value is None
-        or not value.const_value.size
-        or (isinstance(value.const_value, DrawnTensor) or is_absent(value.const_value))
-    ):
+    tensor = value.const_value
+    if tensor is None or not tensor.size or isinstance(tensor, DrawnTensor) or is_absent(tensor):
         return False
-    flat = value.const_value.numpy().reshape(-1)
-    return bool(
-        (flat[:64] == flat[0]).all() and (flat == flat[0]).all() and np.isfinite(flat[:1].astype(np.float64)).all()
-    )
+    begin = tuple(slice(0, min(_BEGIN, size)) for size in tensor.shape.numpy())
+    return _is_one_number(shard_of(tensor, begin)) and _is_one_number(tensor.numpy())
+
+
+def _is_one_number(numbers: Numbers) -> bool:
+    flat = numbers.reshape(-1)
+    return bool((flat == flat[0]).all() and np.isfinite(flat[:1].astype(np.float64)).all())

@@ -19,8 +19,7 @@ import sys
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.computed import full_box, is_absent, shard_of
-from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.computed import DrawnTensor, full_box, is_absent, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.registry import stops_gradient
 

@@ -50,21 +50,24 @@ target of the node that makes it, and a value that is read on another target is 
 
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`. A dim is an integer or an
 expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None if the shape is known only at run time.
+
+The release of partc, with which its files are marked.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
-from partc.runtime.artifact.port import Dim, IdsRecord, LabelRecord, Law, Port, Shape
+from partc.runtime.artifact.port import Dim, IdsRecord, LabelRecord, Law, Port, Shape, Transfer, by_rank, one_by_one
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.training.training_record import TrainingRecord
-from partc.runtime.artifact.transfer import Transfer, by_rank, one_by_one
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 __all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape", "TrainingRecord", "Transfer"]
@@ -112,6 +115,7 @@ OWNERS = "owners"
 ROWS = "rows"
 ROW = "row"
 GIVERS = "givers"
+CAPACITY = "capacity"
 DTYPE = "dtype"
 SHAPE = "shape"
 ITEMS = "items"
@@ -338,7 +342,7 @@ class StoredUnitRecord(Record):
 
 
 class StoredPeak(Record):
-    """The most bytes of gathered parameters that each of these ranks has at once."""
+    """The most bytes of gathered parameters that one of these ranks has at once; the others have no more."""
 
     ranks: Ranks
     bytes: int = Field(ge=0)
@@ -481,3 +485,9 @@ class Manifest(ArtifactRecord):
 
     _messages = cached_property(lambda self: by_rank(self.messages))
     _lists = cached_property(lambda self: lists_by_rank(self.groups))
+
+
+@functools.cache
+def release() -> str:
+    """The installed version: `0.1.0`. Looking it up parses the package's metadata, which takes longer than to write a small rank file."""
+    return version("partc")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.graph.bodies import read_model
-from partc.runtime.artifact.graph.onnx_graph import model_tensors
+from partc.runtime.artifact.graph.onnx_graph import model_tensors, structure_of
 from partc.runtime.artifact.graph.rank_constants import bound
 from pydantic import ValidationError
 
@@ -32,10 +32,10 @@ from . import dim_expression as expression
 from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, run_list_file, stays_inside
 from .generation import binds_rows
 from .manifest_file import ManifestFile
+from .port import bad_pairs
 from .ranks import Grid, ranks_text
 from .referenced_file import REMEDY, change_of
 from .run_list import RunList
-from .transfer import bad_pairs
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -85,6 +85,19 @@ class Artifact:
         found.manifest = self._of(program)
         return found
 
+    def shared(self) -> Artifact:
+        """The same artifact with one file for ranks of equal programs, whose files differ in the shards of weights alone; for estimates."""
+        manifest = self.manifest
+        others = [self.program_named(name).manifest for name in self.programs if name != manifest.name]
+        names, firsts = dict[str, str](), dict[tuple[bytes, tuple[str, ...]], str]()
+        for name, ranks in manifest.by_file(range(manifest.ranks)).items():
+            key = structure_of(self._read(name)), tuple(one.program(ranks[0]) for one in others)
+            names[name] = firsts.setdefault(key, name)
+        found = copy.copy(self)
+        files = [names[manifest.program(rank)] for rank in range(manifest.ranks)]
+        found.manifest = manifest.model_copy(update={"rank_files": files})
+        return found
+
     def _of(self, program: str) -> Manifest:
         if program and program not in self._index.programs:
             known = ", ".join(f"'{name}'" for name in self._index.programs)
@@ -103,20 +116,24 @@ class Artifact:
             again = f"compile it with weights: `partc compile {name} --weights FOLDER`, or without --no-weights"
             raise ArtifactError(f"{self.folder}: the artifact has no weights, and cannot be run\n  help: {again}")
 
+    def _read(self, name: str) -> ModelProto:
+        from google.protobuf.message import DecodeError
+
+        self._check([name])
+        try:
+            return read_model(self.folder / name)
+        except DecodeError:
+            raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
+
     def model(self, rank: int) -> ModelProto:
         """Reads the program of a rank; its weights stay in their files, its rank constants become initializers.
 
         ArtifactError where a file that it needs was changed or is not valid.
         """
-        from google.protobuf.message import DecodeError
         from onnx import TensorProto
 
         name = self.manifest.program(rank)
-        self._check([name])
-        try:
-            model = read_model(self.folder / name)
-        except DecodeError:
-            raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
+        model = self._read(name)
         names = [*_names(model.graph)]
         for function in model.functions:
             names += [function.name, *function.input, *_node_names(function.node)]

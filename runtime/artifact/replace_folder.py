@@ -25,10 +25,10 @@ from ..files.regular import kind_of
 from ..files.replace import (
     OLD,
     WriteError,
+    abandoned,
     exchange,
     hidden_files,
     hidden_name,
-    is_abandoned,
     locked_folder,
     move_folder,
     remove,
@@ -69,8 +69,10 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     with write_errors(out):
         place.parent.mkdir(parents=True, exist_ok=True)
         for left in hidden_files(place):  # where a writer died between two renames
-            if left.name.endswith(OLD) and not os.path.lexists(place) and is_abandoned(left):
-                move_folder(left, place)
+            if left.name.endswith(OLD) and not os.path.lexists(place):
+                with abandoned(left) as dead:
+                    if dead:
+                        move_folder(left, place)
         remove_abandoned(place, remove_artifact)
         hidden = old = hidden_name(place)
         try:

@@ -34,12 +34,21 @@ class SingleFile:
 
     name: str = ""
     state: Sequence[StateRecord] = ()
+    listed: ModelProto = field(default_factory=ModelProto)
+    """The file as it is, with calls of tasks."""
     model: ModelProto = field(default_factory=ModelProto)
+    """The graph with the nodes of tasks in place of their calls."""
     once: ModelProto = field(default_factory=ModelProto)
     """The graph with the nodes of each task once, for its first call."""
+    traffic: ModelProto = field(default_factory=ModelProto)
+    """The graph with the communication of all calls."""
     rest: ModelProto = field(default_factory=ModelProto)
     """The graph without nodes of kinds that were checked before."""
     row: Row | None = None
+    uniform: bool = True
+    """Whether later microbatches repeat what the first two do."""
+    structure: bytes = b""
+    """A key that is equal for files of equal nodes, whose weights may be other shards."""
 
 
 CONSTANT = "constant"
@@ -102,7 +111,8 @@ class Known:
 
 @dataclass
 class Subject:
-    """A program of an artifact that is checked. `wrong`: the files that differ from the manifest; `models`: the readable files, by rank.
+    """A program of an artifact that is checked. `wrong`: the files that differ from the manifest; `models`: the readable files, by rank,
+    with the nodes of the first two microbatches where all others repeat these (`graph/uniform_rows.py`).
 
     A check of a single rank file gets it as `file`. `check_beside` checks another program of the artifact by its name; `others`: for the
     main program, the names of all other programs.
@@ -122,7 +132,16 @@ class Subject:
     models: dict[int, ModelProto] = field(default_factory=dict)
     once: dict[int, ModelProto] = field(default_factory=dict)
     """Maps each rank to its readable file with the nodes of each task once."""
+    traffic: dict[int, ModelProto] = field(default_factory=dict)
+    """Maps each rank to its readable file with the communication of all calls."""
+    nodes: int = 0
+    """The number of nodes of all ranks and calls."""
     file: SingleFile = field(default_factory=SingleFile)
     rows: dict[int, Row] = field(default_factory=dict)
     """Maps each rank whose file has tasks to its row of tasks."""
     counts: StateCounts = field(default_factory=StateCounts)
+    shared: Manifest = field(init=False)
+    """The manifest with one file for all ranks whose programs have equal nodes."""
+
+    def __post_init__(self) -> None:
+        self.shared = self.manifest

@@ -7,13 +7,13 @@ ignored: runs in float32 and float16, or on other ranks, continue from each othe
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from partc.runtime.artifact.format import StateRecord
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.errors import CheckpointError, UsageError
+from partc.runtime.spellings import nearest
 
 from .checkpoint import Checkpoint
 from .index import Kind, TensorRecord
@@ -68,7 +68,7 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
     problems = list(_weight_problems(source, wanted, strict, statistics=False))
     matching = frozenset(name for name in wanted if name in held and held[name].kind in _WEIGHTS)
     if not matching and not problems:
-        like = nearest(next(iter(wanted), ""), held)
+        like = nearest_text(next(iter(wanted), ""), held)
         problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
     if problems:
         help = "names, shapes and types must be the program's" if strict else "shapes and types must be the program's"
@@ -92,10 +92,10 @@ def _weight_problems(
     foreign_entries = [name for name in theirs if name not in ours]
     if strict:
         for at, name in enumerate(absent):
-            like = nearest(name, foreign_entries) if at < _SUGGESTED else ""
+            like = nearest_text(name, foreign_entries) if at < _SUGGESTED else ""
             yield f"{where}: has no '{name}' {_text(ours[name])}{like}"
         for at, name in enumerate(foreign_entries):
-            like = nearest(name, absent) if at < _SUGGESTED else ""
+            like = nearest_text(name, absent) if at < _SUGGESTED else ""
             yield f"{where}: has '{name}' {_saved_text(theirs[name])}, which the program lacks{like}"
     for name, record in ours.items():
         if name in theirs:
@@ -144,10 +144,10 @@ def _optimizer(name: str, slots: Sequence[str]) -> str:
     return f"the optimizer '{name}', which keeps {keeps}" if name else f"an optimizer that keeps {keeps}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest_text(name: str, names: Iterable[str]) -> str:
     """Returns the names most similar to one, as the end of a message; same endings first, since prefixes differ most often."""
     last = name.rpartition(".")[2]
     some = list(names)
     ending = [other for other in some if other.endswith((f".{name}", f"_{name}")) or name.endswith(f".{other}")]
-    alike = ending or difflib.get_close_matches(name, [other for other in some if other.endswith(last)] or some, 3, 0.5)
+    alike = ending or nearest(name, [other for other in some if other.endswith(last)] or some)
     return f"; the nearest {'is' if len(alike[:3]) == 1 else 'are'} {', '.join(map(repr, alike[:3]))}" if alike else ""

@@ -21,7 +21,7 @@ from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.safetensors_stream import Stored, write_tensors
 from pydantic import JsonValue
 
-from ..artifact.release import release
+from ..artifact.format import release
 from ..errors import CheckpointError, PartcError
 from ..files.replace import make_folder, move_folder, remove_inside
 from ..files.writers import new_file

@@ -6,12 +6,11 @@ network computes a record in thirty. Such code can be used, too, unchanged and a
 
     loader.py        batches, read ahead                batches.py         sources of a loader's batches
     dataset.py       fields, opened by a spec           sampler.py         the records of each batch
-    files.py         .npz, .npy, folders, IDX           length_buckets.py  records of similar length
-    npy.py           arrays in numpy's format           padding.py         padded lengths of a batch
-    memory.py        limits of memory for data          code.py            the user's Python files
-    fields.py        a field, read by indices           constants.py       inputs without records
-    reader.py        a rank's shards of a batch         convert.py         from a field to an input
-    rank_inputs.py   spans and shards of inputs
+    files.py         .npz, .npy, folders, IDX           padding.py         padded lengths of a batch
+    npy.py           arrays in numpy's format           code.py            the user's Python files
+    memory.py        limits of memory for data          constants.py       inputs without records
+    fields.py        a field, read by indices           convert.py         from a field to an input
+    reader.py        a rank's shards of a batch         rank_inputs.py     spans and shards of inputs
     sources/         records with an index: the user's objects, arrow tables
     streams/         records and batches in an order of their own: a `DataLoader`, an iterable
 

@@ -23,8 +23,8 @@ from partc.runtime.artifact.tensors.dtypes import Array, Dtype, by_numpy, dense
 from ..artifact import dim_expression as expression
 from ..artifact.format import Dim, Port
 from ..errors import UsageError
+from ..spellings import nearest
 from .fields import Field
-from .sources.naming import nearest
 
 _TEXT = "tensor(string)"
 _EXACT = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64": 24, "complex128": 53}
@@ -81,8 +81,8 @@ def conversions(
     names = ", ".join(f"'{name}'" for name in fields) or "none"
     for port in ports:
         if port.name not in fields:
-            near = nearest(port.name, fields)
-            help = f"\n  help: write fields: {{{port.name}: {near}}}" if near else ""
+            near = nearest(port.name, fields, 1)
+            help = f"\n  help: write fields: {{{port.name}: {near[0]}}}" if near else ""
             problems.append(f"input '{port.name}' ({described(port)}) has no field; the fields are {names}{help}")
             continue
         field, dtype = fields[port.name], dense(port.type)

@@ -18,11 +18,10 @@ from ..user_code import user_code
 from .code import Batch, Code, Transform
 from .fields import Column, Field, Index, Ragged, RaggedRows, Rows
 from .files import OFFSETS, open_field, open_fields
-from .length_buckets import Buckets
 from .memory import Memory
-from .sources.arrow import ArrowSource
+from .sampler import Buckets
+from .sources.indexed import ArrowSource, CodeSource
 from .sources.naming import Naming, Unfit
-from .sources.records import CodeSource
 from .sources.user_source import STREAMS, Kind, UserSource, user_source
 from .sources.values import as_array
 

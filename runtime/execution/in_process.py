@@ -21,8 +21,8 @@ from ..job.turn import PROGRAM, CallGuard, one_call
 from ..program.sessions import Settings
 from .inputs import Whole
 from .program import CLOSED, OnError, Outputs, Program, refuse_recovery
+from .rank_program import settings_for
 from .rank_threads import RankThreads, Result
-from .session_settings import settings_for
 
 
 class LocalProgram:

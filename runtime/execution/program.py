@@ -42,9 +42,8 @@ from ..job.turn import PROGRAM, CallGuard, one_call
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .collective_plans import connected, wire_tags
-from .rank_program import describe, lower_rank_program
+from .rank_program import describe, lower_rank_program, settings_for
 from .recover import attempt, failed, settle
-from .session_settings import settings_for
 from .state import State
 from .step_plan import StepPlan
 from .step_plans import StepPlans

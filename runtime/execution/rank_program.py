@@ -2,6 +2,14 @@
 
 The rank's file is checked against the manifest and divided into steps; shapes, types, places and live ranges of its values are in one table
 (`program/value_table.py`); sessions are built, and the rank's state is laid out in memory.
+
+The rows of its caches that a rank binds in a step: those of one slot in a prefill, of one group of slots in a decode by groups.
+
+decode     past_k [4, heads, length, size]     all slots of the rank
+decode     past_k [2, heads, length, size]     the rows of one of two groups, in place
+prefill    past_k [1, heads, length, size]     the row of slot 2, in place; the next step binds another slot's; so does encode
+
+Makes the settings of a rank's sessions from the arguments of `load`.
 """
 
 from __future__ import annotations
@@ -9,20 +17,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.format import CUDA, Shape, StateRecord
+from ..artifact.format import CACHE, CUDA, Shape, StateRecord
+from ..artifact.generation import binds_rows
 from ..artifact.manifest import Artifact, open_artifact
-from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of, refuse_missing
-from ..devices.devices import Devices
-from ..errors import ArtifactError
+from ..communication.transport import Transport
+from ..devices.device_memory import Block, Cell, DeviceMemory, Placed, memory_of, refuse_missing
+from ..devices.devices import Devices, RequestedDevices, devices_from
+from ..errors import ArtifactError, UsageError
 from ..lookups.lookup import Lookup, Memory
 from ..program.lifetimes import in_place_aliases
-from ..program.locations import locations, used_targets
 from ..program.ort import give_back_freed
 from ..program.rank_file import RankFile, check_ports, read_rank_file
 from ..program.sessions import Builder, SegmentSession, Settings
@@ -33,14 +43,15 @@ from ..program.value_table import (
     check_results,
     check_types,
     known_shapes,
+    locations,
     promised_shapes,
     sized_inputs,
     types_from_manifest,
+    used_targets,
 )
+from ..units import count as units
 from ..updates.fusion import FusedUpdate, RowUpdate
-from ..updates.row_updater import RowUpdater
-from ..updates.updater import Updater
-from .memory.cache_rows import CacheRows
+from ..updates.updater import RowUpdater, Updater
 from .memory.layout import lay_out
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder
@@ -335,3 +346,60 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
                 value = np.array(texts, object).reshape(array.shape)
             weights[tensor.name] = f"tensor({element(tensor.data_type)})", value
     return weights
+
+
+@dataclass
+class CacheRows:
+    """The rows of a rank's caches that the next steps use.
+
+    `records`: the record of each cache, and of each output that replaces it. `run`: the index of the rank's run of slots, of `runs` equal
+    ones; `count`: the slots of a run; `size`: the slots of a step. `first`: the first slot of the next step, counted within the run.
+    """
+
+    state: State
+    records: Mapping[str, StateRecord]
+    run: int
+    runs: int
+    count: int
+    size: int
+    first: int = 0
+
+    @classmethod
+    def of(cls, file: RankFile, state: State) -> Self | None:
+        """Returns the rows of a rank whose program binds those of some slots, such as a decode by groups; None for another program."""
+        caches = [one for one in file.state if one.kind == CACHE]
+        generation = file.manifest.generation
+        if not binds_rows(file.manifest.name) and (generation is None or generation.groups == 1):
+            return None
+        records = {name: one for one in caches for name in (one.value, one.next) if name}
+        if not caches:
+            return cls(state, records, 0, 1, 0, 0)
+        begin, _, of = caches[0].shard(file.rank)[0]
+        size = caches[0].local_shape(file.rank)[0]
+        runs = caches[0].shape[0] // size
+        return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0], size)
+
+    def choose(self, slots: Sequence[int]) -> None:
+        """Sets the slots of the next steps: the same number of each run, consecutive; UsageError where the rank has other slots."""
+        if not self.records:
+            return
+        mine, begin = slots[self.run * self.size :][: self.size], self.run * self.count
+        first = mine[0] - begin if len(slots) == self.runs * self.size else -1
+        if not 0 <= first <= self.count - self.size or [*mine] != [*range(mine[0], mine[0] + self.size)]:
+            fact, each = f"a step of the slots {[*slots]}", units(self.size, "slot")
+            law = f"it computes {each} of each of {self.runs} runs of {self.count}"
+            raise UsageError(f"{fact}\n  {law}\n  help: give {each} of {begin} and on for run {self.run}")
+        self.first = first
+
+    def places(self) -> dict[str, Placed]:
+        """Maps names to the rows of the chosen slots."""
+        return {name: self.state.rows(record, self.first, self.size) for name, record in self.records.items()}
+
+
+def settings_for(
+    transport: Transport, threads: int | None, devices: RequestedDevices | None, op_times: Path | None = None
+) -> Settings:
+    """Returns a rank's settings: by default its own cores, and the CPU. `op_times`: a folder, if the times of ops are to be measured."""
+    profile = str(op_times / f"rank{transport.rank}") if op_times is not None else ""
+    placed = devices_from(devices, transport.place)
+    return Settings(threads or transport.cores, not transport.shares_host, placed, profile=profile)

@@ -23,7 +23,7 @@ from ..communication.transport import Request, Transport
 from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part, shapes_of
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.copy_runs import copy_runs
+from ..program.flat_buffers import copy_runs
 from ..program.memory_plan import Lifetime
 from ..program.session_values import check_promise
 from ..program.steps import (

@@ -23,6 +23,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,8 +58,7 @@ def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
     either the old or the new file complete. UsageError where `path` is something other than a regular file, such as a link; WriteError
     where the disk is full or the folder cannot be written.
     """
-    with _hidden(path) as hidden, new_file(hidden) as out:
-        lock(out.fileno())
+    with _hidden(path) as hidden, _new_locked(hidden) as out:
         yield out
         out.flush()
         if settle:
@@ -156,40 +156,61 @@ def hidden_files(path: Path) -> list[Path]:
     ]
 
 
-def lock(handle: int) -> None:
-    """Locks an open file or folder, on systems that have locks."""
+def _lock(handle: int) -> bool:
+    """Locks a new file or folder, on systems that have locks; returns whether it still has its name.
+
+    Until it is locked, another writer may take it for a dead one's and remove it; that writer has the lock meanwhile.
+    """
     if fcntl is not None:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    return os.fstat(handle).st_nlink > 0
+
+
+def _new_locked(path: Path) -> BufferedRandom:
+    """Creates a file and opens it, locked until it is closed."""
+    out = new_file(path)
+    if _lock(out.fileno()):
+        return out
+    out.close()
+    return _new_locked(path)
+
+
+def _new_locked_folder(path: Path) -> int:
+    """Creates a folder and locks it; returns the handle that holds the lock."""
+    os.mkdir(path)
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(path, os.O_RDONLY)
+        if _lock(handle):
+            return handle
+        os.close(handle)
+    return _new_locked_folder(path)
 
 
 @contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
     """Creates a folder and locks it during the block."""
-    os.mkdir(path)
-    handle = os.open(path, os.O_RDONLY)
+    handle = _new_locked_folder(path)
     try:
-        lock(handle)
         yield
     finally:
         os.close(handle)
 
 
-def is_abandoned(hidden: Path) -> bool:
-    """Whether the writer of a hidden file is dead; False on systems without locks."""
-    if fcntl is None:
-        return False
+@contextmanager
+def abandoned(hidden: Path) -> Iterator[bool]:
+    """Yields whether the writer of a hidden file is dead; the file is then locked during the block. False on systems without locks."""
+    handle, dead = None, False
+    with contextlib.suppress(OSError):
+        if fcntl is not None:
+            handle = os.open(hidden, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            dead = True
     try:
-        handle = os.open(hidden, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        yield dead
     finally:
-        os.close(handle)
-    return True
+        if handle is not None:
+            os.close(handle)
 
 
 def make_folder(path: Path, exist_ok: bool = False) -> None:
@@ -241,8 +262,8 @@ def remove(path: Path) -> None:
 def remove_abandoned(path: Path, remove: Callable[[Path], None] = remove) -> None:
     """Removes the hidden files of dead writers of `path`; those that cannot be removed stay."""
     for hidden in hidden_files(path):
-        if is_abandoned(hidden):
-            with contextlib.suppress(OSError):
+        with abandoned(hidden) as dead, contextlib.suppress(OSError):
+            if dead:
                 remove(hidden)
 
 

@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 
 from ..artifact.generation import GenerationRecord
+from ..program.ort import quiet_session
 
 _COLUMNS, _BLOCKS = 64, 4
 
@@ -24,7 +25,6 @@ def least_rows(record: GenerationRecord) -> int:
 @cache
 def keeps_bits(bits: int, block: int, level: int, points: bool = False) -> bool:
     """Whether the first row of a quantized product is the same alone and together with a second row."""
-    import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(0)
@@ -44,9 +44,7 @@ def keeps_bits(bits: int, block: int, level: int, points: bool = False) -> bool:
     graph = helper.make_graph([node], "rows", ports[:1], ports[1:], weights)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = quiet_session(model.SerializeToString())
     rows = rng.standard_normal((2, size)).astype(np.float32)
     alone, among = (session.run(None, {"x": rows[:n]})[0][0] for n in (1, 2))
     return bool((alone == among).all())

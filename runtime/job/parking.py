@@ -24,17 +24,73 @@ others of its host, and all spin for only `SHORTEST_SPIN`: during `SHORTEST_CAUT
 again.
 
 If there are more ranks than cores, no rank spins: one that waits for a number gives its core up once (`YieldTurns`), and then sleeps.
+
+Linux futexes (futex(2)), called by ctypes: a thread sleeps in the kernel until a 32-bit word in shared memory has changed.
+
+ctypes releases Python's lock during the call, so that other threads of the process continue. The kernel compares the word with the caller's
+expected value before the thread sleeps, so a wake between the caller's check and its sleep is not lost.
+
+Waits by polling: a rank always yields its core between two polls.
+
+    for _ in spins(2e-3):                   # the first poll at once, the next ones whenever no other process wants the core
+        if request.Test():
+            return
+    for waited in sleeps(2e-5, 1e-4):       # 20 microseconds, and twice as long each time, up to a tenth of a millisecond
+        if request.Test():
+            break
+
+A rank that polls without giving its core up may block the rank for which it waits: the system may have put both on one core, even with as
+many cores as ranks, since another process may run on the other core. Each wait then takes a time slice of the system, some milliseconds,
+until the other rank runs. Giving the core up costs less than a microsecond if no other process wants it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable, Sequence
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from time import perf_counter
 from typing import Protocol
 
-from .futex import Futex
+_NUMBERS = {"x86_64": 202}
+"""Maps each machine to the number of the system call. Only x86: the order of stores on which `Parking` relies holds there alone."""
+_WAIT, _WAKE = 0, 1
+_ALL = 0x7FFFFFFF
+
+
+class Futex:
+    """The system call; OSError where the system lacks it or forbids it."""
+
+    def __init__(self) -> None:
+        number = _NUMBERS.get(platform.machine().lower()) if sys.platform == "linux" else None
+        if number is None:
+            raise OSError("no futex on this system")
+        self._number = number
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+        number_type, word = ctypes.c_long, ctypes.c_void_p
+        self._syscall.argtypes = [number_type, word, ctypes.c_int, ctypes.c_uint32, word, word, ctypes.c_uint32]
+        own = ctypes.c_uint32()
+        if self._syscall(number, ctypes.addressof(own), _WAKE, 0, None, None, 0) < 0:
+            raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")
+
+    def timeout(self, seconds: float) -> ctypes.Array[ctypes.c_long]:
+        """Converts seconds to a timeout for `wait`, which can be reused."""
+        whole = int(seconds)
+        return (ctypes.c_long * 2)(whole, int((seconds - whole) * 1e9))
+
+    def wait(self, address: int, expected: int, timeout: ctypes.Array[ctypes.c_long]) -> None:
+        """Sleeps while the word is `expected`, until a wake, a signal or the timeout; the caller must then check its condition again."""
+        self._syscall(self._number, address, _WAIT, expected, ctypes.addressof(timeout), None, 0)
+
+    def wake(self, address: int) -> None:
+        """Wakes all threads that sleep on the word."""
+        self._syscall(self._number, address, _WAKE, _ALL, None, None, 0)
+
 
 LINE = 64
 """Bytes of a cache line: words of different ranks are in different lines."""
@@ -300,3 +356,35 @@ class RankWait:
                 look()
         finally:
             own[word] = 0
+
+
+_LONG_WAIT = 0.1
+_SLEEP_OF_A_LONG_WAIT = 1e-3
+
+give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
+"""Gives the core to another process or thread that wants it, if there is one."""
+
+
+def spins(seconds: float) -> Iterator[None]:
+    """Yields at once, and then repeatedly for `seconds`; in between any other process that wants the core gets it."""
+    yield
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        give_way()
+        yield
+
+
+def sleeps(shortest: float, longest: float | None = None, within: float | None = None) -> Iterator[float]:
+    """Yields the seconds waited so far, at once and after each sleep.
+
+    The first sleep takes `shortest` seconds, each further one twice as long, up to `longest`; after a tenth of a second up to at least a
+    millisecond. With `within` the last value comes after that many seconds.
+    """
+    begun, sleep, most = time.monotonic(), shortest, longest or shortest
+    waited = 0.0
+    yield waited
+    while within is None or waited < within:
+        time.sleep(sleep)
+        waited = time.monotonic() - begun
+        yield waited
+        sleep = min(2 * sleep, most if waited < _LONG_WAIT else max(most, _SLEEP_OF_A_LONG_WAIT))

@@ -255,7 +255,8 @@ class Lookup:
     def route(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Routed]:
         """Sends rows to the owners of their experts; raises StepError on all ranks if an id is not an expert.
 
-        Returns the received rows, their experts counted from the rank's first, and the data for a Return. Rows are received rank by rank in
+        Of one expert's rows the first are sent, as many as the capacity allows. Returns the received rows, their experts counted from the
+        rank's first, and the data for a Return. Rows are received rank by rank in
         the order of the list, those of one rank by expert, those of one expert in their order there.
         """
         each, kind = self.call.rows_of_owner, BY_NAME["int64"]
@@ -265,10 +266,14 @@ class Lookup:
         if wrong.size:
             header[:, 1:_EXPERTS] = _NO_ROW, flat[wrong[0]], wrong[0]
         else:
-            header[:, _EXPERTS:] = np.bincount(flat, minlength=self.call.rows).reshape(len(self.ranks), each)
+            most, counts = self.call.most(flat.size), np.bincount(flat, minlength=self.call.rows)
+            header[:, _EXPERTS:] = np.minimum(counts, most).reshape(len(self.ranks), each)
         table = np.array(self._meet(header), np.int64)[:, _EXPERTS:]
-        places = np.empty(flat.size, np.int64)
-        places[np.argsort(flat, kind="stable")] = np.arange(flat.size)
+        order = np.argsort(flat, kind="stable")
+        turns = np.arange(flat.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        order = order[turns < most]
+        places = np.full(flat.size, -1, np.int64)
+        places[order] = np.arange(order.size)
         counts = np.concatenate([header[:, _EXPERTS:].sum(1), table.sum(1)])
         experts = np.repeat(np.tile(np.arange(each), len(self.ranks)), table.reshape(-1))
         found = Routed(Tensor.of(places, kind), Tensor.of(counts, kind))
@@ -277,8 +282,10 @@ class Lookup:
     def route_as(self, routed: Routed, rows: Tensor) -> Tensor:
         """Sends rows along the way of the Route that made `routed`, and returns the received rows."""
         places, leaving, coming = self._ways(routed)
-        given = self._rows("leaving", places.size)
-        given[places] = rows.data.reshape(places.size, self.row_bytes)
+        count = sum(leaving.values())
+        given, source = self._rows("leaving", count), rows.data.reshape(places.size, self.row_bytes)
+        sent = slice(None) if count == places.size else places >= 0
+        given[places[sent]] = source[sent]
         made = Tensor.empty(self.dtype, (sum(coming.values()), *self.call.row))
         received = self._exchange(given, leaving, made.data.reshape(made.shape[0], self.row_bytes), coming)
         self._count(places.size, places.size, received)
@@ -287,13 +294,17 @@ class Lookup:
     def send_back(self, routed: Routed, rows: Tensor, result: Tensor | None) -> Tensor:
         """Sends back a row for each received one, and returns them at the places of the sent ones, in `result` if given."""
         places, leaving, coming = self._ways(routed)
-        home = self._rows("home", places.size)
+        count = sum(leaving.values())
+        home = self._rows("home", count)
         received = self._exchange(rows.data.reshape(rows.shape[0], self.row_bytes), coming, home, leaving)
-        made = result if result is not None else Tensor.empty(self.dtype, (places.size, *self.call.row))
-        if places.size:
-            np.take(home, places, axis=0, out=made.data.reshape(places.size, self.row_bytes), mode="clip")
+        received_rows = result if result is not None else Tensor.empty(self.dtype, (places.size, *self.call.row))
+        target = received_rows.data.reshape(places.size, self.row_bytes)
+        if count:
+            np.take(home, places, axis=0, out=target, mode="clip")
+        if count < places.size:
+            target[places < 0] = 0
         self._count(places.size, places.size, received)
-        return made
+        return received_rows
 
     def _ways(self, routed: Routed) -> tuple[Ids, dict[int, int], dict[int, int]]:
         """Returns the places of a rank's rows, and maps ranks to the number of rows to and from them."""

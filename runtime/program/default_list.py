@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.comm.border_node import BorderCall
 from partc.runtime.artifact.comm.collective_node import read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, op_and_path, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.row_function import is_rowwise
 from partc.runtime.artifact.graph.targets import is_copy, target_of
-from partc.runtime.artifact.run_list import RunList, SegmentRow, UpdateRow, numbers_text
+from partc.runtime.artifact.run_list import (
+    RunList,
+    SegmentRow,
+    UpdateRow,
+    in_one_thread,
+    numbers_text,
+    wants_one_thread,
+)
 
 from ..artifact.format import DOMAIN, OPTIMIZER, RECV, SEND, TAG
 from ..errors import ArtifactError

@@ -1,8 +1,15 @@
-"""Values that are adjacent in one range of memory: the results of an AllReduce or ReduceScatter of several, and gradients of one update."""
+"""Values that are adjacent in one range of memory: the results of an AllReduce or ReduceScatter of several, and gradients of one update.
+
+Merges consecutive copies: values are adjacent in memory where the values that they are copied from or to are.
+
+The gradients of an update are adjacent in memory, and so are the parameters that it replaces. Where gradients are copied to the update, or
+parameters to their readers, one after the other, the other side of the copies is laid out in the same order, so that a run of copies is one
+move of memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -10,6 +17,7 @@ from math import prod
 from ..artifact.format import Shape
 from ..errors import ArtifactError
 from .rank_file import RankFile
+from .steps import Copy, Segment, Step
 
 
 @dataclass(frozen=True)
@@ -70,3 +78,76 @@ def fixed_shape(shape: Shape) -> tuple[int, ...] | None:
     """Returns a shape whose dims are all numbers, as a tuple; None for any other."""
     numbers = [dim for dim in shape or () if isinstance(dim, int)]
     return tuple(numbers) if shape is not None and len(numbers) == len(shape) else None
+
+
+def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
+    """Groups the indices of steps that are copies into runs: consecutive copies to one target of which none reads another one's result.
+
+    A run counts as one point in time: its copies may be done in any order, and no two of its values share memory (`lifetimes.py`).
+    """
+    runs: list[list[int]] = []
+    results: set[str] = set()
+    for index, step in enumerate(steps):
+        if not isinstance(step, Copy):
+            continue
+        last = steps[index - 1] if index else None
+        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task) and step.source not in results:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+            results = set()
+        results.add(step.result)
+    return runs
+
+
+def run_ends(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
+    """Maps the index of each step that is a copy to the first and the last index of its run."""
+    return {index: (run[0], run[-1]) for run in copy_runs(steps) for index in run}
+
+
+def copied_buffers(
+    file: RankFile, laid: Sequence[FlatBuffer], shapes: Mapping[str, Shape], types: Mapping[str, str]
+) -> list[FlatBuffer]:
+    """Returns buffers for the values on the other side of runs of copies that have one side in `laid`; none of them is in `laid` itself.
+
+    A sum to which tasks add stays in its own place, where each task adds to it.
+    """
+    places = {name: (buffer.name, at) for buffer in laid for name, at in buffer.places.items()}
+    outputs = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}
+    outputs -= {name for step in file.steps if isinstance(step, Segment) and step.task for _, name in step.sums}
+    results = {step.result for step in file.copies} - {*file.outputs}
+    taken = set(places)
+    buffers: list[FlatBuffer] = []
+    for run in copy_runs(file.steps):
+        copies = [step for index in run if isinstance(step := file.steps[index], Copy)]
+        pairs = [(one.result, one.source) for one in copies] + [(one.source, one.result) for one in copies]
+        groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for flat, other in pairs:
+            fits = other in (results if flat in {one.source for one in copies} else outputs) and other not in taken
+            if flat in places and fits and fixed_shape(shapes.get(other)) is not None and other in types:
+                buffer, at = places[flat]
+                groups.setdefault((buffer, types[other]), []).append((at, other))
+        for (buffer, type), members in groups.items():
+            names = tuple(dict.fromkeys(name for _, name in sorted(members) if name not in taken))
+            if len(names) > 1:
+                taken.update(names)
+                buffers.append(
+                    FlatBuffer(
+                        f"copies of {buffer} {run[0]}",
+                        type,
+                        names,
+                        tuple(prod(fixed_shape(shapes[one]) or ()) for one in names),
+                    )
+                )
+    return buffers
+
+
+def merged(spans: Collection[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Merges moves of memory (source address, target address, bytes) that are adjacent on both sides."""
+    joined: list[tuple[int, int, int]] = []
+    for source, target, size in sorted(spans):
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (source, target):
+            joined[-1] = (joined[-1][0], joined[-1][1], joined[-1][2] + size)
+        else:
+            joined.append((source, target, size))
+    return joined

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from .copy_runs import run_ends
+from .flat_buffers import run_ends
 from .memory_plan import Lifetime
 from .steps import (
     Border,

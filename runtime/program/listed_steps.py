@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from partc.runtime.artifact.comm.border_node import IF, BorderCall
-from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, peer_of, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.graph.bodies import is_border
 from partc.runtime.artifact.graph.onnx_graph import integer_of, op_and_path, path_of, text_of
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
 
-from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array
 
 from ..devices.devices import HOST, Device
 
@@ -106,6 +107,7 @@ def new_session(
     profile: str = "",
     numbers: Mapping[str, Array] = MappingProxyType({}),
     tables: Collection[str] = (),
+    large: bool = False,
 ) -> Session:
     """Returns a session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
@@ -123,6 +125,9 @@ def new_session(
 
     On a GPU, `NO_FALLBACK` among the entries forbids nodes on the CPU; without it `left_on_host` lists them.
 
+    With `large` onnxruntime does not plan which values share a buffer, which takes it time quadratic in the number of nodes: of 4,000 small
+    ones 2.5 of 3.3 s. The common arena gives freed memory again, so steps take as long and as much memory; without that arena it plans.
+
     `numbers`: by name the weights that are not read from a file. The session does not copy those named in `tables`, and keeps the array.
 
     Its threads are its own: onnxruntime's pool for all sessions would belong to the whole process, and the user's sessions would have to be
@@ -138,6 +143,7 @@ def new_session(
     options.enable_cpu_mem_arena = device.is_host and (shared or grows)
     if shared or grows:
         options.enable_mem_pattern = False
+    options.enable_mem_reuse = not (large and shared and device.is_host)
     if shared:
         options.add_session_config_entry("session.use_env_allocators", "1")
     if not device.is_host:
@@ -147,7 +153,7 @@ def new_session(
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in numbers.items()}
+    values = {name: _value_of(array) for name, array in numbers.items()}
     if values:
         options.add_external_initializers([*values], [*values.values()])
     for name in tables:
@@ -166,8 +172,17 @@ def new_session(
     return cast(Session, session)
 
 
+def _value_of(array: Array) -> Any:
+    """Returns a tensor of onnxruntime over the memory of an array, also of bfloat16, which numpy lacks."""
+    import onnxruntime
+
+    if array.dtype.name == "bfloat16":
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view("u2"), BY_NAME["bfloat16"].code)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
 def give_back_freed() -> None:
-    """Returns memory that creating sessions has freed to the system; constant weights take up to four times their size meanwhile."""
+    """Returns memory that creating sessions has freed to the system; weights that it computes take twice their size meanwhile."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
@@ -194,22 +209,38 @@ def without_kernel(model: bytes, device: Device, entries: Mapping[str, str]) -> 
 
 def can_load(model: bytes, folder: str, *, optimized: bool) -> str:
     """Returns the reason why onnxruntime does not load a model, "" if it does. External weights are in `folder`; nothing is run."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    levels = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    if folder:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
         if model:
-            onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            quiet_session(model, folder, optimized=optimized, entries={"session.disable_prepacking": "1"})
     except Exception as error:
         return str(error)
     return ""
+
+
+def quiet_session(
+    model: bytes | Path,
+    folder: str = "",
+    *,
+    threads: int = 1,
+    optimized: bool = True,
+    entries: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Returns onnxruntime's own session of a model on the CPU, which prints no warnings. External weights are in `folder`.
+
+    Without `optimized` no kernel replaces several nodes. `threads`: 0 for as many as there are cores.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if threads:
+        options.intra_op_num_threads = threads
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    more = {"session.model_external_initializers_file_folder_path": folder} if folder else {}
+    for name, value in {**entries, **more}.items():
+        options.add_session_config_entry(name, value)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def new_value(shape: tuple[int, ...], code: int) -> OrtValue:

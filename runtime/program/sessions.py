@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, dense, element, type_proto, type_text
-from partc.runtime.artifact.tensors.stored_weight import is_read_here, numbers
+from partc.runtime.artifact.tensors.stored_weight import is_in_another_file, numbers
 
 from ..artifact.format import DOMAIN, FACTORS, TASKS
 from ..devices.devices import HOST, Device, Devices
@@ -26,10 +26,13 @@ from .kernels import refuse_moved_to_host, refuse_without_kernel
 from .ort import NO_FALLBACK, Session, new_session, version
 from .rank_file import RankFile
 from .steps import Segment
+from .weight_copies import multiply_by_transposed, read_narrow
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TypeProto
 
+LARGE = 1_000
+"""The number of nodes from which onnxruntime does not plan the sharing of buffers."""
 _NODE = re.compile(r"Name:\s?'([^']*)'")
 _OUTPUT = re.compile(
     r"provided for output '([^']*)' .*has shape (\{[^}]*\}) but the computed output shape for this run is (\{[^}]*\})"
@@ -52,7 +55,7 @@ class Settings:
     profile: str = ""
     """The prefix of the files in which onnxruntime writes the times of segments' nodes; empty to write none."""
     tables: dict[bytes, Array] = field(default_factory=dict, compare=False)
-    """The widened tables of all sessions whose rows nodes read, by the rank file's serialized tensor."""
+    """The tables of all sessions, whose rows nodes read, that lie in files of others, by the rank file's serialized tensor."""
     shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
     """The sessions of a decoder's programs by a hash of their models: equal segments share a session, and so its weights."""
 
@@ -168,9 +171,18 @@ class Builder:
         try:
             self.made += 1
             profile = f"{settings.profile}.{self.made}" if settings.profile else ""
-            widened = self._widened(model, device)
+            arrays, tables = self._of_other_files(model, device)
             session = new_session(
-                data, threads, device, entries, settings.keeps, bool(settings.caches), profile, *widened
+                data,
+                threads,
+                device,
+                entries,
+                settings.keeps,
+                bool(settings.caches),
+                profile,
+                arrays,
+                tables,
+                len(model.graph.node) >= LARGE,
             )
         except Exception as error:
             if not device.is_host:
@@ -187,16 +199,16 @@ class Builder:
             settings.shared[key] = session
         return session
 
-    def _widened(self, model: ModelProto, device: Device) -> tuple[dict[str, Array], list[str]]:
-        """Returns by name the weights that onnxruntime does not read itself, and the names of those that are tables.
+    def _of_other_files(self, model: ModelProto, device: Device) -> tuple[dict[str, Array], list[str]]:
+        """Returns by name the weights in files outside of the artifact, which onnxruntime does not read, and the names of the tables.
 
         A table is one array for all sessions of the rank; each session packs or folds its other weights, whose arrays are then freed.
         """
-        stored = {tensor.name: tensor for tensor in model.graph.initializer if is_read_here(tensor)}
+        outside = {tensor.name: tensor for tensor in model.graph.initializer if is_in_another_file(tensor)}
         gathers = (node.input[0] for node in model.graph.node if node.op_type == "Gather" and device.is_host)
-        tables = sorted(stored.keys() & set(gathers))
+        tables = sorted(outside.keys() & set(gathers))
         tables_by_key, arrays = self.settings.tables, dict[str, Array]()
-        for name, tensor in stored.items():
+        for name, tensor in outside.items():
             key = tensor.SerializeToString(deterministic=True)
             known = tables_by_key.get(key)
             arrays[name] = numbers(tensor, self.folder, self.manifest) if known is None else known
@@ -227,6 +239,8 @@ class Builder:
             graph.output.add(name=one, type=self._declared(name))
         if self.settings.devices.of(segment.target).is_host:
             compute_in_float32(model)
+            multiply_by_transposed(model)
+        read_narrow(graph)
         return model
 
     def _declared(self, name: str) -> TypeProto | None:

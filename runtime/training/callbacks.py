@@ -10,7 +10,6 @@ since the other ranks wait for it.
 
 from __future__ import annotations
 
-import difflib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import UsageError
+from ..spellings import nearest
 from ..user_code import user_code
 from .progress import Listener, Metrics, Progress
 
@@ -34,7 +34,7 @@ class Callbacks:
         functions = {name: one for name, one in vars(module).items() if name.startswith("on_") and callable(one)}
         for name in functions:
             if name not in EVENTS:
-                near = difflib.get_close_matches(name, EVENTS, 1)
+                near = nearest(name, EVENTS, 1)
                 help = f"the nearest is {near[0]}" if near else f"they are {', '.join(EVENTS)}"
                 raise UsageError(f"{where}: '{name}' is not an event of a training\n  help: {help}")
         if not functions:

@@ -16,8 +16,7 @@ from ..devices.devices import RequestedDevices
 from ..errors import UsageError
 from ..execution.program import OnError, Program, load
 from ..user_code import run_file
-from .evaluation import Evaluation
-from .trainer import Trainer
+from .trainer import Evaluation, Trainer
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -23,8 +23,7 @@ from ..errors import InputError, UsageError
 from ..execution.times.recording import Recording
 from .best import EARLY_STOP, Judged
 from .finite import STOP, WARN, is_finite
-from .progress import Listener, Meter, Metrics
-from .report import Report
+from .progress import Listener, Meter, Metrics, Report
 from .stopping import MAX_TIME
 from .trainer import Trainer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,11 @@ import onnx
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 from onnx_nodes_case import cases
+from rows import first_and_of_today
 from shape_promises_case import broken, outputs_of, promised, session_of
 
 MOST = 3
-"""So many node tests of an op."""
+"""So many node tests of an op at most."""
 
 
 def dynamic(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -44,14 +44,18 @@ def held(model: onnx.ModelProto, inputs: dict[str, Any]) -> onnx.ModelProto:
     return copy
 
 
-def chosen() -> Iterator[TestCase]:
-    """Some node tests of each op."""
+def ops_of(case: TestCase) -> tuple[str, ...]:
+    return tuple(node.op_type for node in case.model.graph.node)
+
+
+def chosen() -> list[TestCase]:
+    """The first node test of each op, and a quarter of some others."""
     counts: Counter[tuple[str, ...]] = Counter()
+    some = list[TestCase]()
     for _, case in sorted(cases().items()):
-        ops = tuple(node.op_type for node in case.model.graph.node)
-        counts[ops] += 1
-        if counts[ops] <= MOST:
-            yield case
+        counts[ops_of(case)] += 1
+        some += [case] if counts[ops_of(case)] <= MOST else []
+    return first_and_of_today(some, ops_of)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,5 +73,5 @@ def test_node_tests_keep_what_is_promised() -> None:
         constant = held(case.model, inputs)
         for model in (constant, dynamic(constant)):
             found += [f"{case.name}: {line}" for line in broken(promised(model), inputs, outputs)]
-    assert tried > 300, tried
+    assert tried > 200, tried
     assert not found, "\n".join(found)

@@ -13,7 +13,7 @@ import sympy
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, meet, minimum
 from partc.compiler.dims.symbol import Symbol
-from rows import rows
+from rows import of_today, rows
 
 KNOWN = {
     "batch": Symbol(divisor=64).facts(),
@@ -280,7 +280,7 @@ def random_expression(r: random.Random, depth: int) -> sympy.Expr:
             return sympy.Mod(a, k)
 
 
-@rows("seed", range(60), 20)
+@rows("seed", of_today(range(60), 20), 20)
 def test_facts_hold_for_every_legal_binding(seed: int) -> None:
     r = random.Random(seed)
     known = {

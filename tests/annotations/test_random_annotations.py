@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from annotations_case import compiled, programs, written
+from random_annotations import work
 from sharded_models import with_weights
 
 CONSTANTS = """<ir_version: 11, opset_import: ["" : 21]>
@@ -71,9 +71,10 @@ def test_the_nodes_of_a_function_keep_their_paths() -> None:
     assert [*again.paths.values()] == [*first.paths.values()] == ["block.add", "up"]
 
 
-def test_random_models_by_random_plans() -> None:
-    path = Path(__file__).parents[1] / "fuzz" / "random_annotations.py"
-    asked = [sys.executable, str(path), "--cases", "6", "--seed", "5"]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^6 cases: [3-6] ok", ended.stdout, re.MULTILINE), ended.stdout
+def test_random_models_by_random_plans(tmp_path: Path) -> None:
+    """`work` raises where programs differ, and returns the refusal of a plan."""
+    refusals = []
+    for case in range(8):
+        (tmp_path / str(case)).mkdir()
+        refusals.append(work(random.Random(case), tmp_path / str(case)))
+    assert refusals.count("") >= 5, refusals

@@ -18,7 +18,7 @@ from partc.compiler.cost.traced import read_traced
 from partc.runtime.artifact.trace import CATEGORIES, COMPUTE, OP, STEP, Span, read_trace
 from partc.runtime.devices.devices import HOST
 from partc.runtime.errors import UsageError
-from partc.runtime.execution.times.session_runs import SessionRuns
+from partc.runtime.execution.times.profiler import SessionRuns
 from partc.runtime.program.ort import new_session
 
 STEPS, MICROBATCHES = 5, 4

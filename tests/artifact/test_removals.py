@@ -1,6 +1,7 @@
 """What partc removes and renames: in one module alone, what it made alone, and never a link."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,14 @@ OF_PATHS = {"unlink": (0, 1), "rmdir": (0, 0), "rename": (1, 1), "replace": (1, 
 TEXTS = {"unlink", "rmtree", "rmdir", "removedirs", "renameat2", "unlinkat", "rm", "mv"}
 """Names by which they are found otherwise: `getattr(os, "unlink")`, `["rm", path]`."""
 MODULES = {"os", "posix", "shutil"}
+MAY_REMOVE = re.compile(rf"\b({'|'.join(MODULES)})\b|\.({'|'.join(OF_PATHS)})\(|[\"']({'|'.join(TEXTS)})[\"']")
+"""What a source has that removes something; others need not be parsed."""
 
 
 def removals(source: str) -> list[int]:
     """The lines where files are removed or renamed."""
+    if not MAY_REMOVE.search(source):
+        return []
     nodes = [*ast.walk(ast.parse(source))]
     modules, found = set(MODULES), []
     for node in nodes:

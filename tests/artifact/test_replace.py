@@ -1,29 +1,34 @@
 """Files and folders take the place of old ones whole or not at all, and nothing is touched that partc did not write."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
+from partc.runtime.files import replace
 from partc.runtime.files.replace import (
     WriteError,
     hidden_files,
     hidden_name,
-    lock,
     locked_folder,
+    remove_abandoned,
     replacing,
     replacing_together,
     write_text,
 )
+from partc.runtime.files.writers import new_file
 from replaced_anywhere import artifact, tree
+from rows import of_today
 
 HERE = Path(__file__).parent
 
@@ -113,12 +118,37 @@ def test_what_dead_writers_left_is_removed_and_what_others_write_is_not(tmp_path
         (dead / "file").write_text("half")
     (others := hidden_name(other)).write_text("half")
     with (alive := hidden_name(path)).open("wb") as writer:
-        lock(writer.fileno())
+        fcntl.flock(writer, fcntl.LOCK_EX)
         write_text(path, "new")
         assert hidden_files(path) == [alive]
         assert hidden_files(other) == [others]
     write_text(path, "newer")
     assert hidden_files(path) == []
+
+
+def test_a_writer_that_is_not_locked_yet_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer of the path looks for dead writers between the creation of a file or folder and its lock."""
+    path, created = tmp_path / "y.txt", list[Path]()
+
+    def removed_once(create: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def creating(place: Path) -> Any:
+            result = create(place)
+            created.append(place)
+            if created.count(place) == 1:
+                remove_abandoned(path)
+                assert not place.exists()
+            return result
+
+        return creating
+
+    monkeypatch.setattr(replace, "new_file", removed_once(new_file))
+    write_text(path, "new")
+    assert tree(tmp_path) == {"y.txt": "new"}
+    monkeypatch.setattr(os, "mkdir", removed_once(os.mkdir))
+    with locked_folder(hidden := hidden_name(path)):
+        remove_abandoned(path)
+        assert hidden.is_dir()
+    assert len(created) == 4
 
 
 def test_files_that_belong_together_are_replaced_together(tmp_path: Path) -> None:
@@ -209,8 +239,7 @@ def test_what_comes_while_it_is_written_stays(tmp_path: Path, monkeypatch: pytes
     assert tree(left)["notes.txt"] == "mine"
 
 
-@pytest.mark.parametrize("way", ["exchange", "two renames"])
-@pytest.mark.parametrize("what", ["kill", "full"])
+@pytest.mark.parametrize(("way", "what"), of_today([("exchange", "full"), ("two renames", "kill")], 1))
 def test_a_writer_that_ends_anywhere_leaves_the_old_or_the_new(tmp_path: Path, way: str, what: str) -> None:
     command = [sys.executable, HERE / "replaced_anywhere.py", tmp_path, way, what]
     told = subprocess.run(command, capture_output=True, text=True)

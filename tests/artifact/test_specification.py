@@ -12,10 +12,9 @@ from partc.runtime.artifact.format import DOMAIN, Collective, LayoutRecord, Symb
 from partc.runtime.artifact.generation import EmbeddingRecord, EncoderRecord, GenerationRecord
 from partc.runtime.artifact.graph.bodies import BORDERS
 from partc.runtime.artifact.manifest_file import ManifestFile, ProgramRecord
-from partc.runtime.artifact.port import IdsRecord, LabelRecord, Law, Port
+from partc.runtime.artifact.port import IdsRecord, LabelRecord, Law, Port, Transfer
 from partc.runtime.artifact.training.scalars import SCALARS, OptimizerRecord
 from partc.runtime.artifact.training.training_record import TrainingRecord
-from partc.runtime.artifact.transfer import Transfer
 from pydantic import BaseModel
 
 TEXT = (Path(__file__).parents[2] / "runtime/README.md").read_text()

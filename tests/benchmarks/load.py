@@ -21,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu_account import Account, ranks_below
 from transformer import HERE, ROOT, mpi_command
 
 sys.path.extend([str(path) for path in HERE.parent.iterdir() if path.is_dir()])
@@ -34,6 +34,7 @@ PLAN = """ranks: {ranks}
 {sharding}generate: {{slots: {slots}, length: 128, chunk: 16}}
 """
 SHARDING = 'sharding: {"layers.*.*.project": colwise, "layers.*.*.out": rowwise, head: colwise}\n'
+_RANK = b"OMPI_COMM_WORLD_RANK="
 
 
 @dataclass
@@ -79,17 +80,17 @@ def main() -> int:
         for clients in map(int, options.clients.split(",")):
             with MpiServer(folder=build, options=("--queue", "256")) as server:
                 pid = server.process.pid
-                account = Account({"server": [pid], **ranks_below(pid), "clients": [os.getpid()]})
-                begin = time.perf_counter()
-                with account:
-                    done, cancelled = streamed(server.port, clients, options.seconds, options.cancel, vocabulary)
-                seconds = time.perf_counter() - begin
+                processes = {"server": pid, **ranks_below(pid), "clients": os.getpid()}
+                begin, before = time.perf_counter(), cpu_seconds(processes)
+                done, cancelled = streamed(server.port, clients, options.seconds, options.cancel, vocabulary)
+                seconds, after = time.perf_counter() - begin, cpu_seconds(processes)
                 leaked += leaks(server, slots, vocabulary)
             tokens, waits = sum(one.body["max_tokens"] for one in done), sorted(one.first - one.begun for one in done)
             shown = [1e3 * waits[min(int(part * len(waits)), len(waits) - 1)] for part in (0.5, 0.99)]
             text = f"{clients} clients, {seconds:.0f} s: {len(done)} answers, {tokens / seconds:.0f} tokens/s, first token "
             text += f"p50 {shown[0]:.0f} ms, p99 {shown[1]:.0f} ms"
-            text += f"; us of CPU a token: {', '.join(' '.join(line.split()[:-3]) for line in account.lines(tokens))}"
+            taken = (f"{name} {1e6 * (after[name] - before[name]) / tokens:.1f}" for name in processes)
+            text += f"; us of CPU a token: {', '.join(taken)}"
             if options.cancel:
                 print(f"{text}; {cancelled} cancelled, {leaked} slots leaked", flush=True)
                 continue
@@ -111,6 +112,32 @@ def main() -> int:
             rate = f"the same without HTTP {tokens / alone:.0f} tokens/s, ratio {alone / seconds:.2f}"
             print(f"{text}; {rate}; load {os.getloadavg()[0]:.1f}", flush=True)
     return int(leaked > 0)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """A process, and all that it has started, or those have."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from descendants(int(child))
+
+
+def ranks_below(pid: int) -> dict[str, int]:
+    """The ranks of a job of Open MPI that a process has started, as `rank 0`, `rank 1`, .."""
+    found = {}
+    for one in descendants(pid):
+        for entry in Path(f"/proc/{one}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(_RANK):
+                found[f"rank {int(entry.removeprefix(_RANK))}"] = one
+    return dict(sorted(found.items()))
+
+
+def cpu_seconds(processes: Mapping[str, int]) -> dict[str, float]:
+    """By name the CPU time that a process has taken, of all threads."""
+    ticks = {
+        name: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for name, pid in processes.items()
+    }
+    return {name: sum(map(int, some)) / os.sysconf("SC_CLK_TCK") for name, some in ticks.items()}
 
 
 def streamed(port: int, clients: int, seconds: float, cancel: int, vocabulary: int) -> tuple[list[Stream], int]:

@@ -1,10 +1,11 @@
 """Adapters of peft over models of transformers: logits on one rank, tp 2 and two stages, a base of four bits, and trainings, against peft.
 
-    python tests/benchmarks/peft_families.py [--only llama,qwen2,gpt2,t5] [--steps 20]
+    python tests/benchmarks/peft_families.py [--only llama,qwen2,gpt2,t5,bart,bert] [--steps 20]
 
 Small models with random weights and a random adapter. An error is the largest difference of a logit from peft's in float64, next to that of
 peft itself in float32: additions in another order differ by as much. `trained`: the largest difference of an adapter's number from peft's
-after `--steps` steps of SGD in float32. `four bits`: the largest difference on tp 2 from one rank, both of the same quantized base.
+after `--steps` steps of SGD in float32. BART and BERT classify sequences; peft saves BERT's head whole. `four bits`: the largest
+difference on tp 2 from one rank, both of the same quantized base.
 """
 
 from __future__ import annotations
@@ -57,7 +58,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_SMALL, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2},
         "q|v|wo",
     ),
-}
+    "bart": (
+        "BartForSequenceClassification",
+        {
+            **_SMALL, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2,
+        },
+        "q_proj|v_proj|fc1",
+    ),
+    "bert": (
+        "BertForSequenceClassification",
+        {**_SMALL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "query|value",
+    ),
+}  # fmt: skip
 """The class, the sizes, and the modules that have an adapter, of each family."""
 
 
@@ -69,12 +83,13 @@ def adapted(family: str, folder: Path) -> Any:
     whole = made(made.config_class(**sizes)).eval()
     whole.save_pretrained(folder / family)
     options = {"r": 3, "lora_alpha": 6, "target_modules": modules.split("|"), "fan_in_fan_out": family == "gpt2"}
-    net = peft.get_peft_model(whole, peft.LoraConfig(**options))
+    task = {"task_type": "SEQ_CLS"} if kind.endswith("Classification") else {}
+    net = peft.get_peft_model(whole, peft.LoraConfig(**options, **task))
     for name, weight in net.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             torch.nn.init.normal_(weight, std=0.1)
     net.save_pretrained(folder / "adapter")
-    return net
+    return net.eval()
 
 
 def inputs_of(source: Any) -> dict[str, Array]:
@@ -116,14 +131,15 @@ def compared(family: str, steps: int, folder: Path) -> str:
         compile_source(source, plan, folder / "build")
         with load_local(folder / "build") as ranks:
             row.append(f"{name} {np.abs(ranks(given)['logits'] - exact).max():.1e}")
-        if name != "2 stages":
+        if name != "2 stages" and family not in ("bart", "bert"):
             whole = ', "**.relative_attention_bias.*": null' if family == "t5" else ""  # its 4 rows are no block
             more = f'quantize: {{"**": {{bits: 4, block: 16}}{whole}}}\nadapters: {{mine: adapter}}\n'
             compile_source(source, parse_plan(text + more, str(folder / "plan.yaml")), folder / "build")
             with load_local(folder / "build") as ranks:
                 quantized.append(ranks(given)["logits"])
-    row.append(f"four bits {np.abs(quantized[0] - quantized[1]).max():.1e}")
-    if family != "t5":
+    if quantized:
+        row.append(f"four bits {np.abs(quantized[0] - quantized[1]).max():.1e}")
+    if family not in ("t5", "bart", "bert"):
         row.append(f"trained {trained(net, source, plan_of(source, family, Degrees(tp=2)), family, steps, folder):.1e}")
     return ", ".join(row)
 

@@ -19,7 +19,7 @@ from partc.compiler.training.optimizer_functions import function
 from partc.runtime.artifact.graph.row_function import merge_function
 from partc.runtime.devices.devices import HOST
 from partc.runtime.program.ort import Binding, Session, new_session
-from partc.runtime.updates.update_model import row_model
+from partc.runtime.updates.updater import row_model
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "partc.optimizer" : 1]>\n'
 MERGE = "main (int64[n] ids, float[n, d] rows) => (int64[m] once, float[m, d] sums) { once, sums = partc.optimizer.MergeRows(ids, rows) }"

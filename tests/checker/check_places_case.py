@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 from mutated import change_manifest, correct
-from onnx import helper
+from onnx import NodeProto, helper
 from partc.runtime.artifact.format import MANIFEST
 
 
@@ -16,13 +17,10 @@ def without(folder: Path, *tags: int) -> None:
     """The artifact as if some collectives had been forgotten: what they reduce goes on as it is, on all ranks and in the manifest."""
     for path in sorted(folder.glob("rank_*.onnx")):
         model = onnx.load(path, load_external_data=False)
-        for node in [*model.graph.node]:
-            if node.domain != "partc.comm" or not any(one.name == "tag" and one.i in tags for one in node.attribute):
-                continue
-            if node.output:
-                node.CopyFrom(helper.make_node("Identity", list(node.input), list(node.output), name=node.name))
-            else:
-                model.graph.node.remove(node)
+        for nodes in (model.graph.node, *[function.node for function in model.functions]):
+            kept = [one for node in nodes for one in (_copies(node) if _is_call(node, tags) else [node])]
+            del nodes[:]
+            nodes.extend(kept)
         path.write_bytes(model.SerializeToString(deterministic=True))
 
     def kept(data: dict[str, Any]) -> None:
@@ -30,6 +28,17 @@ def without(folder: Path, *tags: int) -> None:
 
     change_manifest(folder, kept)
     correct(folder)
+
+
+def _is_call(node: NodeProto, tags: Sequence[int]) -> bool:
+    return node.domain == "partc.comm" and any(one.name == "tag" and one.i in tags for one in node.attribute)
+
+
+def _copies(node: NodeProto) -> list[NodeProto]:
+    return [
+        helper.make_node("Identity", [source], [result], name=f"{node.name}.{result}")
+        for source, result in zip(node.input, node.output, strict=False)
+    ]
 
 
 def without_any(folder: Path) -> None:

@@ -65,15 +65,14 @@ DECODE, PREFILL = ("rank_0000.onnx", "rank_0001.onnx"), ("prefill_rank_0000.onnx
 RANK_1 = DECODE[1:] + PREFILL[1:]
 
 
-@pytest.mark.parametrize("files", [RANK_1, DECODE, PREFILL])
 @pytest.mark.parametrize(
-    ("change", "fact"),
+    ("files", "change", "fact"),
     [
-        (another_op, "'layers.1.Add' (layers.1.Add): it is "),
-        (another_scale, "'generate.attention' (generate.attention): its attribute scale differs from that in"),
-        (another_operand, "Add 'layers.1.Add' (layers.1.Add): its operand '"),
-        (another_constant, "'axes_0' has other numbers than in another file"),
-        (swapped_weights, "weight 'layers.1.o.weight': its data is that of 'layers.0.o.weight"),
+        (RANK_1, another_op, "'layers.1.Add' (layers.1.Add): it is "),
+        (DECODE, another_scale, "'generate.attention' (generate.attention): its attribute scale differs from that in"),
+        (PREFILL, another_operand, "Add 'layers.1.Add' (layers.1.Add): its operand '"),
+        (RANK_1, another_constant, "'axes_0' has other numbers than in another file"),
+        (DECODE, swapped_weights, "weight 'layers.1.o.weight': its data is that of 'layers.0.o.weight"),
     ],
 )
 def test_what_ranks_and_programs_have_alike(

@@ -104,7 +104,7 @@ def test_what_the_checker_itself_stumbles_over_is_not_proven(tmp_path: Path, mon
     def stumble(*_: object) -> None:
         raise KeyError("odd")
 
-    monkeypatch.setattr("partc.runtime.checker.checks.check_order", stumble)
+    monkeypatch.setattr("partc.runtime.checker.check.check_order", stumble)
     expected = (
         "manifest.json: the order of communication cannot be proven: the check itself failed with KeyError: 'odd'"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import pytest
 from check_places_case import without
 from equivalence import compiled
 from mutated import change_file, change_manifest, correct, texts
-from mutation_kinds import KINDS, build
+from mutation_kinds import KINDS, Kind, build
 from onnx import ModelProto
-from partc.runtime.artifact.format import FACTORS
+from partc.runtime.artifact.format import FACTORS, MANIFEST
 from partc.runtime.checker.check import check_artifact
 from small_training import compiled as trained
 
@@ -52,6 +54,75 @@ def test_a_term_that_is_an_output_is_told(tmp_path: Path) -> None:
     assert texts(tmp_path / "build") == ""
     without(tmp_path / "build", 0)
     assert "'d' is a partial sum that no collective has reduced" in texts(tmp_path / "build")
+
+
+TWO_BLOCKS = """g (float[n, 6] x) => (float[n, 5] y) {
+    [up] h = MatMul(x, v)  [act] t = Tanh(h)  [down] d = MatMul(t, w)  [turn] m = Tanh(d)
+    [up2] k = MatMul(m, v2)  [act2] u = Tanh(k)  [down2] y = MatMul(u, w2) }"""
+LEARN = """symbols: {n: {divisor: 8}}
+dataset: data_parallel
+sharding: {"up{,2}": colwise, "down{,2}": rowwise}
+train: {loss: {type: softmax_cross_entropy, logits: y, labels: label}, optimizer: {type: adam, lr: 0.1%s}%s}
+"""
+MESH, STAGES = "ranks: 4\nmesh: {dp: 2, tp: 2}\n", "ranks: 8\nmesh: {pp: 2, dp: 2, tp: 2}\n"
+PIPELINE = "pipeline: {microbatches: %d, stages: ['up, act, down', 'turn, up2, act2, down2']}\n"
+TRAININGS = {
+    "buckets": MESH + LEARN % ("", ""),
+    "zero": MESH + LEARN % (", shard: dp", ""),
+    "accumulated": MESH + LEARN % ("", ", accumulate: 2"),
+    "stages": STAGES + PIPELINE % 1 + LEARN % ("", ""),
+    "stages of zero": STAGES + PIPELINE % 1 + LEARN % (", shard: dp", ""),
+    "microbatches": STAGES + PIPELINE % 2 + LEARN % ("", ""),
+}
+OF_TP = (
+    "its layout says that ranks 0 and 1 have one term of 'w.grad.partial', and they have two, which no collective adds"
+)
+OF_A_PART = "'d.grad.0' is a partial sum that no collective has reduced"
+OF_DP = "it updates a tensor by 'w2.grad', which is a partial sum that no collective has reduced"
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("reduced", ["m.grad", "w2.grad"])
+def test_a_reduction_over_one_axis_that_a_training_lacks_is_told(tmp_path: Path, training: str, reduced: str) -> None:
+    """The cotangent `m.grad` is reduced over tp, the gradient `w2.grad` over dp; the other reduction stays."""
+    weights = {"v": (6, 12), "w": (12, 8), "v2": (8, 10), "w2": (10, 5)}
+    folder = build(Kind(TWO_BLOCKS, weights, TRAININGS[training], {}, {}), tmp_path / "build")
+    assert texts(folder) == ""
+    records = json.loads((folder / MANIFEST).read_text())["programs"]["train"]["collectives"]
+    without(folder, *[one["tag"] for one in records if re.fullmatch(rf"{reduced}(\.\d)?", one["value"])])
+    in_parts = training in ("accumulated", "microbatches")
+    assert (OF_DP if reduced == "w2.grad" else OF_A_PART if in_parts else OF_TP) in texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("lists", "axis", "taken"), [([[0, 1], [2, 3]], 1, "0 and 2"), ([[0, 2], [1, 3]], 0, "0 and 1")]
+)
+def test_a_reduction_over_some_of_the_ranks_of_a_sum_is_told(
+    tmp_path: Path, lists: list[list[int]], axis: int, taken: str
+) -> None:
+    plan = "ranks: 4\nsharding: {up: {in: [[1, 4], [4, 1]]}}\noutputs: [0, 1, 2, 3]\n"
+    model = "g (float[n, 8] x) => (float[n, 5] y) { [up] y = MatMul(x, v) }"
+    folder = build(Kind(model, {"v": (8, 5)}, plan, {}, {}), tmp_path / "build")
+    assert texts(folder) == ""
+
+    def change(data: dict[str, Any]) -> None:
+        layout = {"ranks": "0-3", "mesh": [2, 2], "cuts": [[], []]}
+        given, made = ({**layout, "partial": partial} for partial in ([[axis, "sum"]], []))
+        data["collectives"][0] |= {"group": "pairs", "given": given, "made": made, "bytes": "20*n"}
+        data["groups"]["pairs"] = lists
+
+    change_manifest(folder, change)
+    for path in sorted(folder.glob("rank_*.onnx")):
+        change_file(folder, path.name, of_pairs)
+    fact = (
+        f"its layout says that ranks {taken} have one term of 'y.partial', and they have two, which no collective adds"
+    )
+    assert fact in texts(folder)
+
+
+def of_pairs(model: ModelProto) -> None:
+    call = next(node for node in model.graph.node if node.op_type == "AllReduce")
+    next(one for one in call.attribute if one.name == "group").s = b"pairs"
 
 
 CUT = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\noutputs: cut\n"

@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
         "branches",
         BOTH,
         lambda m: gives(body(m), 0, "choose.then_branch.down.partial"),
-        "hands on",
+        "'choose.out0' is a partial sum that no collective has reduced",
     ),
     "a state of another shape": (
         "while",

@@ -189,7 +189,7 @@ MODEL = MODEL.replace("[8, 4] v = {0}", f"[8, 4] v = {{{','.join(['0'] * 32)}}}"
 def test_ranks_that_fail_otherwise_are_named() -> None:
     from checkpoint_case import Ranks
     from partc.runtime.errors import RankError
-    from partc.runtime.job.agree import together
+    from partc.runtime.training.checkpoints import together
 
     def act(rank: int, share: object) -> object:
         def fail() -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from artifact_edit import chain
 from click.shell_completion import BashComplete
-from partc.cli.doctor import machine, mpi
-from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
+from partc.cli.doctor import machine
+from partc.cli.doctor.machine import FAULT, NOTE, OK, Finding
 from partc.cli.main import invoke, partc
 from partc.runtime.devices.devices import gpus
 from partc.runtime.errors import UsageError
@@ -60,14 +60,14 @@ def test_a_machine_on_which_jobs_run_has_no_fault(capsys: pytest.CaptureFixture[
 
 def test_no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nonexistent/libmpi.so")
-    only(mpi.mpi, FAULT, "/nonexistent/libmpi.so", "partc[mpi]")
+    only(machine.mpi, FAULT, "/nonexistent/libmpi.so", "partc[mpi]")
 
 
 def test_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(sys.executable)
-    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(machine.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = [one for one in wrong(mpi.mpi) if one.about == "launcher"]
+    found = [one for one in wrong(machine.mpi) if one.about == "launcher"]
     assert found[0].state == FAULT
     assert "no mpiexec" in found[0].text
 
@@ -84,9 +84,9 @@ def test_a_launcher_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     launcher = tmp_path / "mpiexec"
     launcher.write_text(f"#!/bin/sh\n{says}\n")
     launcher.chmod(0o755)
-    monkeypatch.setattr(mpi, "find_launcher", lambda ranks: mpi.Launcher(str(launcher), mpi.Kind.HYDRA))
-    monkeypatch.setattr(mpi, "output_of", _told_of_open_mpi(mpi.output_of))
-    only(mpi.mpi, FAULT, text, "partc[mpi]")
+    monkeypatch.setattr(machine, "find_launcher", lambda ranks: machine.Launcher(str(launcher), machine.Kind.HYDRA))
+    monkeypatch.setattr(machine, "output_of", _told_of_open_mpi(machine.output_of))
+    only(machine.mpi, FAULT, text, "partc[mpi]")
 
 
 def _told_of_open_mpi(other: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
@@ -174,12 +174,12 @@ def test_an_mpich_without_pmix_is_not_begun_under_it(environment: dict[str, str]
 def test_the_launcher_that_started_doctor(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], launched: bool, text: str
 ) -> None:
-    monkeypatch.setattr(mpi, "is_launched", lambda: launched)
-    monkeypatch.setattr(mpi, "output_of", _told_of_open_mpi(mpi.output_of))
-    monkeypatch.setattr(mpi, "find_launcher", lambda ranks: mpi.Launcher("/nonexistent", mpi.Kind.OPEN_MPI))
+    monkeypatch.setattr(machine, "is_launched", lambda: launched)
+    monkeypatch.setattr(machine, "output_of", _told_of_open_mpi(machine.output_of))
+    monkeypatch.setattr(machine, "find_launcher", lambda ranks: machine.Launcher("/nonexistent", machine.Kind.OPEN_MPI))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    about = [one.text for one in wrong(mpi.mpi) if re.search("started by|has variables", one.text)]
+    about = [one.text for one in wrong(machine.mpi) if re.search("started by|has variables", one.text)]
     assert [text in one for one in about] == [True] * bool(text)
 
 

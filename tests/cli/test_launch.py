@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -397,15 +398,56 @@ def test_a_start_of_mpi_that_never_ends_is_lost(
     assert "MPI has not begun: rank 1 has waited 2 s for it" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "queues", "outcome", "said"),
+    [
+        (
+            "exec sleep 60",
+            False,
+            Outcome(1, is_lost=True),
+            "MPI has not begun: the launcher has started no rank in 2 s",
+        ),
+        ("echo partc-begun >&2; sleep 4; echo partc-ended >&2", False, Outcome(0), ""),
+        ("sleep 4; echo partc-ended >&2", True, Outcome(0), ""),
+        ("echo partc-begun >&2", False, Outcome(1, is_lost=True), "ended with exit code 0 before rank 0 was done"),
+    ],
+)
+def test_a_launcher_that_starts_no_rank_anywhere_is_lost(
+    command: str,
+    queues: bool,
+    outcome: Outcome,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """All ranks may be on other hosts: rank 0 then reports that MPI has begun; srun may wait for slots."""
+    monkeypatch.setattr("partc.cli.launch.supervise._BEGINS_SOMEWHERE", 0.5)
+    launcher = tmp_path / ("srun" if queues else "mpiexec")
+    launcher.write_text(f"#!/bin/sh\n{command}\n")
+    launcher.chmod(0o755)
+    with RunDir(2) as run_dir:
+        ended = supervise(
+            [str(launcher)], os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
+        )
+    assert ended == outcome
+    err = capfd.readouterr().err
+    assert said in err if said else err == ""
+
+
 ROOT = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
 ABSENT = (
     "prterun was unable to launch the specified application as it could not\\naccess an executable:\\n\\n   Node: b\\n"
 )
 
 
+ELSEWHERE = "python: Error while finding module specification for 'partc.cli.job' (ModuleNotFoundError: No module named 'partc')\n"
+
+
 @pytest.mark.parametrize(
     ("words", "help"),
     [
+        (ELSEWHERE, "each host needs Python and partc at the path of this one"),
         (ROOT, "Open MPI refuses to run as root: use partc run -- --allow-run-as-root"),
         (ABSENT, "each host needs Python and partc at the path of this one"),
     ],
@@ -414,7 +456,7 @@ def test_a_launcher_that_starts_no_rank_is_told_with_the_remedy(
     words: str, help: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with RunDir(2) as run_dir:
-        command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
+        command = ["sh", "-c", f"printf '%b' {shlex.quote(words)} >&2; exit 1"]
         outcome = supervise(
             command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
         )

@@ -99,7 +99,17 @@ train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: 
 """,
     "n=6",
 )
-CASES = {"half": HALF, "steps": STEPS, "dead bias": DEAD_BIAS, "sum over ranks": SUM, "slow": SLOW}
+RING = Case(
+    """g (float[n, 24, 8] x) => (float[n, 24, 8] y) {
+    a = MatMul(x, wq)  b = MatMul(x, wk)  c = MatMul(x, wv)
+    [query] q = Unsqueeze(a, one)  [key] k = Unsqueeze(b, one)  [value] v = Unsqueeze(c, one)
+    t = Transpose <perm = [0, 1, 3, 2]> (k)  [scores] s = MatMul(q, t)  [shares] p = Softmax <axis = -1> (s)
+    [mixed] m = MatMul(p, v)  [out] y = Squeeze(m, one) }""",
+    {"wq": normal(8, 8), "wk": normal(8, 8, seed=4), "wv": normal(8, 8, seed=5), "one": np.array([1])},
+    "ranks: 3\nmesh: {cp: 3}\ncontext: {axis: cp, attention: ring}\n",
+    "n=2",
+)
+CASES = {"half": HALF, "steps": STEPS, "dead bias": DEAD_BIAS, "sum over ranks": SUM, "slow": SLOW, "ring": RING}
 
 
 def another_reduction(model: ModelProto) -> None:
@@ -135,6 +145,12 @@ def wrong_shard(model: ModelProto) -> None:
     for node in model.graph.node:
         node.input[:] = ["reversed" if name == "w" else name for name in node.input]
     model.graph.node.insert(0, onnx.helper.make_node("Slice", ["w", *bounds], ["reversed"], name="reversed"))
+
+
+def stale_block(model: ModelProto) -> None:
+    """The second hop passes on the keys of the turn before it."""
+    first, second = [node for node in model.graph.node if node.op_type == "Exchange"][::2][:2]
+    second.input[0] = first.input[0]
 
 
 def verdict(
@@ -206,6 +222,7 @@ EVERY, LAST = "rank_*.onnx", "rank_000[1-9].onnx"
         ("sum over ranks", EVERY, gradient_scaled, "the first value that differs is 'loss"),
         ("slow", EVERY, gradient_scaled, "the first value that differs is 'loss"),
         ("slow", LAST, term_dropped, "the first value that differs is"),
+        ("ring", "rank_0001.onnx", stale_block, "the first value that differs is 'y' of Squeeze 'out', on rank"),
     ],
 )
 def test_a_fault_is_told_with_the_first_value_that_differs(

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_WHERE = (
-    "import partc.cli.main as a, partc.compiler as b, partc.runtime as c; print(a.__file__, b.__file__, c.__file__)"
-)
+_COMMAND = """
+import partc, partc.cli.main as a, partc.compiler as b, partc.runtime as c
+print(a.__file__, b.__file__, c.__file__)
+print(partc.__version__, flush=True)
+a.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +58,17 @@ def test_its_commands_run_without_the_tree(installed: Path, tmp_path: Path) -> N
     for name in ("model.py", "plan.yaml"):
         shutil.copy(ROOT / "samples/ffn_dynamic" / name, tmp_path / name)
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-
-    def python(*arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    assert all(path.startswith(str(installed)) for path in python("-c", _WHERE).split())
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert python("-c", "import partc; print(partc.__version__)").strip() == version
-    partc = ("-c", "from partc.cli.main import main; main()")
-    assert "equal" in python(*partc, "verify", "model.py", "--plan", "plan.yaml")
+    words = ("verify", "model.py", "--plan", "plan.yaml")
+    ended = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    paths, version, *verdict = ended.stdout.splitlines()
+    assert all(path.startswith(str(installed)) for path in paths.split())
+    assert version == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert "equal" in "".join(verdict)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from artifact_text import write
+from partc.runtime import describe_action
+from partc.runtime.job.status_board import VARIABLE, create_board, read_board
 from run_steps import give_lists
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -77,3 +79,31 @@ def job(
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     variables = {**os.environ, **root, **(environment or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+
+
+_KILLED = """
+transport = MpiTransport(MPI.COMM_WORLD)
+isend, deadly = transport.isend, []
+def perhaps(*rest):
+    if deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return isend(*rest)
+transport.isend = perhaps
+program = runtime.load(folder, transport, threads=1)
+program(given)
+deadly += [rank] if rank == 1 else []
+program(given)
+"""
+
+
+def killed_at(folder: Path, board: Path, given: str) -> dict[int, tuple[int, str]]:
+    """The step and the action of ranks 1 and 2, as the status board has them, of a job of three whose rank 1 is killed.
+
+    That is at its first send of the second step. `given`: lines of a script that define `given`, the inputs of a step. No rank waits.
+    """
+    create_board(board, 3)
+    result = job(folder, given + _KILLED, environment={VARIABLE: str(board)})
+    assert result.returncode not in (0, 1)
+    assert "has waited" not in result.stderr
+    found = read_board(board)
+    return {rank: (step, describe_action(folder, rank, action)) for rank in (1, 2) for step, action in [found[rank]]}

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from partc.runtime.communication.mpi_arrivals import BlockingCollective
+from partc.runtime.communication.mpi import BlockingCollective
 from partc.runtime.errors import RankError
 
 
@@ -39,7 +39,7 @@ def pair(calls: list[int], looks: Any = lambda: None) -> tuple[BlockingCollectiv
 
 
 def test_who_has_arrived_stays_for_those_who_have_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partc.runtime.communication.mpi_arrivals._LINGER", 60.0)
+    monkeypatch.setattr("partc.runtime.communication.mpi._LINGER", 60.0)
     calls: list[int] = []
     first, second = pair(calls)
     first.begin()

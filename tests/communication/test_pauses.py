@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from partc.runtime.job import parking, pauses
+from partc.runtime.job import parking
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,10 +80,12 @@ def test_no_loop_of_the_sources_keeps_its_core_while_it_waits() -> None:
     """But for one, which lasts two milliseconds at most, 5 microseconds where others want the cores, and is followed by a sleep."""
     files = [path for part in ("runtime", "cli") for path in sorted((ROOT / part).rglob("*.py"))]
     found = [path.relative_to(ROOT).as_posix() for path in files for _ in spinning(path.read_text())]
-    assert found == ["runtime/job/parking.py"], "wait as runtime/job/parking.py does, or pauses.py for what cannot wake"
+    assert found == ["runtime/job/parking.py"], (
+        "wait as runtime/job/parking.py does, or parking.py for what cannot wake"
+    )
     assert parking.SHORTEST_SPIN <= 5e-6
     assert parking.LONGEST_SPIN <= 2e-3
-    assert "give_way()" in Path(pauses.__file__).read_text()
+    assert "give_way()" in Path(parking.__file__).read_text()
 
 
 @pytest.mark.parametrize(
@@ -164,14 +166,14 @@ def test_no_rank_gives_its_core_up_for_a_time_after_a_long_turn(monkeypatch: pyt
 
 def test_a_spin_gives_its_core_up_before_each_look_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
-    monkeypatch.setattr(pauses, "give_way", lambda: happened.append("way"))
-    for _ in pauses.spins(60.0):
+    monkeypatch.setattr(parking, "give_way", lambda: happened.append("way"))
+    for _ in parking.spins(60.0):
         happened.append("look")
         if len(happened) == 7:
             break
     assert happened == ["look", "way", "look", "way", "look", "way", "look"]
     begun = time.monotonic()
-    assert sum(1 for _ in pauses.spins(0.01)) > 1
+    assert sum(1 for _ in parking.spins(0.01)) > 1
     assert time.monotonic() - begun >= 0.01
 
 
@@ -182,13 +184,13 @@ def test_a_wait_sleeps_longer_each_time_and_ends_with_a_look(monkeypatch: pytest
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(pauses.time, "sleep", sleep)
-    monkeypatch.setattr(pauses.time, "monotonic", lambda: now[0])
-    looks = list(pauses.sleeps(1e-3, 4e-3, within=0.02))
+    monkeypatch.setattr(parking.time, "sleep", sleep)
+    monkeypatch.setattr(parking.time, "monotonic", lambda: now[0])
+    looks = list(parking.sleeps(1e-3, 4e-3, within=0.02))
     assert slept == [1e-3, 2e-3, 4e-3, 4e-3, 4e-3, 4e-3, 4e-3]
     assert looks[0] == 0.0
     assert looks[-1] == pytest.approx(sum(slept))
     slept.clear()
-    assert len(list(pauses.sleeps(2e-5, 1e-4, within=0.2))) == len(slept) + 1
+    assert len(list(parking.sleeps(2e-5, 1e-4, within=0.2))) == len(slept) + 1
     assert max(slept) == 1e-3  # of a long wait
     assert slept[:4] == [2e-5, 4e-5, 8e-5, 1e-4]

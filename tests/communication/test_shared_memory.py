@@ -206,7 +206,7 @@ def test_a_rank_that_waits_keeps_no_core(one_job: subprocess.CompletedProcess[st
 
 
 INTERRUPTED = """
-import faulthandler, sys
+import faulthandler, os, sys
 import numpy as np
 from mpi4py import MPI
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
@@ -221,6 +221,7 @@ faulthandler.dump_traceback_later(280, exit=True)
 files = {rounds.__file__, collectives.__file__, parking.__file__}
 seen = set()
 me, all_ranks = MPI.COMM_WORLD.rank, tuple(range(MPI.COMM_WORLD.size))
+day = 0 if os.environ.get("PARTC_TEST_ALL") else int(os.environ["PARTC_TEST_DAY"])
 
 def trace(frame, event, given):
     code = frame.f_code
@@ -229,6 +230,8 @@ def trace(frame, event, given):
     line = code.co_filename, frame.f_lineno
     if event == "line" and line not in seen:
         seen.add(line)
+        if day and (frame.f_lineno + day) % 4:  # the others are due on other days
+            return trace
         raise KeyboardInterrupt
     return trace
 

@@ -50,7 +50,10 @@ def test_a_measured_machine_is_simulated(
     )
     own = {"pack", "unfold", "vectors"}
     assert {*cpu.kernels} == {entry.work.kernel for entry in entries()} - {"product", "convolution"} | own
-    assert {*cpu.products} == {"matmul", "batch"}
+    assert {*cpu.products} == {"matmul", "batch", "few", "few_int4"}
+    for name in ("few", "few_int4"):
+        amounts = [amount for amount, _ in cpu.products[name].points]
+        assert [round(amount / amounts[0], 1) for amount in amounts] == [1, 2, 5, 9], "rows"
     assert 0 < cpu.session < 0.1
     assert 0 < cpu.step < 0.1
     assert 0 < cpu.kernels["view"].least < 1e-4
@@ -58,7 +61,8 @@ def test_a_measured_machine_is_simulated(
     assert cpu.alone is not None, "and read again, so it is slower in nothing"
     assert 0 < cpu.alone.step <= cpu.step
     by_size = (curve for name, curve in cpu.kernels.items() if name != "view")
-    for curve in (*cpu.products.values(), *by_size, link.send, link.all_reduce, *link.split.values()):
+    by_operations = (curve for name, curve in cpu.products.items() if not name.startswith("few"))
+    for curve in (*by_operations, *by_size, link.send, link.all_reduce, *link.split.values()):
         assert curve.points[0][1] < curve.points[-1][1] < 10
     artifact, shown = open_artifact(tmp_path / "build"), {"batch": 2, "seq": 16}
     by_segments = simulated(artifact, machine, shown).played

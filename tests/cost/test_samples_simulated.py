@@ -30,13 +30,14 @@ from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.communication.transport import CollectiveArgs, Request
 from partc.runtime.execution.inputs import shard
+from rows import of_today
 from sample_plans import PLANS, compiled
 
 THREADS = {"threads": 1, "devices": {"cuda": "cpu"}}
 PIPELINES = ("lenet/train_pipeline", "gpt/train_pipeline")
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(scope="module", params=of_today(PLANS, 12))
 def plan(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

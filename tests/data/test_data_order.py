@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from partc.runtime.data.length_buckets import Buckets
-from partc.runtime.data.sampler import Order, Position
+from partc.runtime.data.sampler import Buckets, Order, Position
 from partc.runtime.errors import UsageError
 
 

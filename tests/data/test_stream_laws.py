@@ -18,7 +18,8 @@ from data_case import joined, sharded
 from partc.runtime.artifact.training.data_spec import Spec
 from partc.runtime.data.loader import Loader, open_loader
 from partc.runtime.data.sampler import Position
-from partc.runtime.data.streams.state import says_its_place
+from partc.runtime.data.streams.loader_stream import says_its_place
+from rows import of_today
 
 RECORDS, BATCH, EPOCHS = 41, 6, 2
 X = np.arange(RECORDS * 4, dtype=np.float32).reshape(RECORDS, 4)
@@ -136,7 +137,7 @@ STATEFUL = ("arrow_stream", "stateful")
 FOUND_AGAIN = ("iterable_loader", "iterable", "records", "shuffled_stream")
 STOPS = ((1, 1, 3), (4, 2, 1), (6, 3, 2), (9, 2, 3), (11, 1, 2))
 """Steps after which a run is stopped, and its ranks before and after."""
-WITH_PROCESSES = {"workers": STOPS[1:3], "persistent": STOPS[3:4]}
+WITH_PROCESSES = {"workers": STOPS[1:3], "persistent": STOPS[3:]}
 """Sources that start processes for each reader have fewer stops: inside of an epoch, between two, and inside of the second one."""
 
 
@@ -179,14 +180,14 @@ def test_ranks_share_each_batch_and_an_epoch_has_every_record_once(kind: str) ->
         labels = np.concatenate([batch["label"] for batch in whole[epoch * each :][:each]])
         assert len(set(labels.tolist())) == each * BATCH
         np.testing.assert_array_equal(np.concatenate([one["x"] for one in whole[epoch * each :][:each]]), X[labels])
-    for ranks in (3,) if kind in WITH_PROCESSES else (2, 3):
+    for ranks in of_today((2, 3), 1):
         same(run(opened(SOURCES[kind], ranks)), whole)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_what_was_stopped_goes_on_on_other_ranks(kind: str) -> None:
     whole = run(opened(SOURCES[kind], 1))
-    for steps, before, after in WITH_PROCESSES.get(kind, STOPS):
+    for steps, before, after in of_today(WITH_PROCESSES.get(kind, STOPS), 1 if kind in WITH_PROCESSES else 3):
         first = opened(SOURCES[kind], before, depth=2)
         same(run(first, steps), whole[:steps])
         saved = json.loads(json.dumps(first[0].saved(lambda text: ["", text])))

@@ -73,8 +73,10 @@ def compiled(out: Path, plan: str, file: Path, stored: dict[str, Stored], by_ref
     return out
 
 
-@pytest.mark.parametrize(("narrow", "header"), [("float32", True), ("bfloat16", True), ("float32", False)])
-@pytest.mark.parametrize("plan", ["ranks: 1\n", SHARDED, SHARDED + TRAINED])
+@pytest.mark.parametrize(
+    ("narrow", "header", "plan"),
+    [("float32", False, "ranks: 1\n"), ("float32", True, SHARDED), ("bfloat16", True, SHARDED + TRAINED)],
+)
 def test_they_give_the_bits_of_copied_ones(tmp_path: Path, narrow: str, header: bool, plan: str) -> None:
     """Rows and columns; outputs, and after a step of training the parameters."""
     file, stored = file_of(tmp_path, narrow)

@@ -10,13 +10,15 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partc.cli.output.stats import all_rank_stats
 from partc.compiler import compile_model
+from partc.compiler.cost.memory import memory_of_ranks
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.layout.layout import Layout
-from partc.compiler.lower.rank_constants import item_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.tasks.local_forms import item_of
 from partc.runtime import load_local
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Manifest, Port
@@ -267,3 +269,16 @@ def test_ranks_that_keep_other_versions_are_not_alike(tmp_path: Path) -> None:
     elsewhere = replace(one, version=replace(one.version, group=one.version.group[:2]))
     assert replace(first, state=(elsewhere, *rest)).share_key != first.share_key
     assert replace(first, scalars=()).share_key != first.share_key
+
+
+def test_ranks_of_equal_programs_share_a_file_for_estimates(tmp_path: Path) -> None:
+    """Their files differ in the shards of weights alone."""
+    rules = GRID.replace("RANKS", "4").replace("DATA", "2")
+    train = f"train: {{{LOSS}, optimizer: {{type: adam, lr: 0.1}}}}\n"
+    artifact = open_artifact(compiled(tmp_path / "build", PERCEPTRON_OF_32, "", rules + train), trust=True)
+    shared = artifact.shared()
+    files, fewer = ({one.manifest.program(rank) for rank in range(4)} for one in (artifact, shared))
+    assert fewer < files
+    sizes = {"batch": 8}
+    assert memory_of_ranks(shared, sizes) == memory_of_ranks(artifact, sizes)
+    assert all_rank_stats(shared, sizes) == all_rank_stats(artifact, sizes)

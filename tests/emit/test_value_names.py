@@ -5,8 +5,7 @@ import onnx_ir as ir
 import pytest
 from equivalence import model, same_as_whole
 from partc.compiler.ir.graph import name_of, operand_name, operands_of
-from partc.compiler.ir.programs import Value
-from partc.compiler.ir.value_map import ValueMap
+from partc.compiler.ir.programs import Value, ValueMap
 
 
 def test_a_value_without_a_name_is_a_fault() -> None:

@@ -14,7 +14,7 @@ from onnx import helper
 from partc.compiler.ir import programs
 from partc.runtime import load_local
 from partc.runtime.execution.targets import session_calls
-from partc.runtime.program.copy_runs import copy_runs, merged
+from partc.runtime.program.flat_buffers import copy_runs, merged
 from partc.runtime.program.lifetimes import lifetimes, live_ranges
 from partc.runtime.program.memory_plan import Lifetime, assign
 from partc.runtime.program.steps import Copy, Segment, Step

@@ -16,6 +16,7 @@ from partc.runtime import load_local
 from partc.runtime.execution import step_plans
 from partc.runtime.execution.in_process import LocalProgram
 from partc.runtime.execution.step_plan import StepPlan
+from rows import of_today
 from sharded_models import BLOCK_STYLES, block
 from training_equivalence import tensors
 
@@ -76,7 +77,14 @@ def taken(ranks: LocalProgram, steps: list[dict[str, np.ndarray]]) -> list[dict[
     return made
 
 
-@pytest.mark.parametrize(("plan", "filled"), [*((plan, "1") for plan in PLANS), ("tensor", ""), ("trained stages", "")])
+@pytest.mark.parametrize(
+    ("plan", "filled"),
+    [
+        ("tensor", ""),
+        ("trained", "1"),
+        *of_today([*((plan, "1") for plan in PLANS if plan != "trained"), ("trained stages", "")], 1),
+    ],
+)
 def test_sizes_that_go_on_changing(
     plan: str, filled: str, tmp_path: Path, resized: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

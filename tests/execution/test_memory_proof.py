@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -82,22 +83,22 @@ def test_a_sound_plan_is_proven(ranks: Sequence[Program], monkeypatch: pytest.Mo
 
 
 def test_every_planted_overlap_is_found(ranks: Sequence[Program], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value on each other one that lives at the same time, of two targets every third pair; but a sum in the place of the term that
-    it adds to is none.
+    """Values on others that live at the same time, each fourth pair, of two targets each twelfth, other ones each day; but a sum in the
+    place of the term that it adds to is none.
     """
     monkeypatch.setenv(VARIABLE, "0")
-    count = 0
+    count, day = 0, int(os.environ["PARTC_TEST_DAY"])
     for rank in ranks:
         planned = Planned(rank, monkeypatch)
-        every = 1 if planned.plan().lanes is None else 3
+        every = 4 if planned.plan().lanes is None else 12
         sums = _sums(rank)
         for lives in planned.lives:
-            for one, other in islice(permutations([life for life in lives if life.bytes], 2), 0, None, every):
+            for one, other in islice(permutations([life for life in lives if life.bytes], 2), day % every, None, every):
                 if one.born <= other.died and other.born <= one.died and (other.name, one.name) not in sums:
                     found = list(meetings(planned.plan((one.name, other.name))))
                     assert found, (one, other)
                     count += 1
-    assert count > 100
+    assert count > 25
 
 
 @pytest.mark.parametrize("ranks", ["data parallel", "stages"], indirect=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from artifact_text import write
-from mpi_ranks_case import GRAPHS, MPIEXEC, REPORTS, folder, job
-from partc.runtime import UsageError, describe_action, load
+from mpi_ranks_case import GRAPHS, MPIEXEC, REPORTS, folder, job, killed_at
+from partc.runtime import UsageError, load
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.job.status_board import VARIABLE, create_board, read_board
 from targeted import targeted
 
 __all__ = ["folder"]
@@ -165,29 +164,10 @@ def test_a_failure_aborts_the_job(folder: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_job_and_the_board_says_where_it_was(folder: Path, tmp_path: Path) -> None:
-    script = """
-import partc.runtime.execution.step_plan as execute
-transport = MpiTransport(MPI.COMM_WORLD)
-isend, deadly = transport.isend, []
-def perhaps(*rest):
-    if deadly:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return isend(*rest)
-transport.isend = perhaps
-program = runtime.load(folder, transport, threads=1)
-program(good)
-deadly += [rank] if rank == 1 else []
-program(good)
-"""
-    board = tmp_path / "board"
-    create_board(board, 3)
-    result = job(folder, script, environment={VARIABLE: str(board)})
-    assert result.returncode not in (0, 1)
-    assert "has waited" not in result.stderr
-    step, action = read_board(board)[1]
-    assert (step, describe_action(folder, 1, action)) == (2, "Send of 'f' to rank 2 (net.f)")
-    step, action = read_board(board)[2]
-    assert (step, describe_action(folder, 2, action)) == (2, "Recv of 'f' from rank 1 (net.f)")
+    assert killed_at(folder, tmp_path / "board", "given = good\n") == {
+        1: (2, "Send of 'f' to rank 2 (net.f)"),
+        2: (2, "Recv of 'f' from rank 1 (net.f)"),
+    }
 
 
 def test_a_wrong_number_of_ranks_says_the_right_one(folder: Path) -> None:

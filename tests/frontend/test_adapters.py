@@ -20,7 +20,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
-from partc.compiler.plan.quantize import Blocks
+from partc.compiler.plan.precision import Blocks
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.quantize import _dequantized, _quantize
 from partc.runtime import load_local
@@ -124,6 +124,53 @@ def reference(numbers: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return x
 
 
+def saved(folder: Path, modules: list[str], files: dict[str, np.ndarray]) -> None:
+    """Adds whole modules to a folder, as peft saves them."""
+    _config(modules_to_save=modules)(folder)
+    _tensors(lambda one: one.update({f"base_model.model.{name}": array for name, array in files.items()}))(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_that_peft_saved_replace_those_of_the_model(tmp_path: Path, layout: str) -> None:
+    """Of a task's head, of which peft lists names that the model may not have."""
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((3, 5, 12)).astype(F), rng.standard_normal((64, 14)).astype(np.float16)
+    more = adapter(tmp_path / "sql", {"layers.0.up": 4})
+    bias = np.linspace(2, 3, 14, dtype=F)
+    saved(tmp_path / "sql", ["1.down", "score"], {"layers.1.down.weight": weight, "layers.1.down.bias": bias})
+    out, _ = compiled(tmp_path, f"{LAYOUTS[layout]}adapters: {{sql: sql}}\n")
+    numbers = {name: (array + more.get(name, 0)).astype(F) for name, array in weights().items()}
+    want = reference({**numbers, "layers.1.down.weight": weight.astype(F)}, x) - np.linspace(-1, 1, 14, dtype=F) + bias
+    with load_local(out) as ranks:
+        np.testing.assert_allclose(ranks({"x": x})["y"], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "plan", "told"),
+    [
+        ("layers.1.down.weight", (64, 13), "", "it is [64, 13], of the model [64, 14]\n"),
+        ("layers.1.head.weight", (64, 14), "", "'layers.1.head.weight': the model has no such weight\n"),
+        ("layers.0.down.weight", (32, 10), "", "'layers.0.down.weight': of the model it is also read by 'tied.Identity'\n"),
+        ("layers.1.down.weight", (64, 14), f"train{TRAIN[5:]}", "'sql' replaces 'layers.1.down.weight'\n"),
+        ("layers.1.down.weight", (64, 14), 'quantize: {"**.down": {block: 16}}\n', "the model has no such weight\n"),
+    ],
+)  # fmt: skip
+def test_modules_that_cannot_be_replaced(
+    tmp_path: Path, name: str, shape: tuple[int, int], plan: str, told: str
+) -> None:
+    adapter(tmp_path / "sql", {"layers.0.up": 4})
+    saved(tmp_path / "sql", ["down", "head"], {name: np.ones(shape, F)})
+    tied = model(weights())
+    tied.graph.node.append(helper.make_node("Identity", ["layers.0.down.weight"], ["same"], "tied.Identity"))
+    tied.graph.output.append(helper.make_tensor_value_info("same", 1, [32, 10]))
+    train = ", train: true" if plan.startswith("train") else ""
+    text = f"ranks: 1\nadapters: {{sql: {{source: sql{train}}}}}\n{plan}"
+    source = Source(from_proto(tied, Path("model.onnx")))
+    with pytest.raises(CompileError) as caught:
+        compile_source(source, parse_plan(text, str(tmp_path / "plan.yaml")), tmp_path / "build")
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("layout", "bits"), [("one", 8), ("tensor parallel", 0), ("tensor parallel", 4), ("stages", 0)]
 )
@@ -199,7 +246,7 @@ def _tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Pat
 UP = "base_model.model.layers.0.up"
 BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (_config(use_dora=True), "'use_dora' is set: DoRA scales the columns of the sum of both weights\n"),
-    (_config(modules_to_save=["head"]), "'modules_to_save' is set: the adapter has whole modules besides\n"),
+    (_tensors(lambda one: one.update({"layers.1.down.weight": np.ones((64, 14), F)})), "has 'layers.1.down.weight'\n"),
     (_config(bias="all"), "'bias' is 'all': biases of the model are trained besides\n"),
     (_config(peft_type="IA3"), "'peft_type' is 'IA3'\n"),
     (_config(lora_alpha="8"), "'lora_alpha' and the values of 'alpha_pattern' are not all numbers"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.huggingface import configuration
+from partc.compiler.frontend.huggingface import settings as configuration
 from partc.compiler.frontend.huggingface.flat_cache import start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.torch.torch_module import quiet
@@ -66,9 +66,7 @@ def test_one_module_reads_attributes() -> None:
     reads = re.compile(
         r"config\.(?!json\b|use_cache = )[a-z_]+\b(?!\()|getattr\([\w.]*config\b|hasattr\([\w.]*config\b"
     )
-    found = {
-        path.name: reads.findall(path.read_text()) for path in FOLDER.glob("*.py") if path.name != "configuration.py"
-    }
+    found = {path.name: reads.findall(path.read_text()) for path in FOLDER.glob("*.py") if path.name != "settings.py"}
     assert not {name: texts for name, texts in found.items() if texts}, "use configuration.attribute"
 
 

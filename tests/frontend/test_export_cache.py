@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.stored_weight import numbers
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import ArtifactError
+from partc.runtime.files import replace as replace_module
 from safetensors.numpy import save_file
 
 torch = pytest.importorskip("torch")
@@ -194,6 +196,62 @@ def test_a_folder_that_may_only_be_read_is_read(kept: Path, monkeypatch: pytest.
     monkeypatch.setattr(export_cache, "remove_file", refused)
     monkeypatch.setattr(export_cache, "_export", refused)
     assert export_cache.read(entry.stem, "llama") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room on the disk"), (errno.EROFS, "give a place that you may write to")]
+)
+def test_a_full_or_read_only_place_keeps_nothing_and_is_named(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, remedy: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (entry,) = (kept / "cache/exports").iterdir()
+    export = export_cache.read(entry.stem, "llama")
+    assert export is not None
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    monkeypatch.setattr(replace_module, "take_place", refused)
+    told = export_cache.keep("key", "llama", export)
+    assert f"{tmp_path}/exports/key.onnx: cannot be written: {os.strerror(number)}; {remedy}, or name another" in told
+    assert not [*(tmp_path / "exports").iterdir()]
+
+
+def test_two_that_keep_one_export_leave_a_whole_one(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (entry,) = (kept / "cache/exports").iterdir()
+    export = export_cache.read(entry.stem, "llama")
+    assert export is not None
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    monkeypatch.setattr(export_cache, "MOST_BYTES", 3 * entry.stat().st_size)
+    assert export_cache.keep("key", "llama", export) == ""
+
+    def keep_and_read(number: int) -> list[str]:
+        texts = [export_cache.keep("key", "llama", export) for _ in range(5)]
+        texts += [export_cache.keep(f"own{number}{k}", "llama", export) for k in range(3)]
+        return texts + ["damaged"] * (export_cache.read(f"own{number}2", "llama") is None)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert {text for texts in pool.map(keep_and_read, range(2)) for text in texts} <= {"", "damaged"}
+    assert all(export_cache.read(path.stem, "llama") is not None for path, _, _ in export_cache.entries())
+
+
+def test_an_export_of_a_folder_that_changes_meanwhile_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _save(tmp_path / "llama", 0)
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path / "cache"))
+    exporter, config = torch.onnx.export, tmp_path / "llama/config.json"
+
+    def change(*args: Any, **kwargs: Any) -> Any:
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
+        return exporter(*args, **kwargs)
+
+    monkeypatch.setattr(torch.onnx, "export", change)
+    source = load(tmp_path / "llama", cache=True)
+    assert any("was changed meanwhile; compile it again" in warning for warning in source.declared.warnings)
+    assert export_cache.entries() == []
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

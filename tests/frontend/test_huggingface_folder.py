@@ -17,9 +17,8 @@ from partc.compiler.emit.whole import write_exported
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.source import Source
-from partc.compiler.pipeline import compile_source
+from partc.compiler.pipeline import compile_source, unsound
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.unsound import unsound
 
 torch = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip(

@@ -16,7 +16,7 @@ from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.python import load_python
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
-from training_equivalence import Run, run, same_training
+from training_equivalence import run_whole, same_training
 
 RECORDS, WIDTH = 4, 1288
 ELEMENTWISE = (
@@ -132,40 +132,26 @@ from partc.compiler import Input, nn
 from test_vmap import Net
 
 nn.seed(3)
-model = Net(nn.vmap, RANKS)
+model = Net(nn.vmap, 2)
 inputs = {"x": Input([4, 12])}
 outputs = ["y"]
 """
 TRAIN = "train:\n  loss: {type: mse, prediction: y, target: t}\n  optimizer: {type: momentum, lr: 0.5, momentum: 0.9}\n"
 
 
-@pytest.fixture(scope="module")
-def steps() -> list[dict[str, Any]]:
-    rng = np.random.default_rng(2)
-    return [{"x": rng.normal(size=(RECORDS, 12)).astype(np.float32)} for _ in range(2)]
-
-
-@pytest.fixture(scope="module")
-def looped(steps: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The training of a loop over records, on one rank."""
+def test_records_are_as_in_a_loop(tmp_path: Path) -> None:
+    """Forward and gradients, within `shard` and nested; each rank has records of its own, and none are sent."""
+    rng, t = np.random.default_rng(2), np.zeros((RECORDS, WIDTH), np.float32)
+    steps = [{"x": rng.normal(size=(RECORDS, 12)).astype(np.float32), "t": t} for _ in range(2)]
     nn.seed(3)
     model = trace(Net(loop), [Spec("x", (RECORDS, 12), ir.DataType.FLOAT)], ["y"], "model.py")
-    return run(Source(model), "ranks: 1\n" + TRAIN, tmp_path_factory.mktemp("loop"), with_targets(steps), check=False)
-
-
-def with_targets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**step, "t": np.zeros((RECORDS, WIDTH), np.float32)} for step in steps]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_records_are_as_in_a_loop(ranks: int, steps: list[dict[str, Any]], looped: Run, tmp_path: Path) -> None:
-    """Forward and gradients, within `shard` and nested; each rank has records of its own, and none are sent."""
-    (tmp_path / "model.py").write_text(MODEL.replace("RANKS", str(ranks)))
+    looped = run_whole(Source(model), "ranks: 1\n" + TRAIN, steps)
+    (tmp_path / "model.py").write_text(MODEL)
     same_training(
         lambda: load_python(tmp_path / "model.py"),
-        f"ranks: {ranks}\n" + TRAIN,
+        "ranks: 2\n" + TRAIN,
         tmp_path,
-        with_targets(steps),
+        steps,
         rtol=1e-4,
         atol=1e-4,
         whole=looped,

@@ -5,7 +5,8 @@
 
 A fault changes a Route, a Return, or the nodes that sort rows by expert and multiply them, in the files of one rank or of all, hashes
 corrected: a Return by another Route's counts, experts of another rank, rows of another order, a missing dual, a rank of another axis. The
-artifacts are a training whose tokens and experts share an axis, one with a second data axis, and an inference in microbatches.
+artifacts are a training whose tokens and experts share an axis, one with a second data axis, an inference in microbatches, and a training
+whose rows travel in eight bits.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ PLANS = {
     "two axes": f"ranks: 4\nmesh: {{dp: 2, ep: 2}}\n{BATCH}{TOKENS}experts: {{axis: ep}}\n{SGD}",
     "microbatches": f"ranks: 4\nmesh: {{dp: 4}}\n{BATCH}dataset: data_parallel\noutputs: sharded\nexperts: {{axis: dp}}\n"
     "pipeline: {microbatches: 2}\n",
+    "eight bits": f"ranks: 4\nmesh: {{dp: 4}}\n{BATCH}dataset: data_parallel\nexperts: {{axis: dp}}\n{SGD}"
+    "messages: {rows: {bits: 8, block: 6}}\n",
 }
 SENT, COUNTS = -2, -1
 """The places of a Route's data among the inputs of what reads them."""
@@ -283,6 +286,25 @@ def experts_of_another_rank(draft: Draft) -> bool:
     return len(draft.models) < len(draft.files) and box(draft)
 
 
+def scales_of_other_rows(draft: Draft) -> bool:
+    """Codes are unpacked with the scales of other rows."""
+    nodes = _drawn(draft, "DequantizeLinear")
+    others = {one.input[1] for one in _ops(draft, "DequantizeLinear")} - {node.input[1] for node in nodes}
+    choice = draft.chance.choice(sorted(others)) if others else ""
+    for node in nodes:
+        node.input[1] = choice
+    return bool(nodes and others)
+
+
+def scales_of_other_blocks(draft: Draft) -> bool:
+    """A scale is made of other numbers than the block that it divides."""
+    nodes = _drawn(draft, "QuantizeLinear")
+    for node in nodes:
+        _before(draft, node, helper.make_node("Neg", [node.input[1]], [f"{node.input[1]}.other"]))
+        node.input[1] += ".other"
+    return bool(nodes)
+
+
 KINDS: dict[str, Callable[[Draft], bool]] = {
     function.__name__: function
     for function in (
@@ -306,6 +328,8 @@ KINDS: dict[str, Callable[[Draft], bool]] = {
         lengths_of_another_layer,
         experts_of_another_layer,
         experts_of_another_rank,
+        scales_of_other_rows,
+        scales_of_other_blocks,
     )
 }
 
@@ -318,28 +342,29 @@ def build(folder: Path) -> None:
 
 
 def planted(folder: Path, target: Path, seed: int, case: int) -> str:
-    """Writes an artifact with the fault of a case; returns its kind and place, or "" if the artifact has nothing of the kind."""
-    chance = random.Random(f"{seed} {case}")
-    kind, name = [*KINDS][case % len(KINDS)], chance.choice([*PLANS])
-    manifest = json.loads((folder / name / "manifest.json").read_text())
-    files = {
-        path.name: onnx.load(path, load_external_data=False) for path in sorted((folder / name).glob("rank_*.onnx"))
-    }
+    """Writes an artifact with the fault of a case; returns its kind and place, or "" if no artifact has anything of the kind."""
+    chance, kind = random.Random(f"{seed} {case}"), [*KINDS][case % len(KINDS)]
     scope = chance.choice(["one rank", "all ranks"])
-    chosen = dict([chance.choice(sorted(files.items()))]) if scope == "one rank" and len(files) > 1 else files
-    before = {file: one.SerializeToString(deterministic=True) for file, one in files.items()}
-    draft = Draft(manifest, files, chosen, chance)
-    if not KINDS[kind](draft) or all(
-        files[file].SerializeToString(deterministic=True) == one for file, one in before.items()
-    ):
-        return ""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder / name, target)
-    for file, one in files.items():
-        (target / file).write_bytes(one.SerializeToString(deterministic=True))
-    (target / "manifest.json").write_text(json.dumps(manifest))
-    correct(target)
-    return f"{kind}: {name}, {scope if len(chosen) < len(files) else 'all ranks'}: {draft.target}"
+    for name in chance.sample([*PLANS], len(PLANS)):
+        manifest = json.loads((folder / name / "manifest.json").read_text())
+        files = {
+            path.name: onnx.load(path, load_external_data=False) for path in sorted((folder / name).glob("rank_*.onnx"))
+        }
+        chosen = dict([chance.choice(sorted(files.items()))]) if scope == "one rank" and len(files) > 1 else files
+        before = {file: one.SerializeToString(deterministic=True) for file, one in files.items()}
+        draft = Draft(manifest, files, chosen, chance)
+        if not KINDS[kind](draft) or all(
+            files[file].SerializeToString(deterministic=True) == one for file, one in before.items()
+        ):
+            continue
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder / name, target)
+        for file, one in files.items():
+            (target / file).write_bytes(one.SerializeToString(deterministic=True))
+        (target / "manifest.json").write_text(json.dumps(manifest))
+        correct(target)
+        return f"{kind}: {name}, {scope if len(chosen) < len(files) else 'all ranks'}: {draft.target}"
+    return ""
 
 
 def main(cases: Sequence[int], seed: int) -> int:

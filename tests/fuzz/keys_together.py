@@ -31,7 +31,7 @@ from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.runtime.checker.check import check_artifact
-from training_equivalence import from_text, run, run_whole, same_tensors
+from training_equivalence import Run, from_text, run, run_whole, same_tensors
 
 WIDTH, HEADS, KEYS, DEPTH, EXPERTS, WORDS = 16, 4, 2, 4, 4, 12
 AXES = ("pp", "dp", "cp", "ep", "tp")
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         experts = op.Reshape(chosen, op.Constant(value_ints=[-1]))
         wide = op.Expand(op.Unsqueeze(flat, [1]), op.Constant(value_ints=[1, 2, 1]))
         rows = op.Reshape(wide, op.Constant(value_ints=[-1, 1, WIDTH]))
-        h = op.Relu(op.MatMul(rows, op.Gather(self.up, experts)))
+        h = op.Tanh(op.MatMul(rows, op.Gather(self.up, experts)))  # at a kink rounding alone would turn a gradient on
         y = op.Reshape(op.MatMul(h, op.Gather(self.down, experts)), op.Constant(value_ints=[-1, 2, WIDTH]))
         y = op.ReduceSum(op.Mul(y, op.Unsqueeze(op.Softmax(best), [2])), [1], keepdims=0)
         return op.Reshape(y, op.Shape(x))
@@ -143,12 +143,19 @@ def steps(stack: bool) -> list[dict[str, np.ndarray]]:
     return [dict(zip(("ids", "labels"), chance.integers(0, WORDS, (2, 16, 8)), strict=True)) for _ in range(2)]
 
 
+@cache
+def whole_run(one: str, stack: bool) -> Run:
+    """The training on one rank by its plan."""
+    return run_whole(source(stack), one, steps(stack))
+
+
 @dataclass
 class Key:
     """The lines that a key adds to a plan: its axes, lines of the plan, of `pipeline` and of the training.
 
     `kind`: of keys of one kind a plan has one. `everywhere`: lines of one rank's plan, too, or 'train': `train` is in it.
-    `tolerance`: how far numbers may lie apart, of the change that the steps made. `stack`: of the loop alone.
+    `tolerance`: how far numbers may lie apart, of the change that the steps made; of 16 bits far, since a token whose scores of two
+    experts are within rounding may take the other one. `stack`: of the loop alone.
     """
 
     kind: str
@@ -174,12 +181,16 @@ TABLE: dict[str, Key] = {
         "stored", ("dp",), ('parameters: {"**": {stored: dp}}', "stored: {reduce: microbatch}"), ("microbatches: 2",)
     ),
     "routed": Key("experts", ("dp",), ("experts: {axis: dp}",)),
+    "routed in eight bits": Key(
+        "experts", ("dp",), ("experts: {axis: dp}", "messages: {rows: {bits: 8, block: 16}}"), tolerance=0.1
+    ),
     "routed along cp": Key("experts", ("cp",), ("experts: {axis: cp}",)),
     "shared": Key("experts", ("ep",), ("experts: {axis: ep}",)),
     "shared along tp": Key("experts", ("tp",), ("experts: {axis: tp}",)),
     "gather": Key("context", ("cp",), ("context: {axis: cp, attention: gather}",)),
     "heads": Key("context", ("cp",), ("context: {axis: cp, attention: heads}",)),
     "ring": Key("context", ("cp",), ("context: {axis: cp, attention: ring}",)),
+    "fold": Key("context", ("cp",), ("context: {axis: cp, attention: ring, order: fold}",)),
     "elastic": Key("elastic", ("dp",), ("elastic: {ranks: [RANKS, HALF]}",)),
     "parts": Key("elastic", ("dp",), ("elastic: {ranks: [RANKS, HALF], parts: 4}",)),
     "packed": Key("messages", ("dp",), ("messages: {gradients: {bits: 8, block: 16}}",), tolerance=0.1),
@@ -212,7 +223,7 @@ TABLE: dict[str, Key] = {
     "adapters": Key(
         "adapters", everywhere='adapters: {a: {on: "layers.*.attention.{q,v}", rank: 2, alpha: 4, train: true}}\n'
     ),
-    "float16": Key("precision", everywhere="precision: {compute: float16, loss_scale: 64}\n", tolerance=0.02),
+    "float16": Key("precision", everywhere="precision: {compute: float16, loss_scale: 64}\n", tolerance=0.1),
 }
 
 
@@ -257,7 +268,7 @@ def outcome(names: list[str]) -> tuple[str, str]:
     text, one, tolerance = plan(names)
     stack = any(TABLE[name].stack for name in names)
     try:
-        whole = run_whole(source(stack), one, steps(stack))
+        whole = whole_run(one, stack)
         with tempfile.TemporaryDirectory() as folder:
             have = run(source(stack), text, Path(folder) / "cut", steps(stack), check=False)
             faults = "\n".join(map(str, check_artifact(Path(folder) / "cut")))
@@ -277,14 +288,16 @@ def outcome(names: list[str]) -> tuple[str, str]:
 
 
 def together(names: list[str]) -> bool:
-    """Whether a plan can say all of them: one of each kind, and those that the model has.
+    """Whether a plan can say all of them: one of each kind, a key of a plan once, and those that the model has.
 
     Of an adapter that begins with zeros eight bits leave nothing that could be compared.
     """
     kinds = [TABLE[name].kind for name in names]
     stack = any(TABLE[name].stack for name in names)
     others = {"experts", "context", "adapters", "frozen", "target"} if stack else set()
-    return len({*kinds}) == len(kinds) and others.isdisjoint(kinds) and not {"messages", "adapters"} <= {*kinds}
+    written = [line.partition(":")[0] for name in names for line in TABLE[name].lines]
+    once = len({*kinds}) == len(kinds) and len({*written}) == len(written)
+    return once and others.isdisjoint(kinds) and not {"messages", "adapters"} <= {*kinds}
 
 
 def main(sets: list[list[str]]) -> int:

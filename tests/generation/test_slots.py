@@ -73,7 +73,7 @@ request = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(request, max_size=9), st.integers(1, 3), st.integers(1, 3), st.integers(1, 12), st.booleans())
 def test_every_request_gets_its_tokens_whoever_runs_beside_it(
     requests: list[Request], runs: int, size: int, chunk: int, padded: bool

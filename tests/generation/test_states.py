@@ -22,6 +22,7 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, Request, load_local_generator
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.generation.request import Answer
+from rows import of_today
 
 VOCABULARY, WIDTH, CHANNELS, KERNEL, SIZE, LAYERS = 64, 16, 24, 3, 5, 2
 STATES = {"conv": (CHANNELS, KERNEL), "scan": (CHANNELS, SIZE)}
@@ -121,7 +122,7 @@ def with_idle_steps(generator: Generator) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", of_today([*LAYOUTS], 1))
 def test_slots_make_the_tokens_of_the_model_alone(layout: str, answers: list[list[int]], tmp_path: Path) -> None:
     manifest = compiled(tmp_path, layout)
     kept = {one.value: one.local_shape(one.ranks[0]) for one in manifest.state}

@@ -15,7 +15,7 @@ from partc.runtime.communication.host.segment import Segment
 from partc.runtime.communication.mpi import MpiTransport
 from partc.runtime.communication.mpi_watch import Watch
 from partc.runtime.communication.transport import CollectiveArgs
-from partc.runtime.job.futex import Futex
+from partc.runtime.job.parking import Futex
 
 MOST_CALLS = {"call": 11, "c_call": 13}
 """Calls that both ranks make together: functions in Python, and functions in C."""

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import partc.cli
 import pytest
 import training_models as models
 from equivalence import compiled, model, same, whole_outputs
-from partc.cli.launch.launcher import Kind, find_launcher
+from partc.cli.launch.launcher import Kind, find_launcher, launch_environment
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.errors import UsageError
@@ -72,15 +73,28 @@ def begun(hosts: TwoHosts, slots: int, folder: Path, *words: str) -> subprocess.
     )
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code, and what went to stderr but for what Open MPI says where the agent begins before its process group is set."""
+def finished(hosts: TwoHosts, process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code, and what went to stderr but for what Open MPI says where the agent begins before its process group is set.
+
+    A job that has not ended is killed on both hosts, so that no later test meets its ranks.
+    """
     try:
         _, err = process.communicate(timeout=LONG)
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"it has not ended; stderr so far: {error.stderr!r}") from None
-    finally:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        waiting = _killed(hosts)
+        _, err = process.communicate(timeout=LONG)
+        raise AssertionError(f"it has not ended; what ran on both hosts:\n{waiting}\nstderr:\n{err}") from None
     return process.returncode, "".join(line for line in err.splitlines(True) if "plm:ssh: Warning: setpgid" not in line)
+
+
+def _killed(hosts: TwoHosts) -> str:
+    """What each process of a job waits in, on both hosts; they are killed."""
+    look = (
+        "for p in $(grep -laE 'partc[.]cli|/prt[e]' /proc/[0-9]*/cmdline); do p=${p%/cmdline}; "
+        'echo "${p#/proc/} $(cat $p/wchan) $(tr "\\0" " " < $p/cmdline | cut -c 1-200)"; kill -9 ${p#/proc/}; done'
+    )
+    shown = [subprocess.run([*hosts.inside(host), "sh", "-c", look], capture_output=True, text=True) for host in (0, 1)]
+    return "\n".join(one.stdout for one in shown)
 
 
 def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
@@ -113,7 +127,7 @@ def test_ranks_of_two_hosts_learn_what_one_learns(hosts: TwoHosts, plan: str, tm
     steps = [{key: array[k * BATCH : (k + 1) * BATCH] for key, array in records.items()} for k in range(STEPS)]
     whole = run(source, f"ranks: 1\n{TRAIN}", tmp_path / "whole", steps)
     words = ("train", "build", "--plan", "plan.yaml", "--checkpoint", "kept", "--save", str(STEPS))
-    assert finished(begun(hosts, 2, tmp_path, *words)) == (0, "")
+    assert finished(hosts, begun(hosts, 2, tmp_path, *words)) == (0, "")
     kept = Checkpoint.open(tmp_path / "kept")
     same_tensors({tensor: kept.read(tensor) for tensor in kept.index.tensors}, whole.after, whole.before, 5e-4)
 
@@ -135,7 +149,7 @@ def linears(folder: Path) -> dict[str, np.ndarray]:
 
 def test_outputs_of_two_hosts_are_those_of_the_unsharded_model(hosts: TwoHosts, tmp_path: Path) -> None:
     want = linears(tmp_path)
-    assert finished(begun(hosts, 2, tmp_path, "run", "build", "--input", "in.npz", "-o", "out.npz")) == (0, "")
+    assert finished(hosts, begun(hosts, 2, tmp_path, "run", "build", "--input", "in.npz", "-o", "out.npz")) == (0, "")
     with np.load(tmp_path / "out.npz") as have:
         same(have["y"], want["y"], "y", 1e-5, 1e-5)
 
@@ -149,7 +163,7 @@ def test_hosts_that_lose_each_other_for_a_while_wait_and_continue(hosts: TwoHost
     with hosts.cut_off():
         report = next((line for line in process.stderr if "has waited" in line), "")
     assert re.match(r"partc: rank \d has waited \d+ s: ", report), report
-    assert finished(process)[0] == 0
+    assert finished(hosts, process)[0] == 0
     with np.load(tmp_path / "out.npz") as have:
         same(have["y"], want["y"], "y", 1e-5, 1e-5)
 
@@ -161,7 +175,7 @@ def test_a_rank_killed_on_the_other_host_ends_the_job(hosts: TwoHosts, tmp_path:
     assert process.poll() is None, process.communicate()
     ranks = ranks_on(hosts, 1)
     subprocess.run([*hosts.inside(1), "kill", f"-{signal.SIGKILL.value}", str(ranks[0])], check=True)
-    code, err = finished(process)
+    code, err = finished(hosts, process)
     assert code == 1
     assert "has waited" not in err  # no rank counts as stalled before
     # Which is told depends on what comes first: the word of Open MPI's daemon there, or the end of a connection.
@@ -170,6 +184,32 @@ def test_a_rank_killed_on_the_other_host_ends_the_job(hosts: TwoHosts, tmp_path:
     assert [text in err for text in (daemon, *peers)].count(True) == 1, err
     assert "Traceback" not in err
     assert ranks_on(hosts, 0) == ranks_on(hosts, 1) == []
+
+
+def test_a_host_without_partc_is_named_with_the_remedy(hosts: TwoHosts, tmp_path: Path) -> None:
+    linears(tmp_path)
+    package = Path(partc.cli.__path__[0]).parent
+    subprocess.run([*hosts.inside(1), "mount", "-t", "tmpfs", "tmpfs", str(package)], check=True)
+    try:
+        code, err = finished(hosts, begun(hosts, 2, tmp_path, "run", "build", "--input", "in.npz"))
+    finally:
+        subprocess.run([*hosts.inside(1), "umount", str(package)], check=True)
+    assert code == 1
+    assert f"help: each host needs Python and partc at the path of this one, {sys.executable}" in err
+
+
+def test_jobs_of_processes_that_end_at_once_end(hosts: TwoHosts) -> None:
+    """Without the launcher's environment about one in ten of these jobs does not end."""
+    launcher = find_launcher(2)
+    environment = launch_environment(launcher) | {"TMPDIR": str(hosts.temporary)}
+    for _ in range(20):
+        told = subprocess.run(
+            hosts.over_both([launcher.path, "-n", "4", "hostname"], 4),
+            env=environment,
+            stdout=subprocess.PIPE,
+            timeout=LONG,
+        )
+        assert told.stdout.split() == [b"first", b"first", b"second", b"second"]
 
 
 def _stepping(hosts: TwoHosts) -> bool:

@@ -4,8 +4,9 @@
         subprocess.run([*hosts.inside(0), "partc", "run", ..., "--hostfile", hosts.file, "--", *hosts.options], env=hosts.environment)
 
 The first host has the machine's files; the second sees them too, as by a network file system, but for temporary ones and shared memory,
-which are its own, as are its processes. Each begins on the other what `hosts.agent` is told, which stands for ssh. The link is a veth pair
-with `tc netem`; where the kernel has no netem it is `link.py`. All of it goes when the block ends, or this process.
+which are its own, as are its processes. Daemons of Open MPI name their folders by their process ids, which are alike in all namespaces,
+so on either host `TMPDIR` is the folder of this pair. Each begins on the other what `hosts.agent` is told, which stands for ssh. The link
+is a veth pair with `tc netem`; where the kernel has no netem it is `link.py`. All of it goes when the block ends, or this process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _BEGIN = """
 echo {name} > /proc/sys/kernel/hostname
 {mounts}
 ip link set lo up
+export TMPDIR={temporary}
 while read -r command; do sh -c "$command" & done <> {told} &
 echo ready
 exec cat
@@ -122,7 +124,12 @@ def _host(folder: Path, name: str) -> Iterator[int]:
     command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
         process = subprocess.Popen(
-            [*command, "sh", "-ec", _BEGIN.format(name=name, mounts=mounts, told=folder / name)],
+            [
+                *command,
+                "sh",
+                "-ec",
+                _BEGIN.format(name=name, mounts=mounts, temporary=folder / "temporary", told=folder / name),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -25,8 +25,7 @@ from partc.compiler.layout.moves import (
     bytes_moved,
     is_local,
 )
-from partc.compiler.layout.reshard import lower
-from partc.compiler.layout.walk import with_shards
+from partc.compiler.layout.reshard import lower, with_shards
 
 Cost = tuple[Fraction, Fraction]
 

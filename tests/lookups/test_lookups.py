@@ -278,7 +278,9 @@ def test_rows_that_do_not_belong_to_the_ids_are_refused(
 def test_ranks_that_differ_in_owners_are_refused(tmp_path: Path) -> None:
     one, two = graphs(2, (0, 1), (0, 1))
     write(tmp_path, [one, two.replace("owners = [0, 1]", "owners = [1, 0]")], groups=whole(2))
-    assert "it differs from the node of rank 0 in op, owners, givers, rows or row" in str(check_artifact(tmp_path)[0])
+    assert "it differs from the node of rank 0 in op, owners, givers, rows, row or capacity" in str(
+        check_artifact(tmp_path)[0]
+    )
 
 
 def test_each_id_once() -> None:

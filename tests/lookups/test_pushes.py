@@ -14,6 +14,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.dim_expression import parse
+from rows import of_today
 from training_equivalence import fed, from_text, run_whole, same_training, train_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -71,22 +72,25 @@ COLUMNS_ALONG_TP = CUT.replace("ROW", "dp").replace("COLUMN", "tp")
 
 @pytest.mark.parametrize(
     ("plan", "more", "optimizer", "moved"),
-    [
-        (f"ranks: 2\n{PULL}", "", SGD, "Pull 2, Push 2, AllReduce 2"),
-        (f"ranks: 3\n{PULL}", ", clip: {norm: 0.1}", SGD, "Pull 2, Push 2, AllReduce 3"),
-        (f"ranks: 3\n{PULL}", "", LAZY, "Pull 2, Push 2, AllReduce 2"),
-        (f"ranks: 4\n{PULL}", ", accumulate: 3", SGD, "Pull 6, Push 6, AllReduce 4"),
-        (f"ranks: 6\n{PULL}", ", on_nonfinite: skip", ADAM, "Pull 2, Push 2, AllReduce 3"),
-        (f"ranks: 4\n{NAMED}{PULL}", "", ADAM, "Pull 2, Push 2, AllReduce 2"),
-        (
-            f"ranks: 4\n{NAMED}{COLUMNS_ALONG_TP}",
-            ", clip: {norm: 0.1}",
-            SGD,
-            "Pull 2, Push 2, AllReduce 3, AllGather 2",
-        ),
-        ("ranks: 2\nsharding: {look: pull, again: pull}\n", "", SGD, "Pull 2, Push 2"),
-        (f"ranks: 2\n{STAGES}sharding: {{look: pull, again: pull}}\n", "", ADAM, ""),
-    ],
+    of_today(
+        [
+            (f"ranks: 2\n{PULL}", "", SGD, "Pull 2, Push 2, AllReduce 2"),
+            (f"ranks: 3\n{PULL}", ", clip: {norm: 0.1}", SGD, "Pull 2, Push 2, AllReduce 3"),
+            (f"ranks: 3\n{PULL}", "", LAZY, "Pull 2, Push 2, AllReduce 2"),
+            (f"ranks: 4\n{PULL}", ", accumulate: 3", SGD, "Pull 6, Push 6, AllReduce 4"),
+            (f"ranks: 6\n{PULL}", ", on_nonfinite: skip", ADAM, "Pull 2, Push 2, AllReduce 3"),
+            (f"ranks: 4\n{NAMED}{PULL}", "", ADAM, "Pull 2, Push 2, AllReduce 2"),
+            (
+                f"ranks: 4\n{NAMED}{COLUMNS_ALONG_TP}",
+                ", clip: {norm: 0.1}",
+                SGD,
+                "Pull 2, Push 2, AllReduce 3, AllGather 2",
+            ),
+            ("ranks: 2\nsharding: {look: pull, again: pull}\n", "", SGD, "Pull 2, Push 2"),
+            (f"ranks: 2\n{STAGES}sharding: {{look: pull, again: pull}}\n", "", ADAM, ""),
+        ],
+        4,
+    ),
 )
 def test_a_pulled_table_trains_as_one_rank_does(
     plan: str, more: str, optimizer: str, moved: str, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,19 +11,23 @@ import numpy as np
 import onnx
 import pytest
 from artifact_text import write
+from click.testing import CliRunner
 from equivalence import compiled, same_as_whole
-from expert_layers import EXPERTS, SGD, WIDTH, batches, kinds, model
-from mpi_ranks_case import MPIEXEC, job
+from expert_layers import CHOICES, EXPERTS, SGD, WIDTH, batches, kinds, model
+from mpi_ranks_case import MPIEXEC, killed_at
 from mutated import change_file, texts
 from onnx import numpy_helper
+from partc.cli.commands.verify import command as verify
+from partc.compiler.cost.memory import rank_memory
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.runtime import describe_action, load_local
+from partc.runtime import load_local
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import StepError
-from partc.runtime.job.status_board import VARIABLE, create_board, read_board
+from rows import of_today
 from run_collectives import whole
 from run_steps import give_lists
 from training_equivalence import run_whole, same_training
@@ -54,18 +59,16 @@ def test_outputs_are_those_of_one_rank(
 
 
 TRAINED = [
-    (2, "dp: 2", "dp", "dp", "", {"Route": 2, "Return": 2, "AllReduce": 2}),
     (3, "ep: 3", "", "ep", "", {"AllReduce": 2}),
     (4, "dp: 2, ep: 2", "dp", "ep", "", {"AllReduce": 4}),
     (4, "dp: 2, ep: 2", "[dp, ep]", "ep", "", {"Route": 2, "Return": 2, "AllReduce": 3}),
     (4, "dp: 4", "dp", "dp", ", accumulate: 2", {"Route": 4, "Return": 4, "AllReduce": 3}),
     (2, "dp: 2", "dp", "dp", "recompute", {"Route": 4, "Return": 4, "AllReduce": 3}),
-    (4, "dp: 2, tp: 2", "dp", "dp", "tp", {"Route": 2, "Return": 2, "AllReduce": 4}),
     (8, "pp: 2, dp: 2, tp: 2", "dp", "dp", "stages", {"Route": 4, "Return": 4, "AllReduce": 8, "Send": 17}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "cut", "axis", "more", "moved"), TRAINED)
+@pytest.mark.parametrize(("ranks", "mesh", "cut", "axis", "more", "moved"), of_today(TRAINED, 2))
 def test_training_is_that_of_one_rank(
     ranks: int, mesh: str, cut: str, axis: str, more: str, moved: dict[str, int], tmp_path: Path
 ) -> None:
@@ -76,7 +79,7 @@ def test_training_is_that_of_one_rank(
     ]
     train = SGD[:-2] + more * (more[:1] == ",") + "}\n"
     said = plan(ranks, mesh, cut, axis, train).replace("outputs: sharded\n", "").replace("divisor: 4", "divisor: 8")
-    said += "sharding: {l0_up: colwise, l0_down: rowwise}\n" if more in ("tp", "stages") else ""
+    said += "sharding: {l0_up: colwise, l0_down: rowwise}\n" if more == "stages" else ""
     if more == "stages":
         said += (
             "placement: {first: {pp: 0}, 'l0_*': {pp: 0}, head: {pp: 1}}\npipeline: {microbatches: 2, schedule: 1f1b}\n"
@@ -118,6 +121,87 @@ def test_a_row_has_the_bits_of_one_rank(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*found)
 
 
+DROPPED = [
+    (2, "dp: 2", "dp", "dp", 2),
+    (4, "dp: 2, ep: 2", "[dp, ep]", "ep", 4),
+    (4, "dp: 2, ep: 2", "dp", "ep", 2),
+    (3, "ep: 3", "", "ep", 1),
+    (1, "ep: 1", "", "ep", 1),
+]
+"""Ranks, mesh, axes of the tokens and of the experts, and the number of shards of the tokens."""
+
+
+def dropping(said: str, capacity: float) -> str:
+    """A plan whose experts have a capacity."""
+    return said.replace("experts: {axis: ", f"experts: {{capacity: {capacity}, axis: ")
+
+
+def with_capacity(x: Array, shards: int, capacity: float) -> tuple[Array, int]:
+    """The model's output in numpy, where each expert takes the first ceil(capacity k n / E) rows of a shard; and how many are dropped."""
+    weight = {one.name: numpy_helper.to_array(one).astype(np.float64) for one in model().graph.initializer}
+    outputs, dropped = [], 0
+    for tokens in np.split(x.astype(np.float64) @ weight["first_weight"], shards):
+        logits = tokens @ weight["l0_router_weight"]
+        chosen = np.argsort(-logits, axis=1, kind="stable")[:, :CHOICES]
+        best = np.exp(np.take_along_axis(logits, chosen, 1))
+        room, total = np.full(EXPERTS, math.ceil(capacity * chosen.size / EXPERTS)), np.zeros_like(tokens)
+        for token, choice in np.ndindex(chosen.shape):
+            expert = chosen[token, choice]
+            dropped += room[expert] == 0
+            if room[expert]:
+                room[expert] -= 1
+                inner = np.tanh(tokens[token] @ weight["l0_up_weight"][expert] + weight["l0_bias"][expert])
+                total[token] += inner @ weight["l0_down_weight"][expert] * best[token, choice] / best[token].sum()
+        outputs.append(np.tanh(total) @ weight["head_weight"])
+    return np.concatenate(outputs), dropped
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "cut", "axis", "shards"), of_today(DROPPED, 2))
+def test_rows_above_a_capacity_are_dropped(
+    ranks: int, mesh: str, cut: str, axis: str, shards: int, tmp_path: Path
+) -> None:
+    """Each rank drops by its own tokens; a capacity of all experts drops none."""
+    for capacity in (1, 1.25, EXPERTS):
+        compiled(model(), dropping(plan(ranks, mesh, cut, axis), capacity), tmp_path)
+        assert check_artifact(tmp_path) == []
+        with load_local(tmp_path) as program:
+            for step in batches(12, 24):
+                expected, dropped = with_capacity(step["x"], shards, capacity)
+                assert bool(dropped) == (capacity < EXPERTS)
+                np.testing.assert_allclose(program(step)["y"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_capacity_is_not_verified(tmp_path: Path) -> None:
+    """Before the model is read."""
+    (tmp_path / "plan.yaml").write_text(dropping(plan(2, "dp: 2", "dp", "dp"), 1.25))
+    ended = CliRunner().invoke(verify, ["none.onnx", "--plan", str(tmp_path / "plan.yaml")])
+    assert ": a capacity of experts is not verified\n" in str(ended.exception)
+
+
+def test_a_capacity_bounds_the_rows_of_a_rank(tmp_path: Path) -> None:
+    """Two ranks with 2400 rows each send at most all, 4800, to one; or 250 for each of 6 experts, 3000: inside sessions is as much less."""
+    inside = []
+    for said in (plan(2, "dp: 2", "dp", "dp"), dropping(plan(2, "dp: 2", "dp", "dp"), 1.25)):
+        compiled(model(), said, tmp_path)
+        inside.append(rank_memory(open_artifact(tmp_path), 0, {"batch": 2400}).inside)
+    assert 0.55 < inside[1] / inside[0] < 0.65
+
+
+@pytest.mark.parametrize("more", of_today(["", 'pipeline: {microbatches: 1, recompute: ["l0_*"]}\n'], 1))
+def test_dropped_rows_have_no_gradient(more: str, tmp_path: Path) -> None:
+    """A training is that of one rank whose microbatches are the ranks' shards, and is another without the capacity."""
+    steps = [
+        {**one, "t": np.random.default_rng(k).standard_normal((len(one["x"]), 4)).astype(np.float32)}
+        for k, one in enumerate(batches(24, 48))
+    ]
+    alone, shared = plan(1, "ep: 1", "", "ep", SGD[:-2] + ", accumulate: 2}\n"), plan(2, "dp: 2", "dp", "dp", SGD)
+    plans = [one.replace("outputs: sharded\n", "") for one in (alone, shared + more)]
+    whole = run_whole(source(), dropping(plans[0], 1.25), steps)
+    same_training(source, dropping(plans[1], 1.25), tmp_path / "a", steps, rtol=1e-5, atol=1e-5, whole=whole)
+    with pytest.raises(AssertionError, match="loss"):
+        same_training(source, plans[1], tmp_path / "b", steps, rtol=1e-5, atol=1e-5, whole=whole)
+
+
 SAID = 'group = "all", owners = [OWNERS], rows = 6, row = [2]'
 
 
@@ -148,6 +232,20 @@ def feeds(ranks: int, sizes: tuple[int, ...], experts: Callable[[np.random.Gener
         found |= {f"x{k}": random.standard_normal((size, 2)).astype(np.float32)}
         found |= {f"i{k}": experts(random, size), f"j{k}": random.integers(0, 6, size)}
     return found
+
+
+def test_rows_of_a_capacity_go_and_come_back(tmp_path: Path) -> None:
+    """Of 12 rows for one expert of 6 two and a half times the mean go, 5; the other rows come back as zeros, and their cotangents stay."""
+    changed = [text.replace("row = [2]> (x", "row = [2], capacity = [5, 2]> (x") for text in graphs(3)]
+    write(tmp_path, changed, groups=whole(3))
+    assert check_artifact(tmp_path) == []
+    fine = feeds(3, (12, 12, 12), lambda random, count: np.full(count, 4))
+    with load_local(tmp_path) as program:
+        found = program(fine)
+    np.testing.assert_array_equal(found["y1"][:5], -2 * fine["x1"][:5])
+    np.testing.assert_array_equal(found["y1"][5:], 0)
+    np.testing.assert_array_equal(found["e2"], np.full(15, 0))
+    assert found["e0"].size == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
@@ -207,21 +305,10 @@ def test_a_rank_that_fails_between_a_route_and_its_return_gives_zeros(tmp_path: 
         np.testing.assert_array_equal(program(fine)["y2"], -2 * fine["x2"])
 
 
-KILLED = """
+GIVEN = """
 random = np.random.default_rng(3)
 given = {f"{letter}{k}": random.integers(0, 6, 5) for letter in "ij" for k in range(3)}
 given |= {f"x{k}": np.ones((5, 2), np.float32) for k in range(3)}
-transport = MpiTransport(MPI.COMM_WORLD)
-isend, deadly = transport.isend, []
-def perhaps(*rest):
-    if deadly:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return isend(*rest)
-transport.isend = perhaps
-program = runtime.load(folder, transport, threads=1)
-program(given)
-deadly += [rank] if rank == 1 else []
-program(given)
 """
 
 
@@ -229,14 +316,9 @@ program(given)
 def test_a_rank_killed_within_a_route_ends_the_job(tmp_path: Path) -> None:
     """It has told how many rows come, and sends none: the others do not wait for them."""
     give_lists(write(tmp_path, graphs(3), groups=whole(3)))
-    board = tmp_path / "board"
-    create_board(board, 3)
-    result = job(tmp_path, KILLED, environment={VARIABLE: str(board)})
-    assert result.returncode not in (0, 1)
-    assert "has waited" not in result.stderr
-    step, action = read_board(board)[1]
+    step, action = killed_at(tmp_path, tmp_path / "board", GIVEN)[1]
     assert step == 2
-    assert describe_action(tmp_path, 1, action).startswith("Route")
+    assert action.startswith("Route")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +327,7 @@ def test_a_rank_killed_within_a_route_ends_the_job(tmp_path: Path) -> None:
         (0, "(d, s, c)", "(d, t, c)", "asked, and on rank"),
         (1, "(d, s, c)", "(d, t, b)", "and on rank 0 what Route 'Route.h'"),
         (None, "(d, s, c)", "(d, t, b)", "its rows 'd' did not come by Route 'Route.g'"),
+        (None, "= Neg(y)", "= Neg(d)", "of the shape ['n', 2] of rows as they came, whose number only a run tells"),
         (None, "(d, s, c)", "(d, c, s)", "and should be a tensor(int64) [4]"),
         (None, "(d, s, c)", "(d, s, b)", "it reads what Route"),
         (
@@ -260,8 +343,15 @@ def test_a_rank_killed_within_a_route_ends_the_job(tmp_path: Path) -> None:
             0,
             'tag = 2, group = "all", owners = [0, 1], rows = 6',
             'tag = 2, group = "all", owners = [0, 1], rows = 8',
-            "owners, givers, rows or row",
+            "owners, givers, rows, row or capacity",
         ),
+        (
+            0,
+            "row = [2]> (x0, i0)",
+            "row = [2], capacity = [5, 4]> (x0, i0)",
+            "owners, givers, rows, row or capacity",
+        ),
+        (None, "row = [2]> (x", "row = [2], capacity = [3, 4]> (x", "its capacity is [3, 4]: two numbers are needed"),
         (None, "rows = 6", "rows = 7", "7 rows do not divide into equal runs for 2 owners"),
         (None, "row = [2]", "row = [3]", "row"),
         (0, "(d, s, c)", "(d, s)", "it leaves out its places, its counts or its ids"),
@@ -273,6 +363,28 @@ def test_wrong_routes_are_refused(tmp_path: Path, rank: int | None, old: str, ne
     assert changed != graphs(2)
     write(tmp_path, changed, groups=whole(2))
     assert fact in "\n".join(map(str, check_artifact(tmp_path)))
+
+
+HALVES = {
+    "l0_gate, l0_lift = Split <axis = -1, num_outputs = 2> (l0_h)": "Mixtral",
+    "l0_gate = Slice (l0_h, zero, ten, one, two) l0_lift = Slice (l0_h, one, ten, one, two)": "gpt-oss",
+}
+
+
+@pytest.mark.parametrize("halves", HALVES, ids=HALVES.values())
+def test_columns_of_rows_are_theirs(halves: str, tmp_path: Path) -> None:
+    """As the gate and the other half of a first product are taken: forward, and back in the gradient."""
+    proto, port = model(), "float[batch, 10]"
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> main ({port} l0_h) => ({port} l0_swapped)
+        <int64[1] zero = {{0}}, int64[1] ten = {{10}}> {{ {halves} l0_swapped = Concat <axis = 1> (l0_lift, l0_gate) }}"""
+    part = onnx.parser.parse_model(text).graph
+    at = next(k for k, node in enumerate(proto.graph.node) if node.output[0] == "l0_a")
+    proto.graph.node[at].input[0] = "l0_swapped"
+    for node in reversed(part.node):
+        proto.graph.node.insert(at, node)
+    proto.graph.initializer.extend(part.initializer)
+    compiled(proto, plan(2, "dp: 2", "dp", "dp", SGD).replace("outputs: sharded\n", ""), tmp_path)
+    assert check_artifact(tmp_path) == []
 
 
 def test_a_rank_without_a_route_is_named(tmp_path: Path) -> None:
@@ -298,7 +410,16 @@ REFUSED = [
     ("experts: {axis: dp}\nsharding: {l0_act: replicate}", BETWEEN),
     ("experts: {axis: dp}\nplacement: {'l0_*': 0}", "runs on rank 0 alone .*\n.*to the 2 ranks along 'dp'"),
     ("experts: {axis: ep}", "'ep' is not an axis of the mesh\n.*the mesh has the axes dp"),
-    ("experts: {axis: dp, capacity: 0.5}", "capacity"),
+    (
+        "experts: {axis: dp, capacity: 0.5}",
+        "plan.yaml:6.*a capacity of 0.5\n.*has room for its mean number of rows.*\n.*write a number from 1 on",
+    ),
+    ("experts: {capacity: 1.5}", "plan.yaml:6.*'axis' is missing\n.*write experts: {axis: dp}, an axis of the mesh"),
+    (
+        "experts: {axis: dp, capacity: 1.5}\ngenerate: {slots: 2, length: 80}",
+        "plan.yaml:6: a capacity of experts beside 'generate'\n.*depends on the other rows.*\n.*leave out 'capacity'",
+    ),
+    ("experts: {axis: dp, capacity: many}", "plan.yaml:6.*capacity.*\n(.*\n)*.*write capacity: 1.25"),
     ("experts: {head: {axis: dp}}", "plan.yaml:6.*'head'.*product with the matrices of experts\n.*\n.*'l0_up'"),
     ("experts: {nothing: {axis: dp}}", "plan.yaml:6: 'nothing' matches no module or node"),
 ]

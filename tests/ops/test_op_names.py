@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -30,12 +31,13 @@ ALLOWED = {
     "compiler/analysis/shape_*.py": SHAPES,
     "compiler/analysis/least_sizes.py": SHAPES,
     "compiler/cost/memory.py": MEANING,
-    "compiler/cost/even_rows.py": MEANING,
+    "compiler/cost/turn.py": MEANING,
     "compiler/lower/reshard.py": PATTERNS,
     "compiler/sharding/*": MEANING,
     "compiler/lower/ring.py": PATTERNS,
     "compiler/nn/batching.py": MEANING,
     "compiler/tasks/gradient_norm.py": PATTERNS,
+    "compiler/lower/eight_bits.py": PATTERNS,
     "compiler/tasks/packed_sums.py": PATTERNS,
     "compiler/unroll.py": MEANING,
     "runtime/checker/across/tree_sums.py": MEANING,
@@ -55,7 +57,9 @@ MOST = {MEANING: 80, PATTERNS: 70}
 
 
 def names_in(path: Path, ops: frozenset[str]) -> set[str]:
-    """The op names among the texts of a file, docstrings left out: one by itself, or a list of them."""
+    """The op names among the texts of a file, docstrings left out: one by itself, or a list of them. None where all its words have few."""
+    if len(ops.intersection(re.findall(r"\w+", path.read_text()))) < FEW:
+        return set()
     nodes = list(nodes_of(path))
     docstrings = {id(one.value) for one in nodes if isinstance(one, ast.Expr)}
     constants = [one.value for one in nodes if isinstance(one, ast.Constant) and id(one) not in docstrings]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from random_placement_case import cases
 
 
-@settings(max_examples=28, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_graphs_with_random_placements(case: tuple[onnx.ModelProto, str]) -> None:
     model, plan = case

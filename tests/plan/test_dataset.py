@@ -63,7 +63,7 @@ def test_a_plan_in_every_spelling(tmp_path: Path, words: str, want: dict[str, st
 )
 def test_a_model_says_it_by_globals(tmp_path: Path, words: str, want: dict[str, str]) -> None:
     plan = f"ranks: 4\n{MESH if 'dp' in words else ''}outputs: cut\n"
-    assert arriving(same_on_all_ranks(tmp_path, f"{NET}{words}\n", plan, STEP, rtol=1e-5, atol=1e-6)) == want
+    assert arriving(compiled(tmp_path, f"{NET}{words}\n", plan).program) == want
 
 
 def test_the_plan_wins(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
+from rows import of_today
 from training_equivalence import from_text
 
 NET = """<ir_version: 10, opset_import: ["" : 21]>
@@ -90,17 +91,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return steps, trained_whole(source, "ranks: 1\n" + TRAIN, steps), before
 
 
-@pytest.mark.parametrize(
-    ("plan", "rows"),
-    [
-        (planned("[up, second, down]", 3, "1f1b"), "rank 2: 2F0 2B0"),
-        (planned("[up, second, third, down]", schedule="zbv"), "rank 0: 0F0 0F1 0F2 3F0"),
-        (planned("[up, second, third, down]", schedule="interleaved"), "rank 0: 0F0 0F1 2F0"),
-        (planned("[up, [second, third]]", 4, head="mesh: {pp: 2, tp: 2}\nsharding: {second: colwise, third: rowwise}\n"), "ranks 2,3"),
-        (planned("[up, down]", 1, "gpipe"), "rank 0: 0F0 0F1 0F2 0F3 1F0"),
-        (planned("[{nodes: up, on: 1}, {nodes: second, on: 0}, {nodes: down, on: 0}]", 2, "auto"), "rank 1: 0F0"),
-    ],
-)  # fmt: skip
+LEARNING = [
+    (planned("[up, second, down]", 3, "1f1b"), "rank 2: 2F0 2B0"),
+    (planned("[up, second, third, down]", schedule="zbv"), "rank 0: 0F0 0F1 0F2 3F0"),
+    (planned("[up, second, third, down]", schedule="interleaved"), "rank 0: 0F0 0F1 2F0"),
+    (planned("[up, [second, third]]", 4, head="mesh: {pp: 2, tp: 2}\nsharding: {second: colwise, third: rowwise}\n"), "ranks 2,3"),
+    (planned("[up, down]", 1, "gpipe"), "rank 0: 0F0 0F1 0F2 0F3 1F0"),
+    (planned("[{nodes: up, on: 1}, {nodes: second, on: 0}, {nodes: down, on: 0}]", 2, "auto"), "rank 1: 0F0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "rows"), of_today(LEARNING, 2))
 def test_named_stages_learn_alike(plan: str, rows: str, whole: Any, tmp_path: Path) -> None:
     steps, want, before = whole
     close(trained(tmp_path / "build", from_text(NET, WEIGHTS), plan + TRAIN, steps), want, before, 2e-6)

@@ -7,7 +7,8 @@ import re
 import time
 
 import pytest
-from partc.compiler.plan.pattern import compile_pattern, literal_pattern, nearest, wider
+from partc.compiler.plan.pattern import compile_pattern, literal_pattern, wider
+from partc.runtime.spellings import nearest
 
 
 @pytest.mark.parametrize(

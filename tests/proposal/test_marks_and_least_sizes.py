@@ -11,8 +11,7 @@ from equivalence import compiled, same_as_whole
 from onnx import TensorProto, helper, numpy_helper
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.input_dims import is_mark
-from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.onnx_file import from_proto, is_mark
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import run_passes
 from partc.compiler.plan.read import parse_plan

@@ -50,6 +50,8 @@ def test_tokens_are_sharded_over_an_axis_of_their_own() -> None:
     assert "context: {axis: cp}" in text
     program = same_as_whole(proto, text, ids(4, 6), ids(2, 4), rtol=1e-4, atol=1e-5)
     assert {event.op_type for event in program.events} == {"AllGather", "Exchange"}
+    gathers = {event.bytes for event in program.events if event.op_type == "AllGather"}
+    assert gathers == {f"{WIDTH}*batch*seq"}  # to each of two ranks half of 4 bytes, of half of the records
 
 
 def test_cuts_are_lines_with_reasons() -> None:

@@ -356,7 +356,7 @@ def test_the_gpt_of_torch(
 
 @pytest.mark.parametrize("sample", [FFN, GPT])
 def test_the_strategies_that_the_guide_quotes(sample: str) -> None:
-    guide = "".join((SAMPLES / "guide" / page).read_text() for page in ("sharding.md", "sharding_models.md"))
+    guide = (SAMPLES / "guide/sharding.md").read_text()
     quoted = re.findall(r"^```yaml\n(sharding:\n.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     real = read_plan(SAMPLES / sample / "plan.yaml")
     plans = [parse_plan(f"ranks: {real.ranks}\n{text}", "guide") for text in quoted]

@@ -18,6 +18,7 @@ from partc.runtime import Generator, Request, load_local_generator
 from partc.runtime.communication.in_process import LocalAgreements, LocalTransport
 from partc.runtime.generation import draw, sampling
 from partc.runtime.generation.request import Answer
+from rows import of_today
 
 LAYOUTS_OF_LOGITS = {**LAYOUTS, "replicas": REPLICAS}
 KINDS: list[dict[str, Any]] = [
@@ -97,16 +98,16 @@ def check_scores(answers: list[Answer]) -> None:
             assert np.allclose([number for _, number in score.top], np.sort(row)[::-1][: len(score.top)], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("layout", "groups"),
-    [
-        ("data parallel", 1),
-        ("replicas", 1),
-        ("stages", 2),
-        ("tensor parallel stages", 1),
-        ("tensor parallel stages", 2),
-    ],
-)
+SHARED = [
+    ("data parallel", 1),
+    ("replicas", 1),
+    ("stages", 2),
+    ("tensor parallel stages", 1),
+    ("tensor parallel stages", 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "groups"), of_today(SHARED, 1))
 def test_tokens_are_those_of_one_rank_in_any_company(
     tmp_path: Path, alone: list[list[int]], layout: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

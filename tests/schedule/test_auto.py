@@ -17,9 +17,7 @@ from partc.compiler.schedulers import auto as auto_module
 from partc.compiler.schedulers.auto import LimitError, auto, improve
 from partc.compiler.schedulers.bound import lower_bound
 from partc.compiler.schedulers.fill import fill
-from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.one_f_one_b import one_f_one_b
-from partc.compiler.schedulers.zb_h1 import zb_h1
+from partc.compiler.schedulers.named import gpipe, one_f_one_b, zb_h1
 from partc.runtime.artifact.tasks.task import Kind, Task
 
 
@@ -51,7 +49,7 @@ def random_costs(chosen: random.Random, stages: Stages) -> Costs:
 
 def test_random_graphs_homes_times_and_limits() -> None:
     chosen, met = random.Random(41), 0
-    for _ in range(20):
+    for _ in range(8):
         stages, m = random_stages(chosen), chosen.choice((1, 2, 3, 5))
         costs = random_costs(chosen, stages)
         limits = [one * chosen.choice((1, 1.3, 2, 3, 100)) for one in one_microbatch(stages, costs)]
@@ -65,7 +63,7 @@ def test_random_graphs_homes_times_and_limits() -> None:
             other = make(stages, m)
             if within(peaks(other, costs), limits):
                 assert found.total <= simulate(other, costs).total * (1 + 1e-9)
-    assert met > 10, "most small cases meet the bound"
+    assert met > 4, "most small cases meet the bound"
 
 
 def test_equal_stages_meet_the_closed_forms() -> None:
@@ -109,7 +107,7 @@ def test_a_longer_last_stage() -> None:
 
 def test_near_the_least_time_of_all_orders_and_the_bound_below_it() -> None:
     chosen, ratios = random.Random(6), []
-    for _ in range(14):
+    for _ in range(6):
         p, m = chosen.choice(((2, 2), (2, 3), (3, 2)))
         stages = chosen.choice((one_each(p), vee(2), loop(2, 2), graph([(0,), (1,), (0,)], [Edge(0, 2), Edge(1, 2)])))
         some = []

@@ -12,11 +12,7 @@ from partc.compiler.schedule.costs import Costs, StageCost
 from partc.compiler.schedule.grid import message_counts, readers
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Edge, graph
-from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.interleaved import interleaved
-from partc.compiler.schedulers.one_f_one_b import one_f_one_b
-from partc.compiler.schedulers.zb_h1 import zb_h1
-from partc.compiler.schedulers.zbv import zbv
+from partc.compiler.schedulers.named import gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from partc.runtime.artifact.tasks.task import Task
 
 Rows = tuple[tuple[Action, ...], ...]

@@ -15,11 +15,7 @@ from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.text import schedule_of_text
 from partc.compiler.schedule.validity import validate
-from partc.compiler.schedulers.gpipe import gpipe
-from partc.compiler.schedulers.interleaved import interleaved
-from partc.compiler.schedulers.one_f_one_b import one_f_one_b
-from partc.compiler.schedulers.zb_h1 import zb_h1
-from partc.compiler.schedulers.zbv import zbv
+from partc.compiler.schedulers.named import gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from partc.runtime.artifact.tasks.task import Kind, Task, parse
 
 KNOWN = [

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from partc.compiler.search.chain import Chain, shortest, within
+from partc.compiler.search.blocks import Chain, shortest, within
 
 
 def chain(blocks: int, seed: int, ways: int = 3) -> Chain:

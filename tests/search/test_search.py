@@ -31,6 +31,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.units import parse_bytes
 from perceptrons import DEEP, TRAIN, WIDE, layers
 from proposal_case import source
+from rows import of_today
 
 Capture = pytest.CaptureFixture[str]
 
@@ -118,14 +119,16 @@ def test_two_ranks_that_share_memory_gain_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("train", "ranks", "fixed", "many"),
-    [
-        ("", 2, Fixed(), 5),
-        (TRAIN.replace("64", "4"), 2, Fixed(), 9),
-        (TRAIN.replace("64", "4"), 4, Fixed(tp=1, dp=2), 6),
-        (TRAIN.replace("64", "4"), 4, Fixed(tp=2, stages=2), 3),
-        (TRAIN.replace("64", "4"), 4, Fixed(tp=2, dp=2), 2),
-    ],
-    ids=["infer", "train", "ZeRO in stages", "tp in stages", "tp and dp"],
+    of_today(
+        [
+            pytest.param("", 2, Fixed(), 5, id="infer"),
+            pytest.param(TRAIN.replace("64", "4"), 2, Fixed(), 9, id="train"),
+            pytest.param(TRAIN.replace("64", "4"), 4, Fixed(tp=1, dp=2), 6, id="ZeRO in stages"),
+            pytest.param(TRAIN.replace("64", "4"), 4, Fixed(tp=2, stages=2), 3, id="tp in stages"),
+            pytest.param(TRAIN.replace("64", "4"), 4, Fixed(tp=2, dp=2), 2, id="tp and dp"),
+        ],
+        2,
+    ),
 )
 def test_no_candidate_is_faster_than_what_is_found(
     train: str, ranks: int, fixed: Fixed, many: int, tmp_path: Path

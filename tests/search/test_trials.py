@@ -15,11 +15,12 @@ from partc.compiler.search.search_state import SearchState
 from partc.runtime.errors import RankError
 from perceptrons import TRAIN, layers
 from proposal_case import source
+from rows import of_today
 
 OPTIONS = Options(2, Fixed(), {"batch": 64}, tries=2)
 
 
-@pytest.mark.parametrize("train", ["", TRAIN])
+@pytest.mark.parametrize("train", of_today(["", TRAIN], 1))
 def test_plans_run_before_one_is_taken(
     train: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

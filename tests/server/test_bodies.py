@@ -77,7 +77,7 @@ def read(reader: Reader, data: bytes) -> list[list[Completion]]:
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES), st.fixed_dictionaries({}, optional=FITTING))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_document_is_met_or_refused(reader: Reader, odd: dict[str, object], fitting: dict[str, object]) -> None:
     for document in (odd, {**odd, **fitting}, fitting):
         for found in read(reader, json.dumps(document).encode()):
@@ -85,7 +85,7 @@ def test_any_document_is_met_or_refused(reader: Reader, odd: dict[str, object], 
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_bytes_are_refused(reader: Reader, data: bytes) -> None:
     assert read(reader, data) == []
 

@@ -10,10 +10,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 from context_case import DEPTH, LENGTH, TRAIN, Windowed, decoder, feeds, received, units
+from decoders import decoder as cached
 from mutated import change_file, texts
 from partc.compiler import nn
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
+from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.lower import ring
@@ -21,6 +23,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.format import HOP, PHASE
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from rows import of_today
 from training_equivalence import run, run_whole, same_tensors, same_training, train_whole
 
 
@@ -45,15 +48,22 @@ def plan(ranks: int, attention: str, more: str = "", mesh: str = "") -> str:
     )
 
 
-CASES = [(2, "heads", False), (3, "heads", False), (4, "gather", True), (6, "heads", False),
-         (2, "ring", True), (3, "ring", False), (4, "ring", True), (6, "ring", False)]  # fmt: skip
+CASES = [
+    (2, "heads", False),
+    (3, "heads", False),
+    (4, "gather", True),
+    (6, "heads", False),
+    (3, "ring", False),
+    (4, "ring", True),
+]
+"""Heads by each formula of their keys; rings in chunks and not. Rings of two ranks are those of a window and of folded tokens."""
 
 
-@pytest.mark.parametrize(("ranks", "way", "causal"), CASES)
+@pytest.mark.parametrize(("ranks", "way", "causal"), of_today(CASES, 2))
 def test_a_cut_sequence_trains_as_a_whole_one(
     ranks: int, way: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a ring of two or three ranks queries are computed in chunks."""
+    """In a ring of three ranks queries are computed in chunks."""
     monkeypatch.setattr(ring, "CHUNK", 4 if ranks < 4 else 128)
     text = plan(ranks, way)
     program = same_training(partial(decoder, causal), text, tmp_path, feeds(causal), rtol=1e-5, atol=1e-5)
@@ -61,7 +71,7 @@ def test_a_cut_sequence_trains_as_a_whole_one(
     assert received(program) == units(way, ranks, causal) * 2 * LENGTH * DEPTH * 4
 
 
-@pytest.mark.parametrize(("way", "mesh"), [("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")])
+@pytest.mark.parametrize(("way", "mesh"), of_today([("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")], 1))
 def test_a_cut_sequence_goes_with_other_axes(way: str, mesh: str, tmp_path: Path) -> None:
     more = "dataset: {ids: [dp, null], keep: [dp, null], labels: [dp, null]}\n"
     styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise}\n'
@@ -161,3 +171,14 @@ def test_a_window_is_not_taken_for_a_causal_mask(window: float, tmp_path: Path) 
     program = same_training(source, text, tmp_path, [{"x": x, "labels": labels}], rtol=1e-5, atol=1e-5)
     (node,) = [node for node in program.model.graph if node.op_type == "RingAttention"]
     assert node.attributes.get_int("causal", 1) == 0
+
+
+def test_a_plan_that_generates_has_no_context(tmp_path: Path) -> None:
+    text = "ranks: 2\nmesh: {cp: 2}\ncontext: {axis: cp}\ngenerate: {length: 32, slots: 2, chunk: 8}\n"
+    with pytest.raises(CompileError) as error:
+        compile_source(Source(from_proto(cached(), Path("model.onnx"))), parse_plan(text, "plan.yaml"), tmp_path)
+    assert str(error.value) == (
+        "plan.yaml:3: 'context' beside 'generate'\n"
+        "  a step has one token of each sequence, and caches are not cut along their entries\n"
+        "  help: leave out 'context'; an axis tp shards the heads of caches"
+    )

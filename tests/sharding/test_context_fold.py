@@ -13,7 +13,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 from context_case import DEPTH, INT64, LENGTH, TRAIN, WIDTH, Layer, Windowed, decoder, feeds, received, units
+from machines import links
 from partc.compiler import nn
+from partc.compiler.cost.step import simulated
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
@@ -30,6 +32,7 @@ from partc.runtime.checker.across.orders import check_orders
 from partc.runtime.checker.across.rings import check_rings, rank_records
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
+from rows import of_today
 from training_equivalence import same_training
 
 
@@ -41,7 +44,8 @@ def plan(ranks: int, attention: str, divisor: int = 24) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "way", "causal"), [(2, "ring", True), (3, "ring", True), (2, "heads", False), (4, "gather", False)]
+    ("ranks", "way", "causal"),
+    [(3, "ring", True), *of_today([(2, "ring", True), (2, "heads", False), (4, "gather", False)], 1)],
 )
 def test_folded_tokens_train_as_natural_ones(
     ranks: int, way: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,8 +66,25 @@ def test_folded_tokens_train_as_natural_ones(
             assert counts == [2 * ranks + 1] * ranks  # of natural order: 1, 2, ... ranks
 
 
+def test_ranks_of_a_folded_ring_are_priced_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes are known, and a ring has as many operations in chunks, in a Scan, as without."""
+    operations = dict[tuple[str, int], list[float]]()
+    for order, chunk in (("fold", 128), ("fold", 4), ("runs", 4)):
+        monkeypatch.setattr(ring, "CHUNK", chunk)
+        text = plan(2, "ring").replace("order: fold", f"order: {order}")
+        compile_source(decoder(True), parse_plan(text, "plan.yaml"), tmp_path / f"{order}{chunk}", check=False)
+        artifact = open_artifact(tmp_path / f"{order}{chunk}")
+        step = simulated(artifact, links(1e-7, 1e12), {"batch": 2, "seq": LENGTH})
+        assert order == "runs" or step.unknown == 0
+        operations[order, chunk] = step.operations
+    whole, cut, runs = operations.values()
+    assert cut == pytest.approx(whole, rel=0.05)  # chunks add their terms of gradients
+    assert cut[0] == pytest.approx(cut[1], rel=0.02)
+    assert runs[1] > 1.1 * runs[0]
+
+
 def test_folded_tokens_go_with_a_tensor_axis(tmp_path: Path) -> None:
-    styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise}\n'
+    styles = 'sharding: {"layers.*.{q,k,v}": colwise, "layers.*.out": rowwise, head: colwise}\n'
     text = plan(2, "ring").replace("ranks: 2", "ranks: 4").replace("{cp: 2}", "{cp: 2, tp: 2}")
     text = text.replace("\ntrain:", f"\n{styles}train:")
     same_training(partial(decoder, True), text, tmp_path, feeds(True), rtol=1e-5, atol=1e-5)
@@ -100,7 +121,7 @@ def placed(late: bool = False) -> Source:
     return Source(trace(Placed(late), inputs, ["logits"], "placed.py"))
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("way", of_today(["gather", "ring"], 1))
 def test_ops_that_know_places_get_the_natural_order(way: str, tmp_path: Path) -> None:
     program = same_training(placed, plan(2, way), tmp_path, feeds(), rtol=1e-5, atol=1e-5)
     rings = [node.attributes.get_int("causal", 0) for node in program.model.graph if node.op_type == "RingAttention"]
@@ -108,7 +129,9 @@ def test_ops_that_know_places_get_the_natural_order(way: str, tmp_path: Path) ->
 
 
 REFUSED = [
-    (lambda: placed(late=True), "ring", 24, "plan.yaml:3: 'CumSum_1' (CumSum) cannot run on folded tokens"),
+    (lambda: placed(late=True), "ring", 24, "plan.yaml:3: 'CumSum_1' (CumSum) cannot run on folded tokens\n"
+     "  each rank has two runs of tokens, and the op depends on their places, or leads to one that does\n"
+     "  help: write order: runs, or leave the op to the program that reads the output"),
     (decoder, "gather", 6, "seq is a multiple of 6, not always of 4; nothing is padded: a rank has two runs of tokens\n"
      "  help: declare `seq: {divisor: 12}` under symbols"),
 ]  # fmt: skip
@@ -124,8 +147,13 @@ def test_what_cannot_be_folded_is_refused(source, way: str, divisor: int, messag
 def test_a_window_is_not_folded(tmp_path: Path) -> None:
     source = Source(trace(Windowed(5.0), [Spec("x", ("batch", "seq", 8), ir.DataType.FLOAT)], ["y"], "window.py"))
     text = plan(2, "ring").partition("train:")[0]
-    with pytest.raises(CompileError, match="has a window of tokens"):
+    with pytest.raises(CompileError) as error:
         compile_source(source, parse_plan(text, "plan.yaml"), tmp_path / "build")
+    assert str(error.value) == (
+        "plan.yaml:3: the attention of 'MatMul_1' has a window of tokens\n"
+        "  in folded order a rank's neighbours are on other ranks: a window would send more, and its work is even in runs\n"
+        "  help: write order: runs"
+    )
 
 
 def test_the_order_is_one_of_chunks() -> None:
@@ -133,7 +161,7 @@ def test_the_order_is_one_of_chunks() -> None:
     assert in_folded_order(np.arange(8), 2, [0]).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("order", ["runs", "fold"])
+@pytest.mark.parametrize("order", of_today(["runs", "fold"], 1))
 def test_data_parallel_inputs_shard_no_records_over_the_axis_of_tokens(order: str, tmp_path: Path) -> None:
     """A batch of odd size, and an input of records without tokens."""
     text = plan(2, "gather").replace("batch: {divisor: 2}", "batch: {min: 1}").replace("order: fold", f"order: {order}")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from body_models import BRANCHES, NESTED, SCAN, WEIGHTS, WHILE, WIDTH, plan, weighed
-from collectives_mpi_case import MPIEXEC
 from equivalence import compiled, counted, same_as_whole, whole_outputs
 from partc.compiler.errors import CompileError
 from partc.runtime import load_local
 from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.graph.onnx_graph import all_nodes
-
-ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def drawn(*shape: int, seed: int = 1) -> np.ndarray:
@@ -84,36 +78,8 @@ def test_the_file_has_the_standards_form(tmp_path: Path) -> None:
     assert {node.op_type for node in all_nodes(file.graph.node) if node.domain == "partc.comm"} == {"AllReduce"}
 
 
-@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
-def test_turns_and_branches_over_mpi(tmp_path: Path) -> None:
-    """The refinement on two processes, by messages of MPI alone, in steps of different turns."""
-    proto = weighed(WHILE, WEIGHTS)
-    compiled(proto, plan("refine", 2), tmp_path / "build")
-    x = drawn(4, WIDTH)
-    limits = (9.0, 0.01)
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import sys, numpy as np, partc.runtime as runtime\n"
-        "with runtime.load(sys.argv[1], stall=5) as program:\n"
-        "    found = [program(x=np.load(sys.argv[2]), tolerance=np.array(t, np.float32)) for t in LIMITS]\n"
-        "    if program.rank == 0:\n"
-        "        np.savez(sys.argv[3], **{f'{k}{i}': v for i, one in enumerate(found) for k, v in one.items()})\n".replace(
-            "LIMITS", repr(limits)
-        )
-    )
-    np.save(tmp_path / "x.npy", x)
-    command = [MPIEXEC, "-n", "2", sys.executable, script, tmp_path / "build", tmp_path / "x.npy", tmp_path / "o.npz"]
-    subprocess.run(
-        list(map(str, command)), env={**os.environ, **ROOT, "PARTC_SHARED_MEMORY": "0"}, check=True, timeout=120
-    )
-    have = np.load(tmp_path / "o.npz")
-    for k, limit in enumerate(limits):
-        want = whole_outputs(proto, {"x": x, "tolerance": np.array(limit, np.float32)})
-        assert have[f"n{k}"] == want["n"]
-        np.testing.assert_allclose(have[f"y{k}"], want["y"], rtol=1e-4, atol=1e-5)
-    assert want["n"] > 2
-
-
+TRAIN = "train: {loss: {type: mse, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n"
+NOT_CUT = "it is not cut as a body in a generation or a pipeline, nor with microbatches, recomputed nodes or stored parameters"
 REFUSED = {
     "an op of a body on another rank": (
         'placement: {"refine": 0, "refine.body.up": 1}\n',
@@ -121,12 +87,29 @@ REFUSED = {
         "all ops of a body run on the ranks of its node",
         "place 'refine' as a whole",
     ),
-    "a body of a training": (
-        'sharding: {"refine.*.up": colwise}\n'
-        "train: {loss: {type: mse, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n",
+    "a body of a training with microbatches": (
+        f'sharding: {{"refine.*.up": colwise}}\n{TRAIN.replace("}}", "}, accumulate: 2}")}',
         "plan.yaml:2: 'refine.*.up' matches MatMul 'up' alone, inside of the body of Loop ('refine')",
-        "it is not cut as a body in a training, a generation or a pipeline",
+        NOT_CUT,
         "write 'refine'",
+    ),
+    "a body that is computed again": (
+        f'sharding: {{"refine.*.up": colwise}}\npipeline: {{microbatches: 1, recompute: ["refine.**"]}}\n{TRAIN}',
+        "plan.yaml:2: 'refine.*.up' matches MatMul 'up' alone, inside of the body of Loop ('refine')",
+        NOT_CUT,
+        "write 'refine'",
+    ),
+    "a body over stored parameters": (
+        f'sharding: {{"refine.*.up": {{in: [[], [1, 2]]}}}}\nmesh: {{dp: 2}}\nparameters: {{"**": {{stored: dp}}}}\n{TRAIN}',
+        "plan.yaml:2: 'refine.*.up' matches MatMul 'up' alone, inside of the body of Loop ('refine')",
+        NOT_CUT,
+        "write 'refine'",
+    ),
+    "a body in a pipeline": (
+        f'sharding: {{"refine.*.up": colwise}}\nsymbols: {{batch: {{divisor: 2}}}}\npipeline: {{microbatches: 2}}\n{TRAIN}',
+        "plan.yaml:4: not all of the model can run by microbatches: refine (Loop) may bring records of the batch together",
+        "a microbatch knows its own records alone",
+        "write statistics: microbatch",
     ),
 }
 

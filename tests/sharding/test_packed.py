@@ -145,7 +145,6 @@ def source() -> Source:
 @pytest.mark.parametrize(
     ("plan", "more"),
     [
-        ("ranks: 2\n", ""),
         ("ranks: 2\n", "  clip: {norm: 0.1}\n"),
         ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
          "zero"),

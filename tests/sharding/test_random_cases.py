@@ -11,7 +11,7 @@ from random_cases import EQUAL, WRONG, Case, cases, outcome
 def test_risky_graphs_run_as_the_whole_or_are_refused() -> None:
     tally = Counter[str]()
 
-    @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases())
     def one(case: Case) -> None:
         what, text = outcome(case)
@@ -19,4 +19,4 @@ def test_risky_graphs_run_as_the_whole_or_are_refused() -> None:
         assert what not in WRONG, f"{what}: {text}\n{case.plan}"
 
     one()
-    assert tally[EQUAL] > 3, tally
+    assert tally[EQUAL] > 1, tally

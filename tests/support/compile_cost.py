@@ -91,8 +91,8 @@ def _lenet(folder: Path, layers: int) -> tuple[Path, Path]:
 
 MODELS = {
     "lenet": Counted(_lenet, 1),
-    "gpt_inference": Counted(_inference, 6),
-    "gpt_training": Counted(_training, 4),
+    "gpt_inference": Counted(_inference, 3),
+    "gpt_training": Counted(_training, 2),
 }
 
 

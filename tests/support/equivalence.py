@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -41,10 +42,15 @@ def counted(program: Complete) -> dict[str, int]:
 
 def whole_outputs(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The outputs of the whole model, by one onnxruntime session."""
+    session = _session_of(proto.SerializeToString())
+    return dict(zip((out.name for out in session.get_outputs()), session.run(None, dict(inputs)), strict=True))
+
+
+@functools.lru_cache(maxsize=2)
+def _session_of(model: bytes) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return dict(zip((out.name for out in session.get_outputs()), session.run(None, dict(inputs)), strict=True))
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def same_as_whole(

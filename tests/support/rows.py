@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+Row = TypeVar("Row")
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -66,6 +68,26 @@ def _call(test: Callable[..., None], given: dict[str, Any], number: int) -> None
             test(**given)
     else:
         test(**given)
+
+
+def of_today(table: Sequence[Row], count: int) -> list[Row]:
+    """Returns so many of the rows, others each day, so that each row has its day; all of them with `PARTC_TEST_ALL=1`.
+
+    Of rows that combine what other tests prove one by one. The rows of a day are spread over the table. A day is repeated by
+    `PARTC_TEST_DAY=739949`.
+    """
+    if os.environ.get("PARTC_TEST_ALL"):
+        return [*table]
+    first, step = count * int(os.environ.get("PARTC_TEST_DAY", 0)), max(1, len(table) // max(1, count))
+    order = [at for begin in range(step) for at in range(begin, len(table), step)]
+    return [table[at] for at in sorted({order[(first + k) % len(table)] for k in range(count)})]
+
+
+def first_and_of_today(table: Sequence[Row], key: Callable[[Row], object]) -> list[Row]:
+    """Returns the first row of each key, in the table's order, and a quarter of the others, another one each day."""
+    first = sorted({key(row): at for at, row in reversed([*enumerate(table)])}.values())
+    others = [at for at in range(len(table)) if at not in {*first}]
+    return [table[at] for at in [*first, *of_today(others, -(-len(others) // 4))]]
 
 
 def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -25,6 +25,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.ir.program import Complete
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipeline import STEP_ALONE, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.verify import VARIABLE
@@ -73,6 +74,16 @@ def train_whole(plan: str) -> str:
     return "ranks: 1\n" + plan[plan.index("train:") :]
 
 
+def verifies_all() -> bool:
+    """Whether the test verifies after every pass today; on these days its programs of a training are all compiled and checked, too."""
+    return os.environ.get(VARIABLE) != "last"
+
+
+def kinds_of_today() -> tuple[ProgramKind, ...]:
+    """The programs of a training that a test does not evaluate: the step, and on some days also the evaluations."""
+    return tuple(ProgramKind) if verifies_all() else STEP_ALONE
+
+
 @dataclass(frozen=True)
 class Run:
     """What every step gave, and all tensors before the first and after the last, whole, by their global names."""
@@ -96,6 +107,7 @@ def run(
 
     `evaluates`: then what the program `evaluate` makes of each step's batch is in the outputs, too.
     """
+    how = {"kinds": tuple(ProgramKind) if evaluates else kinds_of_today(), **how}
     program = compile_source(source, parse_plan(plan, "plan.yaml"), out, **how).program
     with load_local(out, devices={"cuda": "cpu"}) as ranks:
         if start is not None:
@@ -209,7 +221,9 @@ def same_training(
     atol: float,
     whole: Run | None = None,
 ) -> Complete:
-    """Trains whole and cut; losses and all tensors are compared, and the checker accepts the artifact. `source()` gives the model anew.
+    """Trains whole and cut; losses and all tensors are compared, and the checker accepts the artifact, where that is the test's day.
+
+    `source()` gives the model anew.
 
     Gives the compiled program.
 
@@ -220,7 +234,7 @@ def same_training(
     have = run(
         source(), plan, folder / "cut", steps, check=False
     )  # what a compile proves is a part of the check that follows
-    violations = check_artifact(folder / "cut")
+    violations = check_artifact(folder / "cut") if verifies_all() else []
     assert not violations, "\n".join(map(str, violations))
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         guards = {name for name in {*one, *other} if name.startswith("gradients.")}  # named by the number of ranks

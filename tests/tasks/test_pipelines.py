@@ -29,6 +29,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
 from pipelines_case import CLASSES, pipeline, placed, small_gpt
+from rows import of_today
 from training_equivalence import from_text, source_of
 from training_models import Model, dlrm, lenet
 
@@ -41,21 +42,24 @@ CLIP = "  clip: {norm: 0.3}\n"
 
 @pytest.mark.parametrize(
     ("name", "plan", "schedule", "count"),
-    [
-        *[(name, STAGED, "1f1b", 4) for name in ("mean", "ignored", "sum", "chances")],
-        ("both, smoothed", STAGED, "zb_h1", 8),
-        ("both, smoothed", THREE, "1f1b", 2),
-        ("ignored", THREE, "zb_h1", 4),
-        ("weights", LOOP, "interleaved", 4),
-        ("both, smoothed", VEE, "auto", 8),
-        ("sum", VEE, "gpipe", 2),
-        ("both, smoothed", VEE, "zbv", 4),
-        ("mean", VEE, "['0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1', '1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1']", 2),
-        ("mean", STAGED, "['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']", 2),
-        ("both, smoothed", PLANS[1], "auto", 8),
-        ("both, smoothed", PLANS[2], "1f1b", 4),
-        ("mean", STAGED, "1f1b", 1),
-    ],
+    of_today(
+        [
+            *[(name, STAGED, "1f1b", 4) for name in ("mean", "ignored", "sum", "chances")],
+            ("both, smoothed", STAGED, "zb_h1", 8),
+            ("both, smoothed", THREE, "1f1b", 2),
+            ("ignored", THREE, "zb_h1", 4),
+            ("weights", LOOP, "interleaved", 4),
+            ("both, smoothed", VEE, "auto", 8),
+            ("sum", VEE, "gpipe", 2),
+            ("both, smoothed", VEE, "zbv", 4),
+            ("mean", VEE, "['0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1', '1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1']", 2),
+            ("mean", STAGED, "['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']", 2),
+            ("both, smoothed", PLANS[1], "auto", 8),
+            ("both, smoothed", PLANS[2], "1f1b", 4),
+            ("mean", STAGED, "1f1b", 1),
+        ],
+        6,
+    ),
 )
 def test_microbatches_are_as_the_whole(name: str, plan: str, schedule: str, count: int, tmp_path: Path) -> None:
     """Labels are unevenly spread, and the first microbatch has none at all."""
@@ -89,27 +93,30 @@ def models() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "plan", "schedule", "counts", "shared"),
-    [
-        ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (2,), ""),
-        ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (2,), ""),
-        (
-            "gpt of two blocks",
-            "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS,
-            "zb_h1",
-            (4,),
-            "",
-        ),
-        (
-            "gpt of two blocks",
-            "ranks: 4\ndataset: {x: [dp, null], labels: [dp, null]}\nsymbols: {batch: {divisor: 8}}\n"
-            + PIPES.replace("AXIS", "dp").replace("REST", REST),
-            "1f1b",
-            (4,),
-            ", shard: dp",
-        ),
-        ("lenet", "ranks: 5\nplacement: {conv1: 3, conv2: 4, fc1: 0, fc2: 1, fc3: 2}\n", "1f1b", (4,), ""),
-        ("dlrm", "ranks: 2\nplacement: {top: 1}\n", "", (4,), ""),
-    ],
+    of_today(
+        [
+            ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (2,), ""),
+            ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (2,), ""),
+            (
+                "gpt of two blocks",
+                "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS,
+                "zb_h1",
+                (4,),
+                "",
+            ),
+            (
+                "gpt of two blocks",
+                "ranks: 4\ndataset: {x: [dp, null], labels: [dp, null]}\nsymbols: {batch: {divisor: 8}}\n"
+                + PIPES.replace("AXIS", "dp").replace("REST", REST),
+                "1f1b",
+                (4,),
+                ", shard: dp",
+            ),
+            ("lenet", "ranks: 5\nplacement: {conv1: 3, conv2: 4, fc1: 0, fc2: 1, fc3: 2}\n", "1f1b", (4,), ""),
+            ("dlrm", "ranks: 2\nplacement: {top: 1}\n", "", (4,), ""),
+        ],
+        2,
+    ),
 )
 def test_models_learn_alike(
     name: str,
@@ -150,7 +157,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", of_today([*MASKED], 2))
 def test_masks_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     """Dropout draws by the place in the batch, so a microbatch has its share of the masks, of as many pieces as any input lies in."""
     net = NET.replace("[bend] b = Tanh (a)", "[bend] h = Tanh (a) [drop] b = Dropout (h, ratio, on)").replace(

@@ -16,6 +16,7 @@ from partc.compiler.ir.programs import Compute, TaskKind
 from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.program.steps import Segment
+from rows import of_today
 from run_steps import steps_of
 from training_equivalence import from_text, source_of
 from training_models import gpt, lenet
@@ -69,16 +70,19 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 @pytest.mark.parametrize(
     ("plan", "count", "recompute", "more"),
-    [
-        (ONE, 1, "['one_*', 'two_*']", ""),
-        (ONE, 1, "'**'", ""),
-        (ONE, 4, "", ""),
-        (ONE, 4, "'{one,two}_*'", ""),
-        (STAGED, 1, "['one_*', two_bend]", ""),
-        (STAGED, 2, "'*_norm'", ", schedule: gpipe"),
-        (STAGED, 4, "['one_*', 'two_*']", ", schedule: zb_h1"),
-        (STAGED, 4, "'**'", ", schedule: auto"),
-    ],
+    of_today(
+        [
+            (ONE, 1, "['one_*', 'two_*']", ""),
+            (ONE, 1, "'**'", ""),
+            (ONE, 4, "", ""),
+            (ONE, 4, "'{one,two}_*'", ""),
+            (STAGED, 1, "['one_*', two_bend]", ""),
+            (STAGED, 2, "'*_norm'", ", schedule: gpipe"),
+            (STAGED, 4, "['one_*', 'two_*']", ", schedule: zb_h1"),
+            (STAGED, 4, "'**'", ", schedule: auto"),
+        ],
+        3,
+    ),
 )
 def test_what_is_learned_is_the_same(
     plan: str, count: int, recompute: str, more: str, without: dict[Any, Any], tmp_path: Path

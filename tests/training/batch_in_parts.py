@@ -17,7 +17,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
-from training_equivalence import from_text, reference
+from training_equivalence import from_text, kinds_of_today, reference
 
 Trained = tuple[list[dict[str, float]], dict[str, np.ndarray]]
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -79,7 +79,7 @@ def trained(folder: Path, source: Source, plan: str, steps: Sequence[Mapping[str
 
     What a compile proves is a part of what is checked here.
     """
-    compile_source(source, parse_plan(plan, "plan.yaml"), folder, check=False)
+    compile_source(source, parse_plan(plan, "plan.yaml"), folder, check=False, kinds=kinds_of_today())
     violations = check(folder).violations
     assert not violations, "\n".join(map(str, violations))
     return stepped(folder, steps)

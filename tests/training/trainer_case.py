@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from compiled_once import compiled_once
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, load_trainer
@@ -33,8 +34,10 @@ PARALLEL = "ranks: 2\ndataset: data_parallel\nsymbols: {B: {divisor: 2}}\n" + TR
 
 
 def built(folder: Path, plan: str) -> Path:
-    compile_source(from_text(TEXT, {"w": (6, 8), "v": (8, 4)}), parse_plan(plan, "plan.yaml"), folder)
-    return folder
+    def compile_into(out: Path) -> None:
+        compile_source(from_text(TEXT, {"w": (6, 8), "v": (8, 4)}), parse_plan(plan, "plan.yaml"), out)
+
+    return compiled_once(folder, ("trainer", plan), compile_into)
 
 
 def batch(step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:

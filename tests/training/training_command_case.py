@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_once import compiled_once
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
@@ -57,8 +58,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def built(folder: Path, plan: str, name: str = "build") -> Path:
     (folder / f"{name}.yaml").write_text(plan)
-    compile_model(folder / "model.py", folder / f"{name}.yaml", folder / name)
-    return folder / name
+
+    def compile_into(out: Path) -> None:
+        compile_model(folder / "model.py", folder / f"{name}.yaml", out)
+
+    return compiled_once(folder / name, ("command", (folder / "model.py").read_text(), plan, name), compile_into)
 
 
 def command(*words: str) -> list[str]:

@@ -2,7 +2,8 @@
 
     y = x W + (x A^T) B^T * scale        A [rank, inputs], B [outputs, rank], scale = alpha / rank, or alpha / sqrt(rank) with rslora
 
-Any other tensor of the folder (weights of whole modules, biases, magnitudes) is refused by its name.
+Modules of `modules_to_save`, such as the head of a classifier, have weights in place of the model's. Any other tensor of the folder
+(biases, magnitudes) is refused by its name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ _OTHER_FORMS = {
     "use_qalora": "QALoRA adds to groups of inputs",
     "use_bdlora": "BD-LoRA has blocks on a diagonal",
     "lora_bias": "a bias is added behind the second weight",
-    "modules_to_save": "the adapter has whole modules besides",
     "target_parameters": "it adds to parameters besides weights of linear layers",
     "layer_replication": "layers of the model are repeated",
     "trainable_token_indices": "rows of the embedding are replaced",
@@ -59,8 +59,16 @@ class LowRank:
         return int(self.a.shape.numpy()[1]), int(self.b.shape.numpy()[0])
 
 
-def read_adapter(folder: Path, where: str) -> Mapping[str, LowRank]:
-    """Maps each module to its low-rank product, in float32. Raises CompileError with all problems of the folder."""
+@dataclass(frozen=True)
+class Adapter:
+    """A folder's low-rank products by module, and by name the weights that replace the model's, all in float32."""
+
+    products: Mapping[str, LowRank]
+    replaced: Mapping[str, ir.TensorProtocol]
+
+
+def read_adapter(folder: Path, where: str) -> Adapter:
+    """Raises CompileError with all problems of the folder."""
     if not (folder / ADAPTER_CONFIG).exists():
         fact = f"'{folder}' has no {ADAPTER_CONFIG}" if folder.is_dir() else f"'{folder}' is not a folder"
         raise CompileError(Problem(where, fact, help="give the folder that peft's save_pretrained wrote"))
@@ -73,15 +81,28 @@ def read_adapter(folder: Path, where: str) -> Mapping[str, LowRank]:
         problems = [Problem(folder.name, fact, help=f"{_AGAIN}, which writes safetensors")]
     if problems:
         raise CompileError(problems)
-    pairs, others = _pairs(tensors_of(folder / ADAPTER_WEIGHTS, title))
-    problems = [Problem(title, *one) for one in _misfits(pairs, others)]
+    tensors = tensors_of(folder / ADAPTER_WEIGHTS, title)
+    pairs, others = _pairs(tensors)
+    replaced = [name for name in others if _is_saved(name, config)]
+    problems = [Problem(title, *one) for one in _misfits(pairs, [name for name in others if name not in replaced])]
     if problems:
         raise CompileError(problems)
-    adapter = dict[str, LowRank]()
+    products = dict[str, LowRank]()
     for module, pair in pairs.items():
         a, b = (stored_as(pair[key], ir.DataType.FLOAT, f"{module}.lora_{key}.weight") for key in "AB")
-        adapter[module] = LowRank(a, b, _scale(config, module, pair["A"].stored.shape[0]))
-    return adapter
+        products[module] = LowRank(a, b, _scale(config, module, pair["A"].stored.shape[0]))
+    names = {name: name.removeprefix(PREFIX) for name in replaced}
+    return Adapter(products, {own: stored_as(tensors[name], ir.DataType.FLOAT, own) for name, own in names.items()})
+
+
+def _is_saved(name: str, config: Mapping[str, object]) -> bool:
+    """Whether a tensor is a weight of a module of `modules_to_save`, which peft lists by the ends of their names."""
+    modules = config.get("modules_to_save") or ()
+    parts = name.removeprefix(PREFIX).split(".")[:-1]
+    ends = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return isinstance(modules, list | tuple) and any(
+        f".{end}".endswith(f".{module}") for end in ends for module in modules
+    )
 
 
 def _unreadable(config: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:

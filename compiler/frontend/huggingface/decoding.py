@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.configuration import attribute
 from partc.compiler.frontend.huggingface.rotary import longest
 from partc.compiler.frontend.huggingface.safetensors_files import read_object
-from partc.compiler.frontend.huggingface.settings import of_transformers
+from partc.compiler.frontend.huggingface.settings import attribute, of_transformers
 from partc.compiler.ir.declared import WINDOW, Decoding
 
 if TYPE_CHECKING:

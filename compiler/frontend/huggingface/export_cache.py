@@ -213,7 +213,8 @@ def keep(key: str, folder_name: str, export: Export) -> str:
             out.write(hashlib.sha256(data).digest() + data)
         _bound()
     except (OSError, PartcError) as error:
-        return f"the export is not kept: {' '.join(str(error).split())}"
+        fact, _, remedy = " ".join(str(error).split()).partition(" help: ")
+        return f"the export is not kept: {fact}; {remedy or 'free the folder'}, or name another folder in PARTC_CACHE"
     return ""
 
 

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
-from partc.compiler.frontend.huggingface.configuration import attribute, no_padding
 from partc.compiler.frontend.huggingface.ports import has_encoder, usual_inputs
 from partc.compiler.frontend.huggingface.rotary import short_frequencies
+from partc.compiler.frontend.huggingface.settings import attribute, no_padding
 
 if TYPE_CHECKING:
     import torch

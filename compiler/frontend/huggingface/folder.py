@@ -31,13 +31,13 @@ from partc.compiler.frontend.huggingface.safetensors_files import (
     read_object,
     stored_tensors,
 )
-from partc.compiler.frontend.huggingface.tp_plan import tp_plan
+from partc.compiler.frontend.huggingface.settings import tp_plan
 from partc.compiler.frontend.huggingface.weights import FolderWeights, absent_as, stored_as, taken, unread
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Known, Source, Weights, compared, nothing
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
 from partc.compiler.ir.declared import Declared
-from partc.compiler.plan.pattern import nearest
+from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,13 @@ def load_folder(
     folder = path.resolve()
     config = _settings(folder)
     absent, stored = weights is False, weights.resolve() if isinstance(weights, Path) else folder
-    files = None if absent and not has_weights(folder) else float_weights(config, stored_tensors(stored), folder.name)
+
+    def weight_files() -> Mapping[str, InFile] | None:
+        if absent and not has_weights(folder):
+            return None
+        return float_weights(config, stored_tensors(stored), folder.name)
+
+    files = weight_files()
     key = export_cache.key_of(folder, files, cache, absent) if keep and export_cache.cache_folder() is not None else ""
     export = export_cache.read(key, folder.name) if key else None
     if export is not None:
@@ -81,7 +87,10 @@ def load_folder(
     elif compare:
         source = compared(source)
     if key and export is not None:
-        warning = export_cache.keep(key, folder.name, replace(export, source=source, compared=compare or absent))
+        if _settings(folder) == config and export_cache.key_of(folder, weight_files(), cache, absent) == key:
+            warning = export_cache.keep(key, folder.name, replace(export, source=source, compared=compare or absent))
+        else:
+            warning = f"the export is not kept: {folder} was changed meanwhile; compile it again"
         if warning:
             declared = replace(source.declared, warnings=(*source.declared.warnings, warning))
             source = replace(source, declared=declared)

@@ -22,9 +22,9 @@ from typing import Any
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.configuration import attribute
 from partc.compiler.frontend.huggingface.rotary import longest
-from partc.compiler.plan.pattern import nearest
+from partc.compiler.frontend.huggingface.settings import attribute
+from partc.runtime.spellings import nearest
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TARGET = ("decoder_input_ids", "decoder_attention_mask")

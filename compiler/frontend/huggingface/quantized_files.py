@@ -26,7 +26,7 @@ from partc.compiler.frontend.huggingface.weights import stored_as
 from partc.compiler.ir.blocked import BlockedWeight, Blocks
 from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
 from partc.compiler.ir.value_info import Array
-from partc.compiler.plan.quantize import BLOCKS
+from partc.compiler.plan.precision import BLOCKS
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.safetensors_stream import Stored
 from partc.runtime.errors import PartcError

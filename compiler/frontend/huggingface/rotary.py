@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.configuration import attribute
+from partc.compiler.frontend.huggingface.settings import attribute
 
 if TYPE_CHECKING:
     import torch

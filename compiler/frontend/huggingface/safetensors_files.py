@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.safetensors_stream import Stored, read_header
 from partc.runtime.files.regular import fault, read_regular
+from partc.runtime.spellings import nearest
 
 if TYPE_CHECKING:
     import onnx_ir as ir

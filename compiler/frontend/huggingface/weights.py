@@ -18,9 +18,9 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.safetensors_files import InFile, InFiles
 from partc.compiler.ir.computed import AbsentTensor, ComputedTensor, WidenedTensor, shard_of, widens
-from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.files.regular import open_regular
+from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:

@@ -117,13 +117,9 @@ def _nodes_apart(model: ir.Model) -> Iterator[None]:
 
 def _is_apart(node: ir.Node) -> bool:
     return node.op_type in _DRAWING or any(
-        attribute.type == ir.AttributeType.FLOAT and not attribute.is_ref() and _is_minus_zero(attribute.as_float())
+        attribute.type == ir.AttributeType.FLOAT and not attribute.is_ref() and str(attribute.as_float()) == "-0.0"
         for attribute in node.attributes.values()
     )
-
-
-def _is_minus_zero(number: float) -> bool:
-    return number == 0 and math.copysign(1, number) < 0
 
 
 def _take_out(model: ir.Model) -> bool:

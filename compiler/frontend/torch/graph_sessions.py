@@ -121,7 +121,7 @@ class GraphSessions:
             raise NotRunError(one_line(error)) from error
 
     def _session(self, names: Sequence[str], seed: int) -> Any:
-        import onnxruntime
+        from partc.runtime.program.ort import quiet_session
 
         outputs = [value.name or "" for value in self.model.graph.outputs]
         more = tuple(name for name in names if name not in outputs)
@@ -133,13 +133,8 @@ class GraphSessions:
                 if seed:
                     perturb(proto, seed)
                 proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in more)
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 4
             # onnxruntime folds a BatchNormalization after a product into it, even in training mode
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            self._sessions[seed, more] = onnxruntime.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            self._sessions[seed, more] = quiet_session(proto.SerializeToString(), threads=0, optimized=False)
         return self._sessions[seed, more]
 
     def outputs_by_module(self) -> dict[str, list[tuple[str, int]]]:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import TORCH_SCOPES, free_name, module_of, name_by_use
 from partc.compiler.frontend.torch.autograd_effects import mark_gradients, write_problems_into
-from partc.compiler.ir.graph import OWN_NAME, nodes_of
+from partc.compiler.ir.graph import OWN_NAME, add_initializer, nodes_of
 from partc.runtime.errors import breaks_lines
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -157,11 +157,8 @@ def _last(name: str) -> str:
 
 def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | None, kind: str) -> ir.Value:
     assert tensor is not None
-    value = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
+    value = add_initializer(graph, name, tensor)
     value.metadata_props[KIND] = kind
-    graph.register_initializer(value)
     return value
 
 

@@ -40,10 +40,10 @@ from partc.compiler.frontend.torch.stopped_gradients import (
     mark,
     marks_preserved,
     observe_apart,
+    traced_blocks_detached,
 )
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
-from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import user_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 from partc.runtime.errors import chain_of

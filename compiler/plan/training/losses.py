@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.plan.training.cross_entropy import SoftmaxCrossEntropy
-from partc.compiler.plan.training.graph_nodes import FLOATS, Dims, GraphNodes, float_type
+from partc.compiler.plan.training.graph_nodes import FLOATS, MOST_AT_ONCE, Dims, GraphNodes, float_type
 from partc.compiler.plan.training.loss import (
     ClassLabels,
     ComparedLoss,
@@ -76,7 +76,11 @@ def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction:
             return mean_by_shares(to, each, ones_like(to, t, dtype), dtype)
         return to.counted(to.scalar("ReduceMean", each, dtype=dtype, keepdims=0), off, dims)
     count = float(np.prod([dim for dim in dims[1:] if isinstance(dim, int)]))
-    sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)
+    if len(known) > 1 and count > MOST_AT_ONCE:
+        rows = to.op("rows", norm, off, to.constant("last_axis", known[-1:]), keepdims=0)
+        sums = to.op("sums", "ReduceSum", rows, to.constant("known_axes", known[:-1]), keepdims=0)
+    else:
+        sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)
     total = to.op("mean", "ReduceMean", sums, keepdims=0)
     return to.counted(to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype), off, dims)
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Self, TypeAlias
 
+from partc.compiler.plan.document import PlacedOptions
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import MOST_MICROBATCHES
-from partc.compiler.plan.placed_options import PlacedOptions
 from partc.compiler.plan.training.losses import LossForm
 from partc.compiler.plan.training.metrics import MetricsForm
 from partc.compiler.plan.training.optimizer import Optimizer, OptimizerForm, OwnOptimizer

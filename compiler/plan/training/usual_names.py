@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar, get_args
 
-from partc.compiler.plan.pattern import nearest
 from partc.runtime.options import Options, Refused, shown
+from partc.runtime.spellings import nearest
 from pydantic import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema

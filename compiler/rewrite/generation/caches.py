@@ -427,7 +427,7 @@ class _Caches:
         for reader in [reader for reader, _ in value.uses() if reader.op_type == "Shape"]:
             positions.measure(reader, shape, pair.axis)
         zeros = ir.tensor(np.broadcast_to(np.zeros((), kind.numpy()), shape), name=value.name)
-        cache = ir.Value(name=value.name, type=ir.TensorType(kind), shape=ir.Shape(shape), const_value=zeros)
+        cache = ir.val(value.name, const_value=zeros)
         self.graph.inputs.remove(value)
         self.graph.register_initializer(cache)
         if rounded is not None:

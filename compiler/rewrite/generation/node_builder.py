@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+from partc.compiler.ir.graph import add_initializer
+from partc.runtime.spellings import first_free, numbered
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,10 +63,7 @@ class NodeBuilder:
         if name not in self.graph.initializers:
             given = np.asarray(numbers)
             array = given if given.dtype == np.float32 else given.astype(np.int64)
-            tensor = _tensor(name, array.dtype.str, array.shape, array.tobytes())
-            kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
-            value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
-            self.graph.register_initializer(value)
+            add_initializer(self.graph, name, _tensor(name, array.dtype.str, array.shape, array.tobytes()))
         return self.graph.initializers[name]
 
     def put(self, *, before: ir.Node | None = None, after: ir.Node | None = None) -> None:
@@ -79,8 +78,6 @@ class NodeBuilder:
 
     def _free(self, name: str) -> str:
         """Returns the name, with a number appended where it is taken."""
-        number, found = 1, name
-        while found in self._names:
-            number, found = number + 1, f"{name}_{number}"
-        self._names.add(found)
-        return found
+        name = first_free(name, self._names.__contains__, numbered)
+        self._names.add(name)
+        return name

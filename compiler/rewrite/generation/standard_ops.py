@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 from partc.compiler.frontend.names import module_of
-from partc.compiler.ir.graph import drop_unread
+from partc.compiler.ir.graph import add_initializer, drop_unread
 from partc.compiler.ops.node import axes_of, axis_of, constant_ints, dims, operand, rank_of, same
 
 _PRODUCTS = ("MatMul", "MatMulNBits", "Gemm")
@@ -158,10 +158,7 @@ def _half(table: ir.Value, size: int, halves: dict[ir.Value, ir.Value]) -> ir.Va
 
 
 def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
-    tensor = ir.tensor([number], dtype=ir.DataType.INT64, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([1]), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, name, ir.tensor([number], dtype=ir.DataType.INT64, name=name))
 
 
 def _put(node: ir.Node, kind: str, inputs: list[ir.Value], *attributes: ir.Attr) -> None:

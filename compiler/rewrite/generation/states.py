@@ -37,8 +37,7 @@ def renew(
     graph, kind, sizes = build.graph, state.dtype, [int(str(size)) for size in (state.shape or ())[1:]]
     assert kind is not None
     zeros = ir.tensor(np.broadcast_to(np.zeros((), kind.numpy()), (rows, *sizes)), name=state.name)
-    shape, none = ir.Shape([rows, *sizes]), build.constant("none", 0)
-    cache = ir.Value(name=state.name, type=ir.TensorType(kind), shape=shape, const_value=zeros)
+    none, cache = build.constant("none", 0), ir.val(state.name, const_value=zeros)
     for reader in [reader for reader, _ in state.uses() if reader.op_type == "Shape"]:
         positions.measure(reader, (rows, *sizes))  # else each stage that needs the batch size would read the state
     graph.inputs.remove(state)

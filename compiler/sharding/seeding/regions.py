@@ -20,12 +20,12 @@ from partc.compiler.ir.graph import WRITTEN, operand_name
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, primes
-from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, is_named
 from partc.compiler.sharding.seeding.region_layouts import Joint, corresponding, layout_of_spec, names_of, numbers_of
 from partc.compiler.sharding.seeding.strategy import WrongStrategy, assign_integers, from_names, refined, shared_axes
 from partc.runtime.artifact import format as fmt
+from partc.runtime.spellings import nearest
 
 
 @dataclass

@@ -236,15 +236,26 @@ def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value
 
 
 def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
-    """Returns warnings of parameters to be stored in shards that stay unsharded; raises CompileError for a rule that divides none."""
+    """Returns warnings of parameters to be stored in shards that stay unsharded, or that no message joins with others.
+
+    Raises CompileError for a rule that divides none.
+    """
     problems, warnings = list[Problem](), list[str]()
     for rule in program.plan.stored.rules:
         read = [value for value, unit in program.pinned.units.items() if unit.rule is rule and versions.uses.get(value)]
         whole = [value for value in read if all(home in versions.uses[value] for home in versions.defs[value])]
+        apart = [value for value in read if value not in whole and _is_sharded_after_first(versions, value)]
+        if not whole and not apart:
+            continue
+        group = versions.defs[(whole or apart)[0]][0].group
+        along = len(group) if rule.axis is True else dict(program.plan.axes_of(group)).get(rule.axis, 0)
+        if apart:
+            names = first_of([f"'{value.name}' {list(value.shape or ())}" for value in apart])
+            law = f"the first dim is not divisible by {along}, and a message joins what is cut along that one"
+            have = "has messages of its own" if len(apart) == 1 else "have messages of their own"
+            warnings.append(f"{rule.where}: {names} {have}: {law}")
         if not whole:
             continue
-        group = versions.defs[whole[0]][0].group
-        along = len(group) if rule.axis is True else dict(program.plan.axes_of(group)).get(rule.axis, 0)
         names = first_of([f"'{value.name}' {list(value.shape or ())}" for value in whole])
         over = f"the {along} ranks" if rule.axis is True else f"the {along} ranks of '{rule.axis}'"
         law = f"no dim of {names} is divisible by {along}"
@@ -258,6 +269,12 @@ def undivided_units(program: Sharded, versions: ValueVersions) -> list[str]:
     if problems:
         raise CompileError(problems)
     return warnings
+
+
+def _is_sharded_after_first(versions: ValueVersions, value: ir.Value) -> bool:
+    """Whether a stored parameter is cut along another dim than the first, compared with how it is read."""
+    stored, (used, *_) = versions.defs[value][0].layout.cuts, [one.layout.cuts for one in versions.uses[value]]
+    return stored[0] == used[0] and stored != used
 
 
 def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:

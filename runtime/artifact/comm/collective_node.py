@@ -5,6 +5,10 @@
 
 The law of shapes, for p ranks: the axis that an op splits is divided by p, the axis that it joins is multiplied by p (`collectives.py`);
 other dims stay. Negative axes count from the end.
+
+Finds the rank at the other end of a Send or Recv, which names either that rank or a group of pairs (source, target).
+
+Send(x) {peer: 5, tag: 3}            Send(x) {group: 0-512+511, tag: 3}      on rank 7, of the pair (7, 519), this names rank 519
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from partc.runtime.artifact.comm.lookup_node import LookupCall, lookup_call, loo
 from partc.runtime.artifact.format import (
     DOMAIN,
     GROUP,
+    PEER,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
     REDUCE,
     REDUCTIONS,
     ROOT,
+    SEND,
     SEND_BOXES,
     SEND_PEERS,
     SUM,
@@ -37,7 +43,11 @@ from partc.runtime.artifact.tensors.dtypes import Dtype, dense
 from partc.runtime.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from onnx import NodeProto
+
+if TYPE_CHECKING:
     from onnx import AttributeProto, NodeProto
+
 
 AnyCall: TypeAlias = "CollectiveCall | LookupCall | BorderCall"
 Shape: TypeAlias = tuple[int, ...]
@@ -286,3 +296,14 @@ def _box_problems(found: Mapping[str, AttributeProto], there: bool, peers: str, 
     cells = [tuple(numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
     wrong = [cell for cell in cells if not 0 <= cell[0] <= cell[1] <= cell[2] or cell[2] == 0]
     return [f"'{boxes}' has {cell[0]}/{cell[2]} to {cell[1]}/{cell[2]}" for cell in wrong[:1]]
+
+
+def peer_of(node: NodeProto, groups: Mapping[str, Sequence[int]]) -> int:
+    """Returns the rank at the other end, -1 where the node names none; `groups` maps each group to its list with the node's own rank."""
+    for one in node.attribute:
+        if one.name == PEER:
+            return int(one.i)
+        if one.name == GROUP:
+            pair = groups.get(one.s.decode(errors="replace"), ())
+            return pair[node.op_type == SEND] if len(pair) == 2 else -1
+    return -1

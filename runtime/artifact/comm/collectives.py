@@ -39,6 +39,7 @@ from partc.runtime.artifact.format import (
     AXIS,
     BEGIN,
     BROADCAST,
+    CAPACITY,
     CONCAT_AXIS,
     END,
     EXCHANGE,
@@ -239,7 +240,16 @@ LOOKUPS = {
             ROUTE,
             "Every rank's rows go to the ranks that own what their ids name, of which each has an equal run; or, without ids, as by the "
             "Route whose places and counts it has.",
-            _OF_TABLES[:3],
+            (
+                *_OF_TABLES[:3],
+                Attribute(
+                    CAPACITY,
+                    "ints",
+                    "Two numbers a and b: of a rank's m rows the first ceil(a m / (b rows)) for each id are sent, and no other; without it "
+                    "all are.",
+                    False,
+                ),
+            ),
         ),
         GroupOp(
             RETURN,

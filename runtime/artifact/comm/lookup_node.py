@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from partc.runtime.artifact.comm.group_call import GroupCall
-from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, PUSH, RETURN, ROUTE, ROW, ROWS, TAG
+from partc.runtime.artifact.format import CAPACITY, GIVERS, GROUP, OWNERS, PULL, PUSH, RETURN, ROUTE, ROW, ROWS, TAG
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.tensors.dtypes import Dtype
 
@@ -29,10 +29,11 @@ class LookupCall(GroupCall):
     Route: `operand` are the rows to send, `ids` their experts, `result` the received rows and `numbers` their experts, counted from the
     rank's first. A Route without `ids` follows the one that made its `requests`: the place of each row among the sent ones, and the numbers
     of rows to and from each rank. A Return reads these, too; its `operand` are the received rows, its `result` the rows in the order of the
-    sent ones. Every rank of the list is an owner, and `rows` is the number of experts.
+    sent ones. Every rank of the list is an owner, and `rows` is the number of experts. `capacity`: the numerator and the denominator that
+    limit the rows of a rank for an expert; a row that is not sent has the place -1, and a Return gives zeros for it.
     """
 
-    LAW: ClassVar[str] = "op, owners, givers, rows or row"
+    LAW: ClassVar[str] = "op, owners, givers, rows, row or capacity"
     ids: str | None
     operand: str | None
     numbers: str | None
@@ -42,6 +43,7 @@ class LookupCall(GroupCall):
     givers: tuple[int, ...]
     rows: int
     row: Shape
+    capacity: tuple[int, ...] = ()
 
     @property
     def value(self) -> str:
@@ -75,7 +77,14 @@ class LookupCall(GroupCall):
 
     @property
     def law(self) -> tuple[object, ...]:
-        return self.op, self.owners, self.givers, self.rows, self.row
+        return self.op, self.owners, self.givers, self.rows, self.row, self.capacity
+
+    def most(self, count: int) -> int:
+        """Returns the most rows that a rank with `count` rows sends to one expert."""
+        if not self.capacity:
+            return count
+        numerator, denominator = self.capacity
+        return min(count, -(-numerator * count // (denominator * self.rows)))
 
     @property
     def rows_of_owner(self) -> int:
@@ -115,6 +124,7 @@ def lookup_call(node: NodeProto, attributes: Mapping[str, AttributeProto]) -> Lo
         rows=attributes[ROWS].i,
         row=tuple(attributes[ROW].ints) if ROW in attributes else (),
         givers=tuple(attributes[GIVERS].ints) if GIVERS in attributes else (),
+        capacity=tuple(attributes[CAPACITY].ints) if CAPACITY in attributes else (),
     )
 
 
@@ -131,6 +141,9 @@ def lookup_problems(node: NodeProto, attributes: Mapping[str, AttributeProto]) -
         yield f"its owners are {list(owners)}: different places are needed"
     elif rows <= 0 or rows % len(owners):
         yield f"{rows} rows do not divide into equal runs for {len(owners)} owners"
+    capacity = attributes[CAPACITY].ints if CAPACITY in attributes else (1, 1)
+    if len(capacity) != 2 or not 0 < capacity[1] <= capacity[0]:
+        yield f"its capacity is {list(capacity)}: two numbers are needed, whose quotient is 1 or more"
     if ROW in attributes and any(size < 0 for size in attributes[ROW].ints):
         yield f"its row has the shape {list(attributes[ROW].ints)}"
 

@@ -23,7 +23,7 @@ from partc.runtime.artifact.format import OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import text_of
 
 if TYPE_CHECKING:
-    from onnx import FunctionProto, NodeProto
+    from onnx import FunctionProto, ModelProto, NodeProto
 
 MERGE = "MergeRows"
 IDS, ROWS = "ids", "rows"
@@ -56,6 +56,12 @@ _MERGE = """
     at = Unsqueeze (places, one)
     merged_rows = ScatterND <reduction: string = "add"> (cast_zeros, at, rows)
 """
+
+
+def gradient_operands(model: ModelProto) -> dict[str, int]:
+    """Maps each optimizer function of a model to the place of the gradient, or of its rows, among the inputs."""
+    functions = (one for one in model.functions if one.domain == OPTIMIZER)
+    return {one.name: at for one in functions for at, name in enumerate(one.input) if name in ("gradient", ROWS)}
 
 
 @functools.cache

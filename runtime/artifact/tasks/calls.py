@@ -9,7 +9,7 @@ programs apply directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -162,14 +162,22 @@ def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInf
             yield names[name], value
 
 
-def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelProto:
+def unrolled(
+    model: ModelProto,
+    where: str = "",
+    once: bool = False,
+    limit: int | None = None,
+    is_inlined: Callable[[NodeProto], bool] | None = None,
+) -> ModelProto:
     """Returns the program with the nodes of tasks inlined in place of their calls; the model itself where it has no tasks.
 
-    With `once` each body is inlined only for its first call, and the outputs of later calls are replaced by those of the first, which is
-    enough where only types are needed. ArtifactError where a call is not valid.
+    With `limit` each body is inlined only for so many calls, and the outputs of later calls are replaced by those of the last of these;
+    `once` inlines the first call alone, which is enough where only types are needed. `is_inlined`: which nodes of bodies are.
+    ArtifactError where a call is not valid.
     """
     from onnx import ModelProto
 
+    limit = 1 if once else limit
     bodies = bodies_of(model)
     if not bodies and not any(map(is_call, model.graph.node)):
         return model
@@ -186,7 +194,7 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
     flat.opset_import.extend(imports)
     known = {tensor.name for tensor in graph.initializer}
     instead: dict[str, str] = {}
-    firsts: dict[str, Call] = {}
+    inlined: dict[str, list[Call]] = {}
     for at, node in enumerate(nodes):
         call = calls.get(at)
         if call is None:
@@ -195,12 +203,14 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
             if instead:
                 rename_values(copy, instead)
             continue
-        first = firsts.setdefault(node.op_type, call)
-        if once and first is not call:
-            instead |= {name: instead.get(old, old) for name, old in zip(node.output, first.node.output, strict=True)}
+        before = inlined.setdefault(node.op_type, [])
+        if len(before) == limit:
+            last = before[-1].node.output
+            instead |= {name: instead.get(old, old) for name, old in zip(node.output, last, strict=True)}
             continue
-        _inline(graph, call, known, instead)
-    if once:
+        before.append(call)
+        _inline(graph, call, known, instead, is_inlined)
+    if limit is not None:
         seen: set[str] = set()
         kept = [value for value in graph.output if value.name not in instead]
         del graph.output[:]
@@ -212,16 +222,24 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
     return flat
 
 
-def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str, str]) -> None:
+def _inline(
+    graph: GraphProto,
+    call: Call,
+    known: set[str],
+    instead: Mapping[str, str],
+    is_inlined: Callable[[NodeProto], bool] | None,
+) -> None:
     """Adds the nodes, types and constants of a call to the graph."""
     names, body = dict(call.names), call.body
+    nodes = body.nodes if is_inlined is None else [node for node in body.nodes if is_inlined(node)]
+    typed = {*body.function.output, *(name for node in nodes for name in (*node.input, *node.output))}
     if instead:
         names |= {name: instead.get(other, other) for name, other in names.items() if name not in body.inside}
     for name, tensor in body.constants.items():
         if name not in known:
             known.add(name)
             graph.initializer.add().CopyFrom(tensor)
-    for node in body.nodes:
+    for node in nodes:
         copy = graph.node.add()
         copy.CopyFrom(node)
         copy.name = f"{node.name}.{call.microbatch}"
@@ -232,7 +250,7 @@ def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str
                 if attribute.name == TAG:
                     attribute.i += call.microbatch
     for value in body.function.value_info:
-        if value.name in body.inside:
+        if value.name in body.inside and (is_inlined is None or value.name in typed):
             copied = graph.value_info.add()
             copied.CopyFrom(value)
             copied.name = names[value.name]
@@ -247,10 +265,10 @@ def rename_values(node: NodeProto, names: Mapping[str, str]) -> None:
         if name in names:
             node.output[k] = names[name]
     for body in graph_bodies(node):
-        _rename_inside(body, names)
+        rename_captured(body, names)
 
 
-def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
+def rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
     """Renames the values that a body reads from the graphs around it."""
     own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
     own |= {tensor.name for tensor in graph.initializer}
@@ -260,6 +278,6 @@ def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
             for k, name in enumerate(node.input):
                 node.input[k] = outer.get(name, name)
             for body in graph_bodies(node):
-                _rename_inside(body, outer)
+                rename_captured(body, outer)
     for value in graph.output:
         value.name = outer.get(value.name, value.name)

@@ -42,9 +42,14 @@ def is_widened(tensor: TensorProto) -> bool:
     return bool(tensor.external_data and metadata_of(tensor, STORED))
 
 
+def is_in_another_file(tensor: TensorProto) -> bool:
+    """Whether a weight is in a file outside of the artifact, which partc reads and onnxruntime does not."""
+    return bool(tensor.external_data and metadata_of(tensor, SOURCE))
+
+
 def is_read_here(tensor: TensorProto) -> bool:
-    """Whether partc, and not onnxruntime, reads a weight: one that is widened, or in a file outside of the artifact."""
-    return is_widened(tensor) or bool(tensor.external_data and metadata_of(tensor, SOURCE))
+    """Whether a weight is not read by onnxruntime as the rank file says: one that is widened, or in a file outside of the artifact."""
+    return is_widened(tensor) or is_in_another_file(tensor)
 
 
 def source_text(name: str, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> str:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.comm.border_node import IF, LOOP, BorderCall
-from partc.runtime.artifact.comm.collective_node import read_call
-from partc.runtime.artifact.comm.message_node import peer_of
+from partc.runtime.artifact.comm.collective_node import peer_of, read_call
 from partc.runtime.artifact.format import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -171,10 +170,11 @@ class _Alike:
 def _differing(manifest: Manifest, models: Mapping[int, ModelProto], rank: int, ranks: Sequence[int]) -> dict[str, str]:
     """Maps each value of a rank's file that may differ by rank to the first value of which it is made that does."""
     differing = dict[str, str]()
-    for tensors in zip(*(models[one].graph.initializer for one in ranks if one in models), strict=False):
-        contents = {(metadata_of(one, PIECE), b"" if one.external_data else one.raw_data) for one in tensors}
+    tensors = [{tensor.name: tensor for tensor in models[one].graph.initializer} for one in ranks if one in models]
+    for name in (tensor.name for tensor in models[rank].graph.initializer):
+        contents = {None if (one := there.get(name)) is None else _content(one) for there in tensors}
         if len(contents) > 1:
-            differing[tensors[0].name] = tensors[0].name
+            differing[name] = name
     for port in manifest.inputs:
         if len({repr(port.box(one)) for one in ranks if one in port.ranks}) > 1:
             differing[port.name] = port.name
@@ -191,6 +191,10 @@ def _differing(manifest: Manifest, models: Mapping[int, ModelProto], rank: int, 
         for _, call, first, given in _pairs(nodes):
             _pass_border(call, first, given, differing)
     return differing
+
+
+def _content(tensor: TensorProto) -> tuple[str, bytes]:
+    return metadata_of(tensor, PIECE), b"" if tensor.external_data else tensor.raw_data
 
 
 def _follow(node: NodeProto, known: dict[str, str], facts: _Alike) -> None:

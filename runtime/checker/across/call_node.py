@@ -35,9 +35,9 @@ class CallNode:
         assert isinstance(self.call, CollectiveCall)
         return self.call
 
-    def on(self, rank: int) -> CallNode:
-        """The same node on another rank that has the same file."""
-        return self if rank == self.rank else replace(self, rank=rank)
+    def on(self, rank: int, file: str) -> CallNode:
+        """The same node on another rank, whose file has the same nodes."""
+        return self if rank == self.rank else replace(self, rank=rank, file=file)
 
     def violation(self, fact: str, help: str = AGAIN) -> Violation:
         """A violation at this node."""

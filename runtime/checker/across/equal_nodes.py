@@ -41,6 +41,7 @@ from partc.runtime.artifact.format import (
     DOMAIN,
     DTYPE,
     HOP,
+    PATH,
     PHASE,
     PIECE,
     RANK_CONSTANT,
@@ -105,7 +106,7 @@ def _compare(
         (
             _content(one, integers, sized),
             *((places[name], str(types.get(name))) for name in (*one.node.input, *one.node.output)),
-            _sharded(one),
+            tuple(part.partition(" by ")[0] for part in metadata_of(one.node, CUT).split(", ")),
         )
         for one in forward
     )
@@ -144,11 +145,6 @@ def _content(named: NamedNode, integers: Mapping[str, bytes], sized: bool) -> Ha
     return named.node.domain, named.node.op_type, frozenset(named.attributes.items()), constants
 
 
-def _sharded(one: NamedNode) -> tuple[str, ...]:
-    """Returns the sharded factors, without the source of their sharding."""
-    return tuple(part.partition(" by ")[0] for part in metadata_of(one.node, CUT).split(", "))
-
-
 _AGAIN = "compile the model again"
 _UPDATE = "update"
 _COUNTS = frozenset({"group", "num_heads", "kv_num_heads", "q_num_heads", "split", "num_outputs"})
@@ -176,7 +172,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
 
     The nodes of a task have the names of its first call.
     """
-    manifest = subject.manifest
+    manifest = subject.shared
     files = {file: subject.once[ranks[0]] for file, ranks in manifest.by_file(subject.once).items()}
     tensors = {record.value: (record.tensor,) for record in manifest.state}
     origins = {file: _origins(model, tensors) for file, model in files.items()}
@@ -185,9 +181,10 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     microbatches = len({task.microbatch for task in tasks})
     reported = set[tuple[str, str]]()
     gradients = dict[Hashable, Gradient]()
-    for file, ranks in manifest.by_file(subject.models).items():
+    by_file = subject.manifest.by_file(subject.models)
+    for file, ranks in by_file.items():
         yield from _other_weights(subject, file, ranks[0])
-    yield from _missing_shards(files)
+    yield from _missing_shards({file: subject.models[ranks[0]] for file, ranks in by_file.items()})
     for origin in (origin for known in origins.values() for origin in known.values()):
         subject.known.programs.setdefault(origin, set()).add(manifest.name)
     for file, model in files.items():
@@ -195,7 +192,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
         nodes = list[NamedNode]()
         types = declared_types(model)
         for node in model.graph.node:
-            key = name, _ = _name(node), _path(node)
+            key = name, _ = _name_and_path(node)
             if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
                 continue
             seen.add(key)
@@ -269,22 +266,22 @@ def _is_of_one_rank(node: NodeProto) -> bool:
     )
 
 
-def _name(node: NodeProto) -> str:
-    """Returns the name of a node, without the parts for its microbatch, its only reading task, its target, or its recomputation."""
-    name, path = node.name, _path(node)
-    if any(entry.key == TASK for entry in node.metadata_props):
+def _name_and_path(node: NodeProto) -> tuple[str, str]:
+    """Returns the name of a node, without the parts for its microbatch, its only reading task, its target, or its recomputation.
+
+    Also its source, without its target.
+    """
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    target = f".{metadata.get(TARGET, '')}"
+    name, path = node.name, metadata.get(PATH, "").removesuffix(target)
+    if TASK in metadata:
         name = name.rpartition(".")[0]
-    name = name.removesuffix(f".{metadata_of(node, TARGET)}")
+    name = name.removesuffix(target)
     for suffix in (_TASK, _REPEATED):
         match = suffix.search(name)
         if match and not path.endswith(match[0]):
             name = name[: match.start()]
-    return name
-
-
-def _path(node: NodeProto) -> str:
-    """Returns the source of a node, without its target."""
-    return source_path(node).removesuffix(f".{metadata_of(node, TARGET)}")
+    return name, path
 
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
@@ -315,8 +312,9 @@ def _passed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
 
 def _computed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
     if metadata_of(node, HOP):  # ranks have other numbers of hops
-        return [(_VALUE, _path(node))] * len(node.output)
-    return [(_name(node), at, _path(node)) for at in range(len(node.output))]
+        return [(_VALUE, _name_and_path(node)[1])] * len(node.output)
+    name, path = _name_and_path(node)
+    return [(name, at, path) for at in range(len(node.output))]
 
 
 def _unknown(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
@@ -410,7 +408,7 @@ def _same(left: Origin, right: Origin, first: NamedNode, node: NamedNode) -> boo
     if (
         left[0] is right[0] is CONSTANT
     ):  # places, sizes and choices, which are a rank's own where the node is not the model's
-        by_rank = _name(node.node) != source_path(node.node)
+        by_rank = _name_and_path(node.node)[0] != source_path(node.node)
         kinds = (*_INTEGERS, TensorProto.BOOL) if by_rank else _INTEGERS if _sizes(first) != _sizes(node) else ()
         return left[1] == right[1] and left[1] in kinds
     if len(left) < 3 or len(right) < 3:

@@ -9,11 +9,12 @@ place of another. The states of a value: rows as they came, sorted, or those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.dim_expression import symbols_in
 from partc.runtime.artifact.format import DOMAIN, RETURN, ROUTE, TAG
 from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title, path_of
 from partc.runtime.checker.across.call_node import AGAIN, CallNode
@@ -39,19 +40,33 @@ class _Rows:
 
 
 def check_expert_rows(
-    file: str, model: ModelProto, types: Mapping[str, ValueType], calls: Sequence[CallNode]
+    file: str,
+    model: ModelProto,
+    types: Mapping[str, ValueType],
+    calls: Sequence[CallNode],
+    symbols: Collection[str],
 ) -> Iterator[Violation]:
-    """Yields every node of a rank file that takes rows of experts in another order, or to another expert."""
+    """Yields every node of a rank file that takes rows of experts in another order, to another expert, or as rows of a known number.
+
+    `symbols`: those of the manifest.
+    """
     lookups = {node.call.tag: node.call for node in calls if isinstance(node.call, LookupCall)}
     if any(call.op == ROUTE for call in lookups.values()):
-        yield from _File(file, model, types, lookups).violations()
+        yield from _File(file, model, types, lookups, symbols).violations()
 
 
 class _File:
     def __init__(
-        self, file: str, model: ModelProto, types: Mapping[str, ValueType], lookups: Mapping[int, LookupCall]
+        self,
+        file: str,
+        model: ModelProto,
+        types: Mapping[str, ValueType],
+        lookups: Mapping[int, LookupCall],
+        symbols: Collection[str],
     ) -> None:
         self.file, self.nodes, self.types, self.lookups = file, model.graph.node, types, lookups
+        self.symbols = {*symbols}
+        """The symbols whose sizes each step knows before it begins."""
         self.makers = {name: node for node in self.nodes for name in node.output}
         self.counts: dict[str, int] = {}
         """Maps the experts of a Route to how many a rank has."""
@@ -92,7 +107,12 @@ class _File:
             sent[call.requests[0]] = experts
             self.counts[experts] = call.rows_of_owner
         self.rows |= {name: _Rows(experts) for name in (call.result, call.numbers) if name}
+        self.symbols -= self._symbols_of(call.result or "")
         return None
+
+    def _symbols_of(self, name: str) -> set[str]:
+        """The symbols in a value's declared shape."""
+        return {symbol for dim in self.types.get(name, ("", None))[1] or () for symbol in symbols_in(dim, self.symbols)}
 
     def _sort(self, node: NodeProto) -> str | None:
         """Records an order by unique keys: an expert times the number of rows, and a row's place."""
@@ -112,6 +132,8 @@ class _File:
         return name, self.rows.get(name)
 
     def _gather(self, node: NodeProto) -> str | None:
+        if integer_of(node, "axis", 0):  # columns of rows
+            return self._compute(node)
         data, (index, numbers) = self.rows.get(node.input[0]), self._index(node.input[1])
         experts = self.orders.get(index)
         if data is None and experts is None:
@@ -147,9 +169,14 @@ class _File:
         return f"it puts {updates or 'other rows'} at places '{index}', which are not theirs"
 
     def _split(self, node: NodeProto) -> str | None:
+        if integer_of(node, "axis", 0):  # columns of rows
+            return self._compute(node)
         state, lengths = self.rows.get(node.input[0]), self.makers.get(node.input[1] if len(node.input) > 1 else "")
         if state is None:
             self.matrices |= {name: k for k, name in enumerate(node.output)}
+            return None
+        if integer_of(node, "axis", 0) != 0:  # columns
+            self.rows |= dict.fromkeys(node.output, state)
             return None
         if not state.order or state.part is not None:
             return f"it splits {state} by expert"
@@ -201,8 +228,11 @@ class _File:
             return f"it combines {states[0]} with {states[1]}"
         for name in node.output:
             shape = self.types.get(name, ("", None))[1]
-            if states and (shape is None or not all(isinstance(dim, int) for dim in shape)):
+            dims = self._symbols_of(name)
+            if states and (shape is None or dims - self.symbols):
                 self.rows[name] = states[0]
+            elif states and dims:
+                return f"it makes '{name}' of the shape {shape} of {states[0]}, whose number only a run tells"
         for known in (self.matrices, self.gradients) if node.input else ():
             known |= {node.output[0]: known[node.input[0]]} if node.input[0] in known else {}
         return None

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto, ValueInfoProto
+from partc.runtime.artifact.comm.collective_node import peer_of
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
-from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.dim_expression import symbols_in
 from partc.runtime.artifact.format import (
     DOMAIN,
@@ -85,19 +85,27 @@ def comm_nodes(
 
 
 def check_order(
-    manifest: Manifest, models: Mapping[int, ModelProto], rows: Mapping[int, Row] | None = None
+    manifest: Manifest,
+    models: Mapping[int, ModelProto],
+    rows: Mapping[int, Row] | None = None,
+    traffic: Mapping[int, ModelProto] | None = None,
+    shared: Manifest | None = None,
 ) -> list[Violation]:
-    """Returns every disagreement between the ranks, and with the manifest; `models`: the readable rank files, `rows`: their tasks."""
-    files = {manifest.program(rank): rank for rank in models}
-    types = {file: declared_types(models[rank]) for file, rank in files.items()}
+    """Returns every disagreement between the ranks, and with the manifest; `models`: the readable rank files, `rows`: their tasks.
+
+    `traffic`: the communication of all calls, where `models` has fewer. `shared`: the manifest with one file for equal programs.
+    """
+    shared, traffic = shared or manifest, traffic or models
+    files = {shared.program(rank): rank for rank in reversed(models)}
+    types = {file: declared_types(traffic[rank]) for file, rank in files.items()}
     programs = {
-        rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file], manifest.groups_of(rank))
-        for rank, model in models.items()
+        rank: comm_nodes(rank, manifest.program(rank), model, types[shared.program(rank)], manifest.groups_of(rank))
+        for rank, model in traffic.items()
     }
     violations = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
-    read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
+    read = {file: call_nodes(rank, file, traffic[rank], types[file]) for file, rank in files.items()}
     violations += [violation for _, unread in read.values() for violation in unread]
-    calls = {rank: [one.on(rank) for one in read[manifest.program(rank)][0]] for rank in models}
+    calls = {rank: [one.on(rank, manifest.program(rank)) for one in read[shared.program(rank)][0]] for rank in models}
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if violations or unmatched or len(models) < manifest.ranks:
         return [*dict.fromkeys([*violations, *unmatched])]
@@ -106,11 +114,11 @@ def check_order(
     if violations := [*check_layouts(manifest, calls), *check_pushed(manifest, calls), *routed]:
         return violations
     for file, one in by_file.items():
-        violations += check_expert_rows(file, one, types[file], read[file][0])
+        violations += check_expert_rows(file, one, types[file], read[file][0], manifest.symbols)
     if violations:
         return violations
-    kinds = {file: _are_messages(models[rank]) for file, rank in files.items()}
-    events = {rank: _events(kinds[manifest.program(rank)], programs[rank], calls[rank]) for rank in models}
+    kinds = {file: _are_messages(traffic[rank]) for file, rank in files.items()}
+    events = {rank: _events(kinds[shared.program(rank)], programs[rank], calls[rank]) for rank in models}
     return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest, rows or {})]
 
 
@@ -118,6 +126,7 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
     """Yields violations of inputs and outputs that the manifest lists differently; the state is checked elsewhere."""
     files = {manifest.program(rank): model for rank, model in models.items()}
     alone_in = {file: read_for_sizes_alone(model.graph) for file, model in files.items()}
+    agreeing = dict[tuple[str, str, str, str], bool]()
     for rank, model in models.items():
         graph = model.graph
         records_there = [record for record in manifest.state if rank in record.ranks]
@@ -136,8 +145,13 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
                 if record is None or rank not in record.ranks:
                     fact = f"{MANIFEST} lists no {side} '{port.name}' for rank {rank}"
                     yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
-                elif not _port_agrees(type_of(port.type), record, rank, manifest):
-                    wanted = (record.type, local_shape(record.shape, record.box(rank)))
+                    continue
+                box = record.box(rank)
+                key = side, port.name, repr(box), _text(type_of(port.type))
+                if key not in agreeing:
+                    agreeing[key] = _port_agrees(type_of(port.type), record, rank, manifest)
+                if not agreeing[key]:
+                    wanted = (record.type, local_shape(record.shape, box))
                     fact = f"it is {_text(type_of(port.type))}; {MANIFEST} says {_text(wanted)}"
                     yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
             there = {port.name for port in ports}

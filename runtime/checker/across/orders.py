@@ -120,6 +120,11 @@ class _Orders:
             return self._unaware(node, *dims[0]) if dims and node.op_type not in (*_WITHOUT_ORDER, *_VIEWS) else ""
         if node.op_type in _WITHOUT_ORDER[1:3]:
             return ""
+        if node.op_type == "Reshape" and (factors.outputs[0] or "").count(WHOLE) == 1:
+            pairs = zip(read_orders[0] or (), factors.inputs[0] or "", strict=False)
+            joined = [folded for folded, letter in pairs if letter == WHOLE]
+            if None not in joined:  # tokens and dims that they are joined with
+                by_letter[WHOLE] = any(joined), node.input[0]
         for out, letters in zip(node.output, factors.outputs, strict=False):
             if letters is not None:
                 rest = read_orders[0] if node.op_type in _WITHOUT_ORDER and read_orders[0] else ()

@@ -8,7 +8,8 @@ prove them for each op. Three facts follow:
              node; so is that of an output and its box, and of a collective's operand and its layout
     whole    an output that all ranks have replicated is not made of sharded outputs, except through communication
     terms    a sum over a dim that is sharded over ranks is a partial sum. Partial sums may be added, scaled and moved; one that goes
-             through another function, is added to a complete value, or is an output, has missed its reduction
+             through another function, is added to a complete value, or is an output, has missed its reduction; so has one that a
+             collective adds over other ranks than those that have its terms
 
     %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes partial sums; the file has to reduce them
 
@@ -16,12 +17,22 @@ Only nodes with sharded factors (`partc.cut`) pass places on and make partial va
 
 A node without letters is unknown, and never causes a violation. A value's places are, for each dim, the elements at which the shards of a
 file's ranks begin, or None if they are not known.
+
+Divisions of partial sums: the ranks that have different terms of a sum, compared with the ranks whose terms a collective adds.
+
+A sum over a sharded dim is divided over ranks by the elements at which their shards of the dim begin. A partial value has the divisions of
+its sums. On a mesh of dp 2 and tp 2 a weight's gradient has the division 0, 0, 8, 8, of the batch, and also 0, 6, 0, 6 if a cotangent has
+missed its sum over tp. The layout of an AllReduce over dp says that ranks 0 and 1 have one term; by the second division they have two,
+which no collective adds.
+
+A division is made with a partial value and passed on with it, also by messages (`places.py`). Of a collective's result the layout says it.
+Divisions that are not known are left out: a value may have more terms than its divisions say.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -32,6 +43,7 @@ from partc.runtime.artifact.format import (
     BEGIN,
     CUT,
     DOMAIN,
+    END,
     MAX,
     MIN,
     OPTIMIZER,
@@ -49,10 +61,59 @@ from partc.runtime.artifact.format import (
 from partc.runtime.artifact.graph.bodies import is_border
 from partc.runtime.artifact.graph.factors import WHOLE, Factors, factors_of, partial_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
+from partc.runtime.artifact.port import one_by_one
 from partc.runtime.checker.across.rank_shards import ShardLayout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.errors import Violation, one_line
+
+Division: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Pairs each file with the elements at which the shards of the summed dim begin, in the order of the file's ranks."""
+
+
+class Divisions:
+    """Divisions of the values of a program; `ranks` maps each file to its ranks."""
+
+    def __init__(self, manifest: Manifest, ranks: Mapping[str, Sequence[int]]) -> None:
+        self.manifest, self.ranks = manifest, ranks
+        self._received: dict[tuple[str, Division], Division] = {}
+        self._terms: dict[tuple[int, str, Division], dict[int, tuple[int, int]]] = {}
+        """Maps each operand of a collective and its division to the first rank that has a term of its layout, and that rank's begin."""
+
+    def of_layout(self, layout: ShardLayout) -> Division:
+        """Returns the division of a value that is partial as a layout says."""
+        return self._of_ranks({rank: shard.term for rank, shard in layout.shards.items()})
+
+    def received(self, value: str, division: Division) -> Division:
+        """Returns the division of a value on the ranks that receive it; `division`: its division on the ranks that send it."""
+        if (value, division) not in self._received:
+            begins = {rank: begin for file, own in division for rank, begin in zip(self.ranks[file], own, strict=True)}
+            messages = one_by_one([one for one in self.manifest.transfers if one.value == value], self.manifest.groups)
+            sent = {one.target: begins[one.source] for one in messages if one.source in begins}
+            self._received[value, division] = self._of_ranks(sent)
+        return self._received[value, division]
+
+    def _of_ranks(self, begins: Mapping[int, int]) -> Division:
+        files = {file: ranks for file, ranks in self.ranks.items() if begins.keys() >= {*ranks}}
+        return tuple([(file, tuple([begins[rank] for rank in ranks])) for file, ranks in files.items()])
+
+    def fault(self, tag: int, operand: str, division: Division, file: str, layout: ShardLayout) -> str:
+        """Returns the reason why the operand of a collective has more terms than its layout says; '' if none is known.
+
+        The ranks of `file` are compared with each other, and with the ranks of the files that were asked about before.
+        """
+        terms = self._terms.setdefault((tag, operand, division), {})
+        for rank, begin in zip(self.ranks[file], dict(division).get(file, ()), strict=False):
+            if rank in layout.shards:
+                first, other = terms.setdefault(layout.shards[rank].term, (rank, begin))
+                if other != begin:
+                    where = f"at {other} on rank {first}, and at {begin} on rank {rank}"
+                    return (
+                        f"its layout says that ranks {first} and {rank} have one term of '{operand}', and they have two, which no "
+                        f"collective adds: their shards of a summed dim begin {where}"
+                    )
+        return ""
+
 
 Begins: TypeAlias = tuple[int, ...]
 """For each rank, in the order of a file's ranks, the element at which a shard begins along a dim."""
@@ -74,18 +135,20 @@ class Met:
 
 @dataclass(frozen=True)
 class Ruled:
-    """The effect of a node: the places of its outputs, the pairs of dims that meet in it, each reduction with the begins of its dim."""
+    """The effect of a node: the places of its outputs, the pairs of dims that meet in it, the begins of each reduced dim by
+    its reduction, operand and axis.
+    """
 
     made: list[Places]
     meetings: list[tuple[Met, Met, int]]
-    reduced: list[tuple[str, Begins]]
+    reduced: dict[tuple[str, int, int], Begins]
 
 
 def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
     """Returns the effect of a node on the places of its operands."""
     known: dict[str, Met] = {}
-    effect = Ruled([], [], [])
-    for name, letters in zip(node.input, factors.inputs, strict=False):
+    effect = Ruled([], [], {})
+    for at, (name, letters) in enumerate(zip(node.input, factors.inputs, strict=False)):
         there = places.get(name)
         if letters is None or there is None or len(there) != len(letters):
             continue
@@ -99,7 +162,7 @@ def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes
                 first = known[letter]
                 effect.meetings.append((first, Met(name, _scaled(met, first.size), first.size), axis))
             if letter in factors.reductions and begins is not None:
-                effect.reduced.append((factors.reductions[letter], begins))
+                effect.reduced[factors.reductions[letter], at, axis] = begins
     for name, letters in zip(node.output, factors.outputs, strict=False):
         if letters is None:
             effect.made.append(None)
@@ -167,6 +230,10 @@ class _File:
     """Maps each node to the letters of its operands."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps each value to the reduction that it still needs; other values are unknown."""
+    divisions: dict[str, frozenset[Division]] = field(default_factory=dict)
+    """Maps each partial value to the known divisions of its sums."""
+    turns: dict[str, str] = field(default_factory=dict)
+    """Maps each state of a body, or result of a branch, to what takes its place: of a turn, or of the other branch."""
     received: set[int] = field(default_factory=set)
     """The tags of the messages that the file receives."""
 
@@ -180,7 +247,7 @@ class _Places:
     """Places of shards, and partial values, in the programs of all ranks."""
 
     def __init__(self, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
-        self.manifest = manifest
+        self.manifest, self.models = manifest, models
         self.symbols = samples(manifest)[-1]
         self.records = {one.tag: one for one in manifest.collectives}
         self.files: dict[str, _File] = {}
@@ -196,9 +263,10 @@ class _Places:
         """The bodies that have begun in a file, with what the first branch of an If has given."""
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
-        self.sums: dict[tuple[str, ...], dict[str, set[int]]] = {}
-        """Maps each node and reduction to the elements at which the reduced shards begin."""
-        self.sent: dict[int, str | None] = {}
+        self.sums: dict[tuple[str, ...], dict[tuple[str, int, int], dict[str, Begins]]] = {}
+        """Maps each node and reduced dim (its reduction, operand and axis) to the begins of its shards by file."""
+        self.divisions = Divisions(manifest, {file.name: file.ranks for file in self.files.values()})
+        self.sent: dict[int, tuple[str | None, frozenset[Division]]] = {}
         self.violations: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()
 
@@ -211,13 +279,19 @@ class _Places:
                 if node.domain == DOMAIN and node.op_type == RECV:
                     file.received.add(integer_of(node, TAG, -1))
             self._end(file)
+        for node, dims in self.sums.items():
+            self.sums[node] = {dim: by_file for dim, by_file in dims.items() if len(set().union(*by_file.values())) > 1}
         due = [*self.files.values()]
         while due:  # a partial value may be sent to a rank whose file has been looked at before
             before = dict(self.sent)
             for file in due:
-                for node in file.model.graph.node:
-                    self._classify(file, node)
-            changed = {tag for tag, kind in self.sent.items() if before.get(tag) != kind}
+                for _ in range(1 + len(file.turns)):  # a state is what a turn makes of it
+                    known = dict(file.kinds), dict(file.divisions)
+                    for node in file.model.graph.node:
+                        self._classify(file, node)
+                    if known == (file.kinds, file.divisions):
+                        break
+            changed = {tag for tag, sent in self.sent.items() if before.get(tag) != sent}
             due = [file for file in self.files.values() if not changed.isdisjoint(file.received)]
         for file in self.files.values():
             self._check_partials(file)
@@ -231,9 +305,14 @@ class _Places:
 
     def _begin(self, file: _File) -> None:
         """Sets the places of the values before the first node."""
-        for tensor in file.model.graph.initializer:
-            if (begins := _shard(tensor)) is not None:
-                file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
+        models = [self.models[rank] for rank in file.ranks]
+        distinct = {id(one): one for one in models}
+        by_model = {key: [_shard(tensor) for tensor in one.graph.initializer] for key, one in distinct.items()}
+        for at, tensor in enumerate(file.model.graph.initializer):
+            begins = [by_model[id(one)][at] for one in models]
+            known = [one for one in begins if one is not None]
+            if len(known) == len(models):
+                file.places[tensor.name] = [*zip(*known, strict=True)]
                 file.kinds[tensor.name] = _WHOLE
         for port in self.manifest.inputs:
             if {*file.ranks} <= {*port.ranks} and port.shape is not None:
@@ -273,8 +352,8 @@ class _Places:
         for at, (one, two, axis) in enumerate(ruled.meetings):
             fact = f"its operands '{one.name}' and '{two.name}' are at different offsets along dim {axis}"
             self._meet(("node", _key(node), at), file, node, fact, one.begins, two.begins)
-        for reduction, begins in ruled.reduced:
-            self.sums.setdefault(_key(node), {}).setdefault(reduction, set()).update(begins)
+        for dim, begins in ruled.reduced.items():
+            self.sums.setdefault(_key(node), {}).setdefault(dim, {})[file.name] = begins
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)
@@ -308,6 +387,7 @@ class _Places:
             self.bodies.append((first, call.states))
             return
         before = first.carried if call.kind == LOOP else given
+        file.turns.update(zip(before, call.states, strict=False))
         for k, (one, two) in enumerate(zip(before, call.states, strict=False)):
             for axis, (here, there) in enumerate(zip(places.get(one) or (), places.get(two) or (), strict=False)):
                 fact = f"'{one}' and '{two}', which takes its place, are at different offsets along dim {axis}"
@@ -371,30 +451,74 @@ class _Places:
 
     def _classify(self, file: _File, node: NodeProto) -> None:
         """Finds whether the outputs of a node are partial."""
-        kinds = file.kinds
+        kinds, tag = file.kinds, integer_of(node, TAG, -1)
         if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[integer_of(node, TAG, -1)] = kinds.get(node.input[0])
+            self.sent[tag] = kinds.get(node.input[0]), file.divisions.get(node.input[0], frozenset())
         elif node.domain == DOMAIN and node.op_type == RECV:
-            self._know(kinds, node.output[0], self.sent.get(integer_of(node, TAG, -1)))
+            kind, sent = self.sent.get(tag, (None, frozenset()))
+            self._know(file, node.output[0], kind, {self.divisions.received(node.output[0], one) for one in sent})
         elif is_border(node):
-            kinds |= dict.fromkeys(filter(None, node.output), _WHOLE)
+            self._classify_border(file, node)
         elif node.domain == DOMAIN:
-            record = self.records.get(integer_of(node, TAG, -1))
-            made = record.made if record is not None else None
-            left = [reduction for axis, reduction in made.partial if made.mesh[axis] > 1] if made is not None else []
+            record = self.records.get(tag)
+            layout = record.made if record is not None else None
+            left = [how for axis, how in layout.partial if layout.mesh[axis] > 1] if layout is not None else []
+            kind = None if layout is None else left[0] if left else _WHOLE
+            divisions = (
+                {self.divisions.of_layout(layout_of(layout, self.layouts))} if layout is not None and left else ()
+            )
             for name in filter(None, node.output):
-                self._know(kinds, name, None if made is None else left[0] if left else _WHOLE)
+                self._know(file, name, kind, divisions)
         else:
-            makes = [how for how, begins in self.sums.get(_key(node), {}).items() if len(begins) > 1]
+            sums = self.sums.get(_key(node), {})
             passed = passes_partial(node, file.factors.get(_key(node)), kinds)
+            kind = next((reduction for reduction, *_ in sums), passed) or None
+            divisions = {tuple(by_file.items()) for by_file in sums.values()}.union(
+                *[file.divisions.get(name, ()) for name in node.input if passed]
+            )
             for name in filter(None, node.output):
-                self._know(kinds, name, (makes[0] if makes else passed) or None)
+                self._know(file, name, kind, divisions)
 
-    def _know(self, kinds: dict[str, str], name: str, kind: str | None) -> None:
-        if kind is None:
-            kinds.pop(name, None)
-        else:
-            kinds[name] = kind
+    def _classify_border(self, file: _File, node: NodeProto) -> None:
+        """A state is partial if it begins so, or if nothing is known of its beginning (zeros) and a turn makes a partial value; a result if
+        a turn or a branch makes a partial value.
+        """
+        call, kinds = read_call(node, file.name), file.kinds
+        assert isinstance(call, BorderCall)
+        others = {two: one for one, two in file.turns.items()}
+        for name, result in zip(call.states, call.carried, strict=False):
+            if not result:
+                continue
+            if call.op == BEGIN:
+                kind = kinds[name] if name in kinds else kinds.get(file.turns.get(result, ""))
+            else:
+                kind = kinds.get(name) or kinds.get(others.get(name, "")) or _WHOLE
+            self._know(file, result, kind)
+        kinds |= dict.fromkeys((name for name in node.output if name and name not in call.carried), _WHOLE)
+
+    def _handed_on(self, file: _File, node: NodeProto) -> str:
+        """Returns the partial value that a border hands on in place of a complete one, or that decides about turns; '' if there is none."""
+        call, kinds = read_call(node, file.name), file.kinds
+        assert isinstance(call, BorderCall)
+        ways = [name for name in (call.condition, call.count) if kinds.get(name)]
+        others = {two: one for one, two in file.turns.items()} if call.op == END else {}
+        for name in call.states:
+            one, two = kinds.get(name), kinds.get(others.get(name, ""))
+            if one is not None and two is not None and one != two:
+                ways.append(name if one else others[name])
+        return (
+            f"it hands on '{ways[0]}', which is {PARTIAL[kinds[ways[0]]]} that no collective has reduced"
+            if ways
+            else ""
+        )
+
+    def _know(self, file: _File, name: str, kind: str | None, divisions: Collection[Division] = ()) -> None:
+        file.kinds.pop(name, None)
+        file.divisions.pop(name, None)
+        if kind is not None:
+            file.kinds[name] = kind
+        if divisions:
+            file.divisions[name] = frozenset(divisions)
 
     def _check_partials(self, file: _File) -> None:
         """Adds violations of partial values that are read where only reduced ones may be."""
@@ -404,9 +528,9 @@ class _Places:
             if not terms:
                 continue
             if is_border(node):
-                fact = f"it hands on '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
+                fact = self._handed_on(file, node)
             elif node.domain == DOMAIN:
-                fact = self._communicated_partial(node, PARTIAL[kinds[terms[0]]])
+                fact = self._communicated_partial(file, node, terms)
             elif node.domain == OPTIMIZER:
                 fact = f"it updates a tensor by '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
             else:
@@ -419,15 +543,18 @@ class _Places:
                 if kinds.get(name) and name in outputs | kept:
                     self._report(file, node, f"'{name}' is {PARTIAL[kinds[name]]} that no collective has reduced")
 
-    def _communicated_partial(self, node: NodeProto, what: str) -> str:
-        record = self.records.get(integer_of(node, TAG, -1))
-        if (
-            record is None
-            or record.given is None
-            or any(record.given.mesh[axis] > 1 for axis, _ in record.given.partial)
-        ):
+    def _communicated_partial(self, file: _File, node: NodeProto, names: Sequence[str]) -> str:
+        """Returns the fault of a collective that is given partial values, unlike its layout says; '' if it has none, or that is unknown."""
+        tag = integer_of(node, TAG, -1)
+        record = self.records.get(tag)
+        if record is None or record.given is None:
             return ""
-        return f"it is given '{node.input[0]}' as a reduced value, and it is {what}"
+        if not any(record.given.mesh[axis] > 1 for axis, _ in record.given.partial):
+            return f"it is given '{names[0]}' as a reduced value, and it is {PARTIAL[file.kinds[names[0]]]}"
+        layout = layout_of(record.given, self.layouts)
+        divisions = [(name, one) for name in names for one in sorted(file.divisions.get(name, ()))]
+        faults = (self.divisions.fault(tag, name, one, file.name, layout) for name, one in divisions)
+        return next(filter(None, faults), "")
 
     def _report(self, file: _File, node: NodeProto, fact: str) -> None:
         key = ("term", node.output[0] if node.output else integer_of(node, TAG, -1))

@@ -44,17 +44,18 @@ class _Rank:
     def add(self, nodes: Sequence[NodeProto], function: str) -> None:
         """Records the messages and hops among nodes."""
         makers, readers = dict[str, NodeProto](), dict[str, list[NodeProto]]()
-        for node in nodes if any(metadata_of(node, HOP).endswith(" fold") for node in nodes) else ():
+        hops = [metadata_of(node, HOP) for node in nodes]
+        for node in nodes if any(hop.endswith(" fold") for hop in hops) else ():
             makers |= dict.fromkeys(node.output, node)
             for name in {*reads(node)}:
                 readers.setdefault(name, []).append(node)
-        for node in nodes:
+        for node, text in zip(nodes, hops, strict=True):
             if node.op_type == EXCHANGE:
                 self.received |= dict.fromkeys(node.output, node)
                 self.sent |= dict.fromkeys(
                     [integer_of(node, TAG, -1)] if node.input else [], next(iter(node.input), "")
                 )
-            operand, _, rest = metadata_of(node, HOP).partition(" ")
+            operand, _, rest = text.partition(" ")
             if rest:
                 hop, _, kind = rest.partition(" ")
                 ring = function, path_of(node), metadata_of(node, PHASE), operand
@@ -85,13 +86,12 @@ class _Rank:
 def rank_records(subject: Subject) -> dict[int, _Rank]:
     """Returns the messages and the hops of each rank."""
     ranks = dict[int, _Rank]()
-    for file, members in subject.manifest.by_file(subject.models).items():
-        for rank in members:
-            ranks[rank] = one = _Rank(file)
-            model = subject.models[rank]
-            one.add(model.graph.node, "")
-            for function in model.functions:
-                one.add(function.node, function.name)
+    for file, members in subject.shared.by_file(subject.models).items():
+        records, model = _Rank(file), subject.models[members[0]]
+        records.add(model.graph.node, "")
+        for function in model.functions:
+            records.add(function.node, function.name)
+        ranks |= dict.fromkeys(members, records)
     return ranks
 
 

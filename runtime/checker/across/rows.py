@@ -238,5 +238,5 @@ def check_microbatches(subject: Subject) -> Iterator[Violation]:
     count = 1 + max((task.microbatch for row in rows for task in row.tasks if task is not None), default=0)
     for (file, ranks), row in zip(files.items(), rows, strict=True):
         label = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
-        for fact in other_counts(row, subject.models[ranks[0]], count, subject.manifest):
+        for fact in other_counts(row, subject.traffic[ranks[0]], count, subject.manifest):
             yield Violation(file, f"{label}: {fact}\n  {LAW}", help="compile the model again")

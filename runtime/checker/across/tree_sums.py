@@ -26,6 +26,7 @@ from partc.runtime.artifact.format import (
     Manifest,
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
+from partc.runtime.artifact.graph.row_function import gradient_operands
 from partc.runtime.artifact.tasks.sum_tree import Node, halves, nodes, run_of
 from partc.runtime.artifact.tasks.task import parse
 from partc.runtime.errors import Violation
@@ -70,6 +71,7 @@ class _Rank:
         self.rank, self.leaves, self.run = rank, parts, run_of(rank, manifest.ranks, parts)
         self.tree, self.groups = frozenset(nodes((0, parts))), manifest.groups_of(rank)
         self.nodes, self.at = list(model.graph.node), 0
+        self.gradients = gradient_operands(model)
         self.known: dict[str, Nodes] = {}
         self.zeros: set[str] = set()
         self.wrong: dict[str, str] = {}
@@ -78,8 +80,9 @@ class _Rank:
     def results(self, totals: Collection[str]) -> Iterator[tuple[NodeProto, str]]:
         """The values that must be whole sums, each with its node: gradients, and the outputs of these names."""
         for node in self.nodes:
-            if node.domain == OPTIMIZER and len(node.input) > 2 and node.op_type != _MERGES:
-                yield node, node.input[2 if node.op_type.endswith(("Rows", "RowsScaled")) else 1]
+            operand = self.gradients.get(node.op_type, 0) if node.domain == OPTIMIZER else 0
+            if 0 < operand < len(node.input) and node.op_type != _MERGES:
+                yield node, node.input[operand]
             else:
                 yield from ((node, name) for name in node.output if name in totals)
 

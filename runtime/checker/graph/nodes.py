@@ -220,13 +220,13 @@ def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> 
     `kept`: the state that the ranks of the file keep.
     """
     graph = model.graph
-    if not any(map(target_of, graph.node)):
+    lying = {port.name: metadata_of(port, TARGET) or CPU for port in graph.input}
+    if {*lying.values()} <= {CPU} and not any(map(target_of, graph.node)):
         for node in graph.node:
             if is_copy(node):
                 yield Violation(file, "no node of the file has a target", node_title(node), path_of(node), _AGAIN)
         return
     makers = {name: node for node in graph.node for name in node.output if name}
-    lying = {port.name: metadata_of(port, TARGET) or CPU for port in graph.input}
     lying |= {
         record.value: _target_of_outputs(file, makers[record.next])
         for record in kept

@@ -38,13 +38,12 @@ from partc.runtime.artifact.format import (
     run_list_file,
 )
 from partc.runtime.artifact.graph.bodies import is_border, read_model
-from partc.runtime.artifact.graph.one_thread import in_one_thread, wants_one_thread
 from partc.runtime.artifact.graph.onnx_graph import integer_of, moved_statistics, node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
 from partc.runtime.artifact.graph.targets import is_copy, target_of
 from partc.runtime.artifact.manifest import read_run_list
-from partc.runtime.artifact.run_list import RunList, numbers_of, parsed_step
+from partc.runtime.artifact.run_list import RunList, in_one_thread, numbers_of, parsed_step, wants_one_thread
 from partc.runtime.artifact.tasks.calls import Call, bodies_of, calls_of
 from partc.runtime.artifact.training.scalars import NUMBERS
 from partc.runtime.errors import ArtifactError, Violation

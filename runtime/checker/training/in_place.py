@@ -54,7 +54,7 @@ class Replaced:
 
 def check_updates(subject: Subject) -> list[Violation]:
     """Returns every reason for which an update in place is not safe, and the counts of both ways; the rank files are sound graphs."""
-    manifest, total, violations = subject.manifest, Replaced(), list[Violation]()
+    manifest, total, violations = subject.shared, Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in subject.models.items():
         records = [record for record in manifest.state if rank in record.ranks and record.next]

@@ -1,4 +1,4 @@
-"""Proves that gradients sent in eight bits are unpacked with their own scales, and that the stored rounding error is what was not sent.
+"""Proves that what is sent in eight bits is unpacked with its own scales, and that the stored rounding error is what was not sent.
 
     codes, scales of one QuantizeLinear, moved alike        what a DequantizeLinear reads
     rest.next = carried - DequantizeLinear(codes, scales)   where codes, scales pack carried = blocks + rest
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from onnx import ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, REST, TAG, Manifest
+from partc.runtime.artifact.format import DOMAIN, REST, ROW, TAG, Manifest
 from partc.runtime.artifact.graph.onnx_graph import node_title, path_of
 from partc.runtime.errors import Violation
 
@@ -20,10 +20,10 @@ _AGAIN = "compile the model again"
 
 
 def check_packed(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    """Yields the violations of each rank file whose gradients are sent in eight bits; the files' graphs are already checked."""
+    """Yields the violations of each rank file that sends in eight bits; the files' graphs are already checked."""
     files = {manifest.program(rank): model for rank, model in models.items()}
     for file, model in (
-        files.items() if any(node.op_type == _PACKS for one in models.values() for node in one.graph.node) else ()
+        files.items() if any(node.op_type == _PACKS for one in files.values() for node in one.graph.node) else ()
     ):
         yield from _Packed(file, model, manifest).violations()
 
@@ -55,7 +55,7 @@ class _Packed:
         moves: list[object] = []
         while (node := self.makers.get(name)) is not None and (node.op_type == "Reshape" or node.domain == DOMAIN):
             if node.domain == DOMAIN:
-                moves.append((node.op_type, [one for one in node.attribute if one.name != TAG]))
+                moves.append((node.op_type, [one for one in node.attribute if one.name not in (TAG, ROW)]))
             name = node.input[0] if node.input else ""
         return name, tuple(moves)
 

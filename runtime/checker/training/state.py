@@ -206,7 +206,7 @@ def _check_file(
                 yield Violation(file, fact, title, help=_AGAIN)
             elif (
                 (said := metadata_of(first[record.value], PIECE))
-                and _is_tensor_of(said, record)
+                and not said.startswith(f"{record.tensor}.")  # a part of a packed one
                 and said != (text := _text(record, rank))
             ):
                 yield Violation(
@@ -221,11 +221,6 @@ def _check_file(
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )
-
-
-def _is_tensor_of(said: str, record: StateRecord) -> bool:
-    """Whether a weight is named as a shard of a tensor, and not of a part of a packed one, which has a name of its own."""
-    return not said.startswith(f"{record.tensor}.")
 
 
 def _text(record: StateRecord, rank: int) -> str:

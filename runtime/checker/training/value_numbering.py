@@ -12,6 +12,8 @@ A value's number depends on its origin:
     Add, Mul, ...     an operand that was expanded to the size of another one counts as unexpanded: the op broadcasts by itself
     AllReduce, ...    the op and the numbers of the operands of all ranks of the list, in its order; if each rank gets another shard, also
                       the rank's place; for an Exchange the boxes and the numbers of the values from which they are cut
+    If, Loop          of the bodies in which ranks communicate: a result its branches or turns. A state is the number with which it begins;
+                      if ranks that begin a state alike make it differently in a turn, all values are numbered again, with the state apart
     another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed equals no other
 
 Programs that are numbered with one `known` share their numbers: a value that both compute has one number.
@@ -27,18 +29,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from partc.runtime.artifact.comm.border_node import BorderCall
-from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
+from partc.runtime.artifact.comm.border_node import IF, BorderCall
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, peer_of, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
+    BEGIN,
     DOMAIN,
+    OTHERWISE,
     PULL,
     RECV,
     SEND,
@@ -82,6 +86,33 @@ _BROADCASTING = ("Add", "Div", "Mul", "Sub", "Sum")
 """Ops whose elements are each made of one element of every operand."""
 
 
+@dataclass
+class _Run:
+    """One numbering of all values."""
+
+    distinctions: dict[tuple[int, int, int], Hashable] = field(default_factory=dict)
+    """Maps the tag of a Loop's Begin, the place and a rank of a state to a key that no rank has that begins alike and goes another way."""
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Maps the tag and target of a message to the number of its value."""
+    sources: dict[tuple[int, int], tuple[AnyCall, list[int]]] = field(default_factory=dict)
+    bodies: dict[int, list[tuple[BorderCall, list[int]]]] = field(default_factory=dict)
+    """Maps each rank to the bodies around its next node: the Begin, with the numbers of its states or of a branch's results."""
+    states: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """Maps the tag of each Loop's Begin, with the place of a state, to the state's number on each rank, and to its number after a turn."""
+
+    def distinguish(self) -> bool:
+        """Distinguishes states that ranks begin alike and make differently in a turn; returns whether there are any."""
+        parted = False
+        for (tag, k), pairs in self.states.items():
+            numbers: dict[int, set[int]] = {}
+            for state, number in pairs.values():
+                numbers.setdefault(state, set()).add(number)
+            if any(len(different) > 1 for different in numbers.values()):
+                self.distinctions.update({(tag, k, rank): pair for rank, pair in pairs.items()})
+                parted = True
+        return parted
+
+
 class ValueNumbering:
     """The numbers of the values of all ranks."""
 
@@ -89,14 +120,13 @@ class ValueNumbering:
         self.folder, self.manifest, self.models = folder, manifest, models
         self.known: dict[Hashable, int] = {}
         self.numbers: dict[int, dict[str, int]] = {rank: {} for rank in models}
-        self.makers = {
-            rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
-        }
-        self.sent: dict[tuple[int, int], int] = {}
-        """Maps the tag and target of a message to the number of its value."""
+        self.makers: dict[int, dict[str, NodeProto]] = {}
+        for ranks in manifest.by_file(models).values():
+            makers = {name: node for node in models[ranks[0]].graph.node for name in node.output}
+            self.makers |= dict.fromkeys(ranks, makers)
+        self.run = _Run()
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
-        self.sources: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {
             rank: {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
@@ -106,9 +136,13 @@ class ValueNumbering:
         self._bytes: dict[Hashable, bytes] = {}
         self._shapes: dict[str, dict[str, Items | None]] = {}
         self._sizes = samples(manifest)
-        for rank in models:
-            self._begin(rank)
-        self.done = self._run()
+        while True:
+            for rank in models:
+                self._begin(rank)
+            self.done = self._run()
+            if not self.done or not self.run.distinguish():
+                break
+            self.numbers, self.run = {rank: {} for rank in models}, _Run(self.run.distinctions)
 
     def _number(self, *key: Hashable) -> int:
         return self.known.setdefault(key, len(self.known))
@@ -135,28 +169,29 @@ class ValueNumbering:
 
     def _run(self) -> bool:
         """Numbers all values; returns False if a rank waits for a message that never comes."""
-        places = dict.fromkeys(self.models, 0)
-        moved = True
+        places, moved = dict.fromkeys(self.models, 0), True
+        by_file = self.manifest.by_file(self.models).values()
+        nodes_of = {ranks[0]: [*self.models[ranks[0]].graph.node] for ranks in by_file}
+        nodes_of |= {rank: nodes_of[ranks[0]] for ranks in by_file for rank in ranks}
         while moved:
             moved = False
-            for rank, model in self.models.items():
-                nodes = model.graph.node
+            for rank, nodes in nodes_of.items():
                 while places[rank] < len(nodes) and self._visit(rank, nodes[places[rank]]):
                     places[rank] += 1
                     moved = True
-        return all(places[rank] == len(model.graph.node) for rank, model in self.models.items())
+        return all(places[rank] == len(nodes) for rank, nodes in nodes_of.items())
 
     def _visit(self, rank: int, node: NodeProto) -> bool:
         """Numbers a node's results; returns False if another rank must come first."""
         numbers = self.numbers[rank]
         if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[integer_of(node, TAG, -1), peer_of(node, self.groups[rank])] = numbers[node.input[0]]
+            self.run.sent[integer_of(node, TAG, -1), peer_of(node, self.groups[rank])] = numbers[node.input[0]]
             return True
         if node.domain == DOMAIN and node.op_type == RECV:
             key = integer_of(node, TAG, -1), rank
-            if key in self.sent:
-                numbers[node.output[0]] = self.sent[key]
-            return key in self.sent
+            if key in self.run.sent:
+                numbers[node.output[0]] = self.run.sent[key]
+            return key in self.run.sent
         if is_rank_constant(node):
             array = constant_of(node, self.groups[rank][group_of(node)].index(rank))
             numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
@@ -236,16 +271,15 @@ class ValueNumbering:
     def _visit_call(self, rank: int, node: NodeProto) -> bool:
         call, numbers = read_call(node, ""), self.numbers[rank]
         ranks = self.groups[rank][call.group]
-        self.sources[call.tag, rank] = call, [numbers[name] for name in call.inputs]
+        self.run.sources[call.tag, rank] = call, [numbers[name] for name in call.inputs]
         if isinstance(call, BorderCall):
-            for at, name in enumerate(call.outputs):
-                numbers[name] = self._number("border", call.tag, at, rank)
+            self._visit_border(rank, call)
             return True
         if isinstance(call, CollectiveCall) and call.kind.boxes:
             return self._visit_exchange(rank, call)
-        if any((call.tag, other) not in self.sources for other in ranks):
+        if any((call.tag, other) not in self.run.sources for other in ranks):
             return False
-        sources = [self.sources[call.tag, other][1] for other in ranks]
+        sources = [self.run.sources[call.tag, other][1] for other in ranks]
         if isinstance(call, LookupCall):
             return self._visit_lookup(rank, call, ranks)
         for place, name in enumerate(call.outputs):
@@ -258,9 +292,36 @@ class ValueNumbering:
             numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
         return True
 
+    def _visit_border(self, rank: int, call: BorderCall) -> None:
+        """Numbers the values with which a turn begins, and the results of a body."""
+        numbers, run = self.numbers[rank], self.run
+        operands, open_ = [numbers[name] for name in call.states], run.bodies.setdefault(rank, [])
+        if call.op == BEGIN:
+            states = [
+                self._number("state", call.tag, k, number, run.distinctions.get((call.tag, k, rank)))
+                for k, number in enumerate(operands)
+            ]
+            turn = [self._number("turn", call.tag, k) for k in range(len(call.results) - len(states))]
+            numbers |= {name: number for name, number in zip(call.results, turn + states, strict=True) if name}
+            open_.append((call, states))
+            return
+        first, before = open_.pop()
+        if call.op == OTHERWISE:
+            open_.append((first, operands))
+            return
+        pairs = [*zip(before, operands, strict=False)]
+        if call.kind == IF:
+            results = [self._number("either", numbers[first.condition], *pair) for pair in pairs]
+        else:
+            results = [self._number("last", *pair) for pair in pairs]
+            results += [self._number("stack", first.tag, number) for number in operands[len(before) :]]
+            for k, pair in enumerate(pairs):
+                run.states.setdefault((first.tag, k), {})[rank] = pair
+        numbers |= {name: number for name, number in zip(call.carried, results, strict=True) if name}
+
     def _visit_lookup(self, rank: int, call: LookupCall, ranks: Sequence[int]) -> bool:
         """Numbers a lookup's results: rows by the rank's ids, requests by all givers' ids, and an owner's rows by all givers' rows."""
-        others = (self.sources[call.tag, other][0] for other in ranks)
+        others = (self.run.sources[call.tag, other][0] for other in ranks)
         calls = [other for other in others if isinstance(other, LookupCall)]
         known = [self.numbers[other] for other in ranks]
         place, own = ranks.index(rank), self.numbers[rank]
@@ -280,12 +341,12 @@ class ValueNumbering:
         return True
 
     def _visit_exchange(self, rank: int, call: CollectiveCall) -> bool:
-        if any((call.tag, shard.peer) not in self.sources for shard in call.takes):
+        if any((call.tag, shard.peer) not in self.run.sources for shard in call.takes):
             return False
         taken: dict[int, int] = {}
         shards = []
         for shard in call.takes:
-            other, values = self.sources[call.tag, shard.peer]
+            other, values = self.run.sources[call.tag, shard.peer]
             assert isinstance(other, CollectiveCall)
             gives = [one for one in other.gives if one.peer == rank]
             at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
@@ -338,7 +399,7 @@ def check_copies(subject: Subject) -> Iterator[Violation]:
     copies = copies_of(subject.manifest)
     if not copies:
         return
-    numbering = ValueNumbering(subject.folder, subject.manifest, subject.models)
+    numbering = ValueNumbering(subject.folder, subject.shared, subject.models)
     if numbering.done:
         subject.counts.copies = len(copies)
         yield from check_replicas(numbering, copies)
@@ -364,6 +425,8 @@ class _Comparison:
 
     def __init__(self, numbering: ValueNumbering) -> None:
         self.numbering = numbering
+        self.tensors: dict[int, dict[str, TensorProto]] = {}
+        """Maps ranks to their initializers by name."""
 
     def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:
         """Violations for the copies of one shard that are not proven equal."""
@@ -384,8 +447,10 @@ class _Comparison:
                 yield Violation(file, f"{fact}: {reason}", title, path, _AGAIN)
 
     def _first_value(self, rank: int, record: StateRecord) -> Hashable:
-        tensors = self.numbering.models[rank].graph.initializer
-        return next((self.numbering.content(one) for one in tensors if one.name == record.value), record.initial)
+        if rank not in self.tensors:
+            self.tensors[rank] = {one.name: one for one in self.numbering.models[rank].graph.initializer}
+        tensor = self.tensors[rank].get(record.value)
+        return record.initial if tensor is None else self.numbering.content(tensor)
 
     def _difference(self, rank: int, name: str, other: int, twin: str) -> str:
         """Returns a text about the first difference of two values, found by going backward from them."""

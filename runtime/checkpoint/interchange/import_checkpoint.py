@@ -23,7 +23,7 @@ from pydantic import JsonValue
 
 from ...errors import CheckpointError, UsageError
 from ..checkpoint import Checkpoint
-from ..compatibility import OPTIMIZER, nearest
+from ..compatibility import OPTIMIZER, nearest_text
 from ..index import SKIPPED
 from ..newest import alone
 from ..save import save
@@ -154,7 +154,7 @@ def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Call
             continue
         have = source.slots[name].shape if optimizer else source.shapes.get(name)
         if have is None:
-            like = nearest(name, unused) if len(problems) < _SUGGESTED else ""
+            like = nearest_text(name, unused) if len(problems) < _SUGGESTED else ""
             problems.append(f"{source.path}: has no '{name}' {list(shape)}{like}")
         elif not (have == shape or (optimizer and _without_ones(have) == _without_ones(shape))):
             turned = ", its transpose" if have == shape[::-1] else ""

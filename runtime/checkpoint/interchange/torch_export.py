@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, DamagedError
 from ..checkpoint import Checkpoint
-from ..compatibility import nearest
+from ..compatibility import nearest_text
 from ..export import WEIGHTS
 from ..index import SKIPPED
 from ..verification import Verification
@@ -64,7 +64,7 @@ def _check(checkpoint: Checkpoint, names: list[str], file: TorchFile) -> None:
     for name in names:
         shape = checkpoint.index.tensors[name].shape
         if name not in shapes:
-            problems.append(f"{file.path}: has no '{name}' {list(shape)}{nearest(name, shapes)}")
+            problems.append(f"{file.path}: has no '{name}' {list(shape)}{nearest_text(name, shapes)}")
         elif shapes[name] != shape:
             problems.append(f"{file.path}: '{name}' is {list(shapes[name])}; the checkpoint's is {list(shape)}")
     if problems:

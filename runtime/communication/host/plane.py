@@ -22,8 +22,18 @@ import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 
 from ...artifact.format import ALL_REDUCE, MAX
-from ...job.futex import Futex
-from ...job.parking import LINE, LOOK, FutexCount, FutexWords, RankWait, ShortSpin, SpinTime, YieldTurns, new_fence
+from ...job.parking import (
+    LINE,
+    LOOK,
+    Futex,
+    FutexCount,
+    FutexWords,
+    RankWait,
+    ShortSpin,
+    SpinTime,
+    YieldTurns,
+    new_fence,
+)
 from ..mpi_watch import Watch
 from ..transport import CollectiveArgs, Vector
 from .collectives import rounds_of

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TypeAlias, cast
 
 from ...errors import PartcError
+from ...spellings import nearest
 
 FieldNames: TypeAlias = tuple[str, ...] | Mapping[str, str]
 
@@ -26,13 +26,6 @@ class Unfit(PartcError):
 def quoted(names: Collection[str]) -> str:
     """Returns names as messages list them."""
     return ", ".join(f"'{name}'" for name in names) or "none"
-
-
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """Returns the known name that is most similar to this one; None where none is similar."""
-    folded = {one.lower(): one for one in known}
-    found = get_close_matches(name.lower(), list(folded), 1)
-    return folded[found[0]] if found else None
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,8 @@ class Naming:
             )
         for name, key in self.fields.items():
             if key not in values:
-                near = nearest(key, values)
-                help = f"\n  help: write fields: {{{name}: {near}}}" if near else ""
+                near = nearest(key, values, 1)
+                help = f"\n  help: write fields: {{{name}: {near[0]}}}" if near else ""
                 raise Unfit(f"{what} has no '{key}', from which `fields` takes '{name}'; it has {quoted(values)}{help}")
         own = {name: values[key] for name, key in self.fields.items()}
         return {**{name: value for name, value in values.items() if name not in own}, **own}

@@ -21,8 +21,9 @@ from os import PathLike
 from typing import Any, cast
 
 from ...errors import UsageError
+from ...spellings import nearest
 from ...user_code import user_code
-from .naming import nearest, quoted
+from .naming import quoted
 
 _CALLED_WITH = ("batch", "seed", "epoch")
 
@@ -72,8 +73,8 @@ def _maker(value: object, where: str, batch: int | None, seed: int) -> Callable[
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in variadic]
     if unknown := [name for name in needed if name not in _CALLED_WITH]:
-        near = nearest(unknown[0], _CALLED_WITH)
-        help = f"did you mean '{near}'? " if near else ""
+        near = nearest(unknown[0], _CALLED_WITH, 1)
+        help = f"did you mean '{near[0]}'? " if near else ""
         raise UsageError(
             f"{where}: its `source` takes {quoted(unknown)}, and is called with {quoted(_CALLED_WITH)} alone\n"
             f"  help: {help}give what else it needs a default"

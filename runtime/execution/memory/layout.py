@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...artifact import dim_expression as expression
 from ...artifact.format import CPU, Shape, SymbolRecord
-from ...program.copy_runs import copied_buffers
-from ...program.flat_buffers import coalesced_buffers
+from ...program.flat_buffers import coalesced_buffers, copied_buffers
 from ...program.memory_plan import Arena, Lifetime, assign
 from ...program.rank_file import RankFile
 from ...program.value_table import ValueTable, value_table

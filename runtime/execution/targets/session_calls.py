@@ -12,14 +12,13 @@ from partc.runtime.artifact.tensors.tensor import Tensor
 
 from ...devices.device_memory import Cell, Placed, Remote, move, new_place
 from ...devices.devices import Device
-from ...program.copy_runs import merged
+from ...program.flat_buffers import merged
 from ...program.ort import Bind, Binding
 from ...program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ...program.sessions import SegmentSession
 from ...program.steps import Copy
 from ...program.value_table import Storage
-from ...updates.row_updater import RowUpdater
-from ...updates.updater import Updater
+from ...updates.updater import RowUpdater, Updater
 from ..bodies import Bodies
 from ..rank_program import RankProgram
 from .counts import Copies

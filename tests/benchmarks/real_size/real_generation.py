@@ -6,8 +6,9 @@
 Makes a Llama with random weights (`1b`: the shape of Llama-3.2-1B) as bfloat16, compiles it for 8 slots in float32 and in four bits, and
 makes the peers' files, all of which stay in FOLDER. Each side is a process of one thread; they take turns. Printed are medians of CPU
 milliseconds, of memory and disk MiB, and ratios: float32 to transformers, four bits to llama.cpp and genai. `--tokens` compares 100
-tokens of 8 prompts in float32 with those of transformers. The peers' interpreter has `onnxruntime-genai xllamacpp gguf torch transformers`;
-a side that it lacks is left out. The sides of 1b need 6 GB each in float32, 2 in four bits: choose them by `--sides`.
+tokens of 8 prompts in float32 with those of transformers. The peers' interpreter has `onnxruntime-genai xllamacpp gguf` and may lack torch,
+since this one makes their files with the peers' packages; a side that it lacks is left out. The sides of 1b need 6 GB each in float32, 2
+in four bits: choose them by `--sides`.
 """
 
 import argparse
@@ -30,21 +31,31 @@ PEERS = {"transformers": "transformers", "llama": "xllamacpp, gguf", "genai": "o
 AGAINST = {"partc": ["transformers"], "partc_int4": ["llama", "genai"]}
 
 
-def made(target: Path, *command: str) -> Path:
-    """A file or folder that a command makes, unless it is there."""
+def made(target: Path, *command: str, packages: str = "") -> Path:
+    """A file or folder that a command makes, unless it is there; `packages`: a folder of packages that it reads first."""
     if not target.exists():
-        subprocess.run([*command, str(target)], check=True, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, "PYTHONPATH": packages} if packages else None
+        subprocess.run([*command, str(target)], check=True, stdout=subprocess.DEVNULL, env=environment)
     return target
+
+
+def packages_of(python: str) -> str:
+    """The folder of an interpreter's packages; "" of this one's."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = python == sys.executable
+    return (
+        "" if own else subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    )
 
 
 def files_of(name: str, shape: str, files: Path, peers: str) -> Path:
     """The model of a side."""
     models = str(HERE / "real_models.py")
     folder = made(files / shape, sys.executable, models, "folder", shape)
-    if name == "llama":
-        return made(files / f"{shape}.gguf", peers, models, "gguf", str(folder))
-    if name == "genai":
-        return made(files / f"{shape}.genai", peers, models, "genai", str(folder))
+    if name in ("llama", "genai"):
+        kind = "gguf" if name == "llama" else name
+        made_by = [sys.executable, models, kind, str(folder)]
+        return made(files / f"{shape}.{kind}", *made_by, packages=packages_of(peers))
     if name == "transformers":
         return folder
     partc = [sys.executable, "-m", "partc.cli"]

@@ -1,7 +1,7 @@
 """Makes the files that `real_generation.py` compares: a Llama of real size with random weights, and what the other sides read.
 
 python real_models.py folder SHAPE FOLDER     # bfloat16, as transformers saves it; needs torch and transformers
-python real_models.py gguf FOLDER FILE        # Q4_0, all tensors; needs gguf and torch
+python real_models.py gguf FOLDER FILE        # Q4_0, all tensors; needs gguf, torch and safetensors
 python real_models.py genai FOLDER TARGET     # int4 with blocks of 32, by the builder of onnxruntime-genai
 """
 
@@ -20,6 +20,14 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "middle": {
         "vocab_size": 32000,
         "hidden_size": 768,
@@ -29,7 +37,7 @@ SHAPES = {
         "num_key_value_heads": 4,
     },
 }
-"""The shape of Llama-3.2-1B, and one for quick turns."""
+"""The shape of Llama-3.2-1B, and two for quick turns."""
 
 
 def folder(shape: str, path: str) -> None:

@@ -64,14 +64,14 @@ def transformers(path: str) -> Callable[[], Generate]:
     return load
 
 
-def llama(path: str) -> Callable[[], Generate]:
+def llama(path: str, slots: int = SLOTS, threads: int = 1) -> Callable[[], Generate]:
     import xllamacpp
 
     def load() -> Generate:
         params = xllamacpp.CommonParams()
         params.model.path = path
-        params.n_ctx, params.n_parallel, params.warmup, params.verbosity = SLOTS * LENGTH, SLOTS, False, -1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.n_ctx, params.n_parallel, params.warmup, params.verbosity = slots * LENGTH, slots, False, -1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         server = xllamacpp.Server(params)
 
         def generate(prompts: Prompts, count: int) -> Prompts:
@@ -108,7 +108,9 @@ def genai(path: str) -> Callable[[], Generate]:
     return load
 
 
-SIDES = {side.__name__: side for side in (partc, transformers, llama, genai)}
+SIDES: dict[str, Callable[[str], Callable[[], Generate]]] = {
+    side.__name__: side for side in (partc, transformers, llama, genai)
+}
 
 
 def main() -> None:
@@ -131,8 +133,11 @@ def main() -> None:
     first = time.process_time() - begin
     answer([first - seconds(1, 4, 1)])
     for number in told():
-        if number == len(MEASURES):  # resident memory, in bytes
-            answer([int(Path("/proc/self/statm").read_text().split()[1]) * 4096])
+        if number == len(MEASURES):  # most resident memory in bytes, while sequences use their caches
+            Path("/proc/self/clear_refs").write_text("5")
+            seconds(SLOTS, 4, TOKENS)
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            answer([1024 * int(status["VmHWM"].split()[0])])
         elif number == len(MEASURES) + 1:  # as in a server that has run for a while: memory is where it stays
             answer([seconds(1, 4, WARM)])
         elif number > len(MEASURES):  # tokens of the same prompts on all sides, each by itself

@@ -95,12 +95,13 @@ def write(folder: Path, case: str, records: int, tokens: int) -> None:
     with plan.open("a") as file:
         if parts > 1:
             file.write(f"\npipeline: {{microbatches: {parts}, schedule: 1f1b}}\n")
-        file.write(f"\ntrain:\n  loss: loss\n  optimizer: {{type: adamw, lr: {LR}}}\n  batch: {records * ranks}\n")
+        file.write(
+            f"\ntrain:\n  loss: loss\n  optimizer: {{type: adamw, lr: {LR}}}\n  batch: {records * ranks * parts}\n"
+        )
     _timed("compile", [*_partc("compile"), str(folder / "model.py"), "--plan", str(plan), "-o", str(folder / "build")])
     rng = np.random.default_rng(0)
-    whole = rng.integers(0, 49152, (records * ranks, tokens))
     for rank in range(ranks):
-        mine = whole[rank * records : (rank + 1) * records]
+        mine = rng.integers(0, 49152, (records * parts, tokens))
         np.savez(folder / f"feeds_{rank}.npz", tokens=mine, labels=mine)
 
 
@@ -208,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--records", type=int, default=4, help="of a process of torch in a step")
+    parser.add_argument("--records", type=int, default=4, help="of a process of torch in a step, or in a microbatch")
     parser.add_argument("--steps", type=int, default=1, help="of a side in a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="one side after the other, not in turns")

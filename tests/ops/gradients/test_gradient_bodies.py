@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from dealt import dealt
 from gradient_bodies_case import HEAD, LOOPED, PLANS, TRAIN, steps, trained_source
 from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
@@ -237,8 +238,7 @@ def test_a_model_with_branches_trains_as_one_that_chooses(tmp_path: Path) -> Non
     same_tensors(have.after, want.after, want.before, 1e-5)
 
 
-@pytest.mark.parametrize("body", [BRANCHES, SCANNED, LOOPED], ids=["If", "Scan", "Loop"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "body"), dealt(PLANS, [LOOPED, BRANCHES, SCANNED]))
 def test_bodies_train_on_several_ranks_as_on_one(plan: str, body: str, tmp_path: Path) -> None:
     given = steps() if body is BRANCHES else [{k: a for k, a in one.items() if k != "deep"} for one in steps()]
     same_training(lambda: trained_source(body), PLANS[plan] + TRAIN, tmp_path, given, rtol=1e-5, atol=1e-5)

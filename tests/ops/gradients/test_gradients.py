@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gradient_case import Proof, cut_faults, faults, placements
 from partc.compiler.ops.registry import entries
-from rows import rows
+from rows import first_and_of_today, of_today, rows
 
 HERE = Path(__file__).parents[1]
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]
@@ -18,7 +18,11 @@ def said(one: tuple[Proof, bool]) -> str:
     return f"{one[0]}{' dynamic' if one[1] else ''}"
 
 
-@rows("one", list(placements(PROOFS)), ids=said)
+def op_of(one: tuple[Proof, bool]) -> tuple[str, str]:
+    return one[0].case.domain, one[0].case.op_type
+
+
+@rows("one", first_and_of_today([*placements(PROOFS)], op_of), ids=said)
 def test_a_gradient_is_the_slope(one: tuple[Proof, bool]) -> None:
     assert faults(*one) == []
 
@@ -31,7 +35,7 @@ SHARDS = [
 ]
 
 
-@rows("one", SHARDS, 16, said)
+@rows("one", of_today(SHARDS, len(SHARDS) // 4), 16, said)
 def test_a_gradient_on_shards_is_the_dual(one: tuple[Proof, bool]) -> None:
     assert cut_faults(*one) == []
 

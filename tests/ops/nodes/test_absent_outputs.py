@@ -7,6 +7,7 @@ import onnx
 import pytest
 from equivalence import same_as_whole
 from onnx import TensorProto, helper, numpy_helper
+from rows import of_today
 
 HIDDEN, WIDTH, SEQUENCE = 5, 6, 3
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -44,10 +45,10 @@ NODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("op_type", "outputs", "plan", "batch"),
-    [(*node, plan, (8, "batch")[(j + k) % 2]) for j, node in enumerate(NODES) for k, plan in enumerate(PLANS)],
-)
+CASES = [(*node, plan, (8, "batch")[(j + k) % 2]) for j, node in enumerate(NODES) for k, plan in enumerate(PLANS)]
+
+
+@pytest.mark.parametrize(("op_type", "outputs", "plan", "batch"), of_today(CASES, 8))
 def test_they_stay_absent(op_type: str, outputs: list[str], plan: str, batch: int | str) -> None:
     symbols = "symbols: {batch: {divisor: 4}}\n" if isinstance(batch, str) else ""
     x = np.random.default_rng(5).standard_normal((SEQUENCE, 8, WIDTH)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The real networks that onnx carries, each placed on four ranks by its nodes, against the unsharded model; one over MPI, too."""
+"""The real networks that onnx carries, each placed on four ranks by its nodes, against the unsharded model."""
 
 from pathlib import Path
 
@@ -6,24 +6,21 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from partc.cli.main import invoke
 from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
+from rows import of_today
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 RANKS = 4
 LIKE_OTHERS = ("light_vgg19", "light_zfnet512", "light_densenet121")
 """Networks of the kinds of layers that others have, and nothing else: of light_bvlc_alexnet, and the last of inception and squeezenet."""
-OVER_MPI = "light_shufflenet"
-"""One stands for all: to start four processes takes longer than most of these networks."""
+NETWORKS = sorted(path for path in LIGHT.glob("*.onnx") if path.stem not in LIKE_OTHERS)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(path for path in LIGHT.glob("*.onnx") if path.stem not in LIKE_OTHERS), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", of_today(NETWORKS, 2), ids=lambda path: path.stem)
 def test_light_model_on_four_ranks(path: Path, tmp_path: Path) -> None:
     source = load(path)
     # these models make their weights by ConstantOfShape; constants are wherever they are read, so they are not dealt
@@ -44,18 +41,8 @@ def test_light_model_on_four_ranks(path: Path, tmp_path: Path) -> None:
     whole = whole_output(path, value.name, x)
     with load_local(tmp_path / "build", threads=1) as ranks:
         (have,) = ranks({value.name: x}).values()
-    found = [have, output_over_mpi(tmp_path, value.name, x)] if path.stem == OVER_MPI else [have]
-    for have in found:
-        assert np.abs(have - whole).max() <= 1e-5 * np.abs(whole).max()
-        assert np.abs(have - want).max() <= 1e-3 * np.abs(want).max()
-
-
-def output_over_mpi(folder: Path, name: str, x: np.ndarray) -> np.ndarray:
-    np.savez(folder / "x.npz", **{name: x})
-    run = ["run", str(folder / "build"), "--threads", "1"]
-    assert invoke([*run, "--input", str(folder / "x.npz"), "-o", str(folder / "y.npz")]) == 0
-    (y,) = np.load(folder / "y.npz").values()
-    return y
+    assert np.abs(have - whole).max() <= 1e-5 * np.abs(whole).max()
+    assert np.abs(have - want).max() <= 1e-3 * np.abs(want).max()
 
 
 def whole_output(path: Path, name: str, x: np.ndarray) -> np.ndarray:

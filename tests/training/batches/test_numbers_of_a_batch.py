@@ -10,6 +10,7 @@ from dealt import dealt
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
+from rows import of_today
 from trainer_case import on_all
 from training_equivalence import from_text
 
@@ -65,17 +66,23 @@ def _model(reads: tuple[str, ...], use: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("reads", "use", "plans"),
+    ("reads", "use", "planned"),
     [
-        (reads, use, PLANNED if use == "both" else (PLANNED[k % len(PLANNED)],))
-        for k, reads in enumerate(TOGETHER)
-        for j, use in enumerate(USES)
-        if use == "both" or k % 3 == min(j, 2)
+        *of_today([(reads, "both", PLANNED[(k + j) % 3]) for j in range(3) for k, reads in enumerate(TOGETHER)], 8),
+        *of_today(
+            [
+                (reads, use, PLANNED[k % 3])
+                for k, reads in enumerate(TOGETHER)
+                for j, use in enumerate(USES)
+                if use != "both" and k % 3 == min(j, 2)
+            ],
+            3,
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else " and ".join(one),
 )
-def test_they_are_the_batchs(reads: tuple[str, ...], use: str, plans: tuple[str, ...], tmp_path: Path) -> None:
-    """Each number, in a metric and in the loss at once, under every plan; another use of it under one of them."""
+def test_they_are_the_batchs(reads: tuple[str, ...], use: str, planned: str, tmp_path: Path) -> None:
+    """Each number, in a metric and in the loss at once, each day under another plan; another use of it under one of them."""
     text, metrics = _model(reads, use)
     given = numbers(LOSSES["ignored"]) | {"t": numbers()["x"][:, 0] + 4, "e": numbers()["x"][:, 1:4] + 4}
     want = trained_whole(from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=metrics), [given])
@@ -84,10 +91,11 @@ def test_they_are_the_batchs(reads: tuple[str, ...], use: str, plans: tuple[str,
         "ranks": PLANS[2] + train("loss", 2, more=metrics),
         "stages": PLACED + train("loss", 1, more=metrics).replace("  accumulate: 1\n", ""),
     }
-    for name in plans:
-        have = trained(tmp_path / name, from_text(text, {"w": (6, 5)}), texts[name], [given])
-        close(have, want, start_of({"w": (6, 5)}, text))
-    if use == "both" and "largest" not in reads:  # of one size, what is no sum of its parts' is named in a warning
+    have = trained(tmp_path / planned, from_text(text, {"w": (6, 5)}), texts[planned], [given])
+    close(have, want, start_of({"w": (6, 5)}, text))
+    if (
+        use == "both" and planned == "parts" and "largest" not in reads
+    ):  # of one size, what is no sum of its parts' is named in a warning
         fixed = from_text(text.replace("batch", "4"), {"w": (6, 5)})
         close(
             trained(tmp_path / "fixed", fixed, PLANS[1] + train("loss", 4, more=metrics), [given]),

@@ -23,6 +23,7 @@ from batch_in_parts import (
     close,
     numbers,
     start_of,
+    stepped,
     train,
     trained,
     trained_whole,
@@ -35,6 +36,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, load_trainer
 from partc.runtime.artifact.format import Manifest, SymbolRecord
 from partc.runtime.communication.in_process import LocalWorld
+from rows import of_today
 from training_equivalence import from_text
 
 CASES = [
@@ -51,7 +53,7 @@ def whole(text: str, weights: Mapping[str, tuple[int, ...]], plan: str, steps: l
     return trained_whole(from_text(text, weights), PLANS[1] + plan, steps)
 
 
-@pytest.mark.parametrize(("ranks", "name", "parts"), CASES, ids=lambda one: str(one))
+@pytest.mark.parametrize(("ranks", "name", "parts"), of_today(CASES, 4), ids=lambda one: str(one))
 def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], tmp_path: Path) -> None:
     loss, given = LOSSES[name], numbers(LOSSES[name])
     more = MEASURED if "label" in given else ""
@@ -65,7 +67,7 @@ def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], t
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(1, "entropy"), (5, "entropy and logs"), *((2, name) for name in LABELLED)]
+    ("ranks", "name"), of_today([(1, "entropy"), (5, "entropy and logs"), *((2, name) for name in LABELLED)], 4)
 )
 def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
     text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
@@ -100,7 +102,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", of_today([*AROUND], 2))
 def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     steps = []
@@ -247,20 +249,20 @@ def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_pat
     close(have, ([{"loss": float(np.mean(means))}], {name: start[name] + change[name] for name in WEIGHTS}), start)
 
 
-@pytest.mark.parametrize("labels", ["label: [dp]", "label: [null]"])
-def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: Path) -> None:
+def test_parts_have_the_same_records_wherever_these_are(tmp_path: Path) -> None:
     loss, given = LOSSES["both, smoothed"], numbers(LOSSES["ignored"])
     plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], LABELS}\n"
     given = {name: array[:12] for name, array in given.items()}
     want = whole(NET, WEIGHTS, train(loss, 1), [given])
-    have = trained(tmp_path / "a", from_text(NET, WEIGHTS), plan.replace("LABELS", labels) + train(loss, 4), [given])
-    close(have, want, start_of())
+    for labels in ("label: [dp]", "label: [null]"):
+        text = plan.replace("LABELS", labels) + train(loss, 4)
+        close(trained(tmp_path / labels, from_text(NET, WEIGHTS), text, [given]), want, start_of())
     plan = "ranks: 3\nplacement: {up: [0, 1], bend: [0, 1], down: 2, add: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 4}}\n"
     have = trained(tmp_path / "b", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
     close(have, want, start_of())
     given["label"][7] = 5
     with pytest.raises(InputError, match="record 7 of the batch has the label 5"):
-        trained(tmp_path / "c", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
+        stepped(tmp_path / "b", [given])
 
 
 def test_the_number_of_parts_is_bounded() -> None:

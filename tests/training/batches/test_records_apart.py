@@ -10,6 +10,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from rows import of_today
 from training_equivalence import from_text, run_whole, same_training
 
 HEAD = """<ir_version: 10, opset_import: ["" : 21]>
@@ -114,18 +115,18 @@ def source(text: str, length: str) -> Source:
     return from_text(text.replace("LENGTH", length), WEIGHTS)
 
 
-@pytest.mark.parametrize(
-    ("plan", "length"),
-    [
-        (STAGED.replace("AT", "grow,bend") + TRAIN, "4"),
-        (STAGED.replace("AT", "joined,grow,bend,apart") + TRAIN, "4"),
-        (STAGED.replace("AT", "joined,grow,bend,apart") + TRAIN, "length"),
-        (PARTS + TRAIN + ACCUMULATED, "length"),
-        (DEALT + TRAIN + ACCUMULATED, "4"),
-    ],
-    ids=["stages", "merged dims of one size", "merged dims", "accumulated", "data parallel"],
-)
-def test_records_that_stand_apart_are_those_of_the_microbatch(plan: str, length: str, tmp_path: Path) -> None:
+CASES = {
+    "stages": (STAGED.replace("AT", "grow,bend") + TRAIN, "4"),
+    "merged dims of one size": (STAGED.replace("AT", "joined,grow,bend,apart") + TRAIN, "4"),
+    "merged dims": (STAGED.replace("AT", "joined,grow,bend,apart") + TRAIN, "length"),
+    "accumulated": (PARTS + TRAIN + ACCUMULATED, "length"),
+    "data parallel": (DEALT + TRAIN + ACCUMULATED, "4"),
+}
+
+
+@pytest.mark.parametrize("case", of_today([*CASES], 2))
+def test_records_that_stand_apart_are_those_of_the_microbatch(case: str, tmp_path: Path) -> None:
+    plan, length = CASES[case]
     given = steps(4 if length == "4" else 7)
     whole = run_whole(source(ATTENTION, length), PARTS + TRAIN, given)
     program = same_training(lambda: source(ATTENTION, length), plan, tmp_path, given, rtol=1e-5, atol=1e-4, whole=whole)

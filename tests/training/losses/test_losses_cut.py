@@ -16,6 +16,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.plan.training.losses import Loss
 from partc.compiler.training.add_training import add_loss, add_metric
 from plan_values import loss, metric
+from rows import of_today
 
 RANDOM = np.random.default_rng(13)
 WEIGHTS = [0.5, 2.0, 0.25, 1.5, 3.0, 1.0]
@@ -64,7 +65,7 @@ def numbers(*shape: int) -> np.ndarray:
     return RANDOM.normal(0, 2, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("options", "ranks"), dealt(OPTIONS, [2, 3]), ids=str)
+@pytest.mark.parametrize(("options", "ranks"), of_today(dealt(OPTIONS, [2, 3]), 3), ids=str)
 def test_a_cut_batch_has_the_loss_of_the_whole(options: Mapping[str, Any], ranks: int) -> None:
     ignored = options.get("ignore_index")
     for text, axis, shape in ((ROWS, 1, (6, 6)), (IMAGES, 1, (6, 6, 3))):
@@ -78,7 +79,7 @@ def test_a_cut_batch_has_the_loss_of_the_whole(options: Mapping[str, Any], ranks
 KINDS = ["mean_squared", "l1", "binary_cross_entropy", "pos_weight", "probabilities"]
 
 
-@pytest.mark.parametrize(("kind", "cut"), dealt(KINDS, [(2, "mean"), (3, "sum"), (3, "mean"), (2, "sum")]))
+@pytest.mark.parametrize(("kind", "cut"), of_today(dealt(KINDS, [(2, "mean"), (3, "sum"), (3, "mean"), (2, "sum")]), 2))
 def test_losses_of_numbers_do_not_see_the_cut(kind: str, cut: tuple[int, str]) -> None:
     ranks, reduction = cut
     names = {"prediction": "y", "target": "t"} if kind in ("mean_squared", "l1") else {"logits": "y", "labels": "t"}
@@ -94,7 +95,7 @@ def test_losses_of_numbers_do_not_see_the_cut(kind: str, cut: tuple[int, str]) -
     assert {event.shape for event in program.events} <= {()}
 
 
-@pytest.mark.parametrize(("options", "ranks"), dealt(OPTIONS, [2, 3]), ids=str)
+@pytest.mark.parametrize(("options", "ranks"), of_today(dealt(OPTIONS, [2, 3]), 3), ids=str)
 def test_a_cut_vocabulary_moves_numbers_a_position(options: Mapping[str, Any], ranks: int) -> None:
     """Each rank has its part of the logits; what is joined has no dim of classes."""
     ignored = options.get("ignore_index")

@@ -17,6 +17,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.training.in_place import unsafe_state
 from partc.runtime.checkpoint.newest import latest
+from rows import of_today
 from trainer_case import on_all
 from training_equivalence import from_text, run
 
@@ -49,7 +50,7 @@ def test_a_mean_of_no_labels_is_told_where_it_is(reduction: str, ignored: int, t
     assert [part for part in UNLABELLED[reduction, ignored] if part not in found] == [], found
 
 
-@pytest.mark.parametrize(("name", "bad"), dealt(PLANS, [np.nan, np.inf]))
+@pytest.mark.parametrize(("name", "bad"), of_today(dealt(PLANS, [np.nan, np.inf]), 2))
 def test_a_skipped_step_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
     folder, ranks = built(tmp_path / "build", name, "skip")
 
@@ -102,7 +103,7 @@ def stopped(folder: Path, ranks: int, following: Callable[[Trainer, Path], Any])
     return found[0][0], [tensors for _, tensors in found]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", of_today([*PLANS], 2))
 def test_training_stops_on_all_ranks_before_the_next_step(name: str, tmp_path: Path) -> None:
     folder, ranks = built(tmp_path / "build", name, "stop")
     text, after = stopped(folder, ranks, NEXT["trains"])

@@ -22,7 +22,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.computed import Box, ComputedTensor
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.shared import parted
+from partc.compiler.training.shared import parted, shared_weights
 from partc.compiler.training.trainable import _is_mask
 from partc.runtime import load_trainer
 from partc.runtime.checkpoint.checkpoint import Checkpoint
@@ -154,7 +154,7 @@ def test_plan_compile_and_train_state_one_number(tmp_path: Path) -> None:
 
 
 def test_of_weights_that_are_computed_the_beginning_alone_is_read() -> None:
-    """What is a mask, and what is another weight transposed: no weight is in memory for it, however large it is."""
+    """A mask, a repeated number, another weight transposed: no weight is in memory for it, however large it is."""
     read: list[int] = []
 
     def compute(box: Box, factor: int) -> np.ndarray[Any, Any]:
@@ -169,4 +169,8 @@ def test_of_weights_that_are_computed_the_beginning_alone_is_read() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=weights, opset_imports={"": 21}), ir_version=10)
     assert not _is_mask(weights[0], (5000, 9000))
     assert parted(model, ["one", "other"]) == []
+    results = [ir.Value(name=f"{module}.y") for module in ("first", "second")]
+    readers = [ir.Node("", "Neg", [weights[0]], outputs=[one], name=one.name) for one in results]
+    model.graph.extend(readers)
+    assert [(one.modules, one.repeats) for one in shared_weights(model, ["one"])] == [(("first", "second"), False)]
     assert 0 < max(read) <= 9000

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from dealt import dealt
+from rows import of_today
 from training_equivalence import from_text, same_training
 
 MODEL = """
@@ -54,7 +55,7 @@ sharding: {MatMul_0: colwise}""",
     ("form", "plan"),
     [
         *((form, "batch and columns") for form in FORMS),
-        *dealt(FORMS, [one for one in PLANS if "and" not in one]),
+        *of_today(dealt(FORMS, [one for one in PLANS if "and" not in one]), 2),
         ("positions", "columns over 2"),  # the one whose positions are gathered, with a warning
     ],
 )

@@ -25,6 +25,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.opset import TARGET, converted
 from partc.compiler.training.trainable import trainable_names
 from partc.compiler.training_passes import add_training
+from rows import of_today
 from training_equivalence import Run, run, same_tensors
 
 STEPS, BATCH = 5, 6
@@ -56,7 +57,7 @@ def residual() -> Any:
 
 
 def language(drop: float = 0.0) -> Any:
-    """Two blocks of attention; the table of tokens is the head's too, one parameter is frozen, the mask is a buffer of floats."""
+    """A block of attention; the table of tokens is the head's too, one parameter is frozen, the mask is a buffer of floats."""
     torch = pytest.importorskip("torch")
     nn, functional = torch.nn, torch.nn.functional
 
@@ -81,7 +82,7 @@ def language(drop: float = 0.0) -> Any:
             self.head = nn.Linear(width, tokens, bias=False)
             self.tok, self.pos = nn.Embedding(tokens, width), nn.Parameter(torch.randn(time, width))
             self.tok.weight = self.head.weight
-            self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+            self.blocks = nn.ModuleList([Block(width)])
             self.ln = nn.LayerNorm(width)
             self.register_buffer("mask", torch.full((time, time), -1e9).triu(1))
             self.scale = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
@@ -151,16 +152,13 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     assert sorted(trainable_names(converted(source.model.clone(), "model.py", TARGET))) == sorted(learned)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     one = run(source, ONE + TRAIN, tmp_path / "one", steps)
-    two = run(source, TWO + TRAIN, tmp_path / "two", steps)
     for name in learned:
         np.testing.assert_array_equal(one.before[name], before[name])
-    same_tensors(two.after, one.after, one.before, 2e-4)
     _as_torch(module, steps, learned, one, by_module=True)
-    _same_losses(two, [float(step["loss"]) for step in one.outputs])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own exporter
-@pytest.mark.parametrize("case", ["resnet in evaluation", "gpt"])
+@pytest.mark.parametrize("case", of_today(["resnet in evaluation", "gpt"], 1))
 def test_a_file_that_torch_exports_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     """In inference form, where normalizations have running statistics and dropouts are gone; the law tells what is learned."""
     torch = pytest.importorskip("torch")
@@ -274,6 +272,6 @@ def test_dropouts_of_a_module_stay() -> None:
     pytest.importorskip("torch")
     source = exported(language(0.25).train(), Input(["batch", 5], "int64"))
     program = run_passes(start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py"), add_training)
-    assert [node.op_type for node in program.model.graph].count(DROPOUT) == 2
+    assert [node.op_type for node in program.model.graph].count(DROPOUT) == 1
     assert program.training is not None
     assert sorted(value.name or "" for value in program.training.parameters) == sorted(trainable_names(source.model))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import training_models as models
+from rows import of_today
 from training_equivalence import Run, run, same_tensors, source_of
 from training_models import Model
 
@@ -146,12 +147,15 @@ class Moments:
 
 @pytest.mark.parametrize(
     ("options", "clip"),
-    [
-        (one, clip)
-        for one in OPTIMIZERS
-        for clip in CLIPS
-        if not clip or one.startswith(("type: sgd", "type: adam,", "type: lamb"))
-    ],
+    of_today(
+        [
+            (one, clip)
+            for one in OPTIMIZERS
+            for clip in CLIPS
+            if not clip or one.startswith(("type: sgd", "type: adam,", "type: lamb"))
+        ],
+        4,
+    ),
 )
 def test_optimizers_take_torchs_steps(options: str, clip: str, tmp_path: Path) -> None:
     """Twenty steps on a cosine, with no decay of biases, a slower last layer and a frozen bias."""

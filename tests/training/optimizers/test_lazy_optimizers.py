@@ -15,6 +15,7 @@ from partc.compiler.training.optimizer_functions import functions
 from partc.compiler.training.optimizers import merge_node, row_update_node
 from plan_values import optimizer
 from row_gradients_case import SYMBOLS, TRAIN, batches, looked_up
+from rows import of_today
 from training_equivalence import run, same_tensors, same_training
 
 ROWS, WIDTH, STEPS = 12, 5, 20
@@ -139,16 +140,19 @@ PLANS = [
 
 @pytest.mark.parametrize(
     ("type", "plan"),
-    [
-        ("row_adagrad", PLANS[0]),
-        ("lazy_adam", PLANS[0]),
-        ("lazy_momentum", PLANS[1]),
-        ("lazy_ftrl", PLANS[1]),
-        ("row_adagrad", PLANS[2]),
-        ("lazy_adam", PLANS[2]),
-        ("lazy_adam", PLANS[3]),
-        ("row_adagrad", PLANS[4]),
-    ],
+    of_today(
+        [
+            ("row_adagrad", PLANS[0]),
+            ("lazy_adam", PLANS[0]),
+            ("lazy_momentum", PLANS[1]),
+            ("lazy_ftrl", PLANS[1]),
+            ("row_adagrad", PLANS[2]),
+            ("lazy_adam", PLANS[2]),
+            ("lazy_adam", PLANS[3]),
+            ("row_adagrad", PLANS[4]),
+        ],
+        3,
+    ),
 )
 def test_every_plan_updates_rows_as_the_whole(type: str, plan: str, tmp_path: Path) -> None:
     """Ids stand twice on a rank, on several ranks, and in several microbatches."""

@@ -27,7 +27,7 @@ from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import function, functions
 from partc.compiler.training.optimizers import clip_scale, update_steps
 from partc.runtime.artifact.training.scalars import SCALARS
-from partc.runtime.updates.update_model import flat_model
+from partc.runtime.updates.updater import flat_model
 from plan_values import optimizer
 
 SHAPES = ((3, 5), (7,), (2, 3, 1, 4), (), (33, 17))

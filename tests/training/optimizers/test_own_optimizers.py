@@ -18,6 +18,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.checker.check import check_artifact
+from rows import of_today
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from training_equivalence import run, same_tensors, source_of
 from training_plans_case import BLOCKS, CROSS_ENTROPY, batches, learns, sizes_of
@@ -105,11 +106,14 @@ PLANS = {
 
 @pytest.mark.parametrize(
     ("plan", "shard", "more"),
-    [
-        ("dp", "", "  on_nonfinite: skip\n"),
-        ("dp x tp", ", shard: true", "  accumulate: 2\n"),
-        ("placed", "", "  accumulate: 2\n"),
-    ],
+    of_today(
+        [
+            ("dp", "", "  on_nonfinite: skip\n"),
+            ("dp x tp", ", shard: true", "  accumulate: 2\n"),
+            ("placed", "", "  accumulate: 2\n"),
+        ],
+        1,
+    ),
 )
 def test_every_plan_learns_as_the_whole(plan: str, shard: str, more: str, tmp_path: Path) -> None:
     name = "gpt of one block"

@@ -16,6 +16,7 @@ from partc.runtime.artifact.graph.row_function import adds_up, is_merge, is_roww
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.training.in_place import unsafe_state
 from row_gradients_case import HEAD, LOOKED_UP, SYMBOLS, TRAIN, WEIGHTS, batches, looked_up
+from rows import of_today
 from training_equivalence import from_text, run, same_training
 
 SGD, DENSE = "{type: sgd, lr: 0.3}", "{type: momentum, momentum: 0.0, lr: 0.3}"
@@ -23,20 +24,23 @@ SGD, DENSE = "{type: sgd, lr: 0.3}", "{type: momentum, momentum: 0.0, lr: 0.3}"
 
 @pytest.mark.parametrize(
     ("plan", "clip"),
-    [
-        ("ranks: 1\n", ""),
-        ("ranks: 1\n", "clip: {norm: 0.1}"),
-        ("ranks: 1\n", "clip: {value: 0.01}"),
-        ("ranks: 2\ndataset: data_parallel\n", ""),
-        ("ranks: 3\ndataset: data_parallel\n", "clip: {norm: 0.1}"),
-        ("ranks: 2\nplacement: {again: 0, head: 1}\n", "on_nonfinite: skip"),
-        ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\n", "clip: {norm: 0.1}"),
-        ("ranks: 2\nmesh: {tp: 2}\nsharding: {look: {in: [[1, 2], [1, 1]]}, again: {in: [[1, 2], [1]]}}\n", ""),
-        ("ranks: 1\n", "accumulate: 3"),
-        ("ranks: 2\ndataset: data_parallel\n", "clip: {norm: 0.1}, accumulate: 3"),
-        ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\npipeline: {microbatches: 3}\n", ""),
-        ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsharding: {look: {in: [[1, 2], [2, 1]]}}\n", "clip: {norm: 0.1}"),
-    ],
+    of_today(
+        [
+            ("ranks: 1\n", ""),
+            ("ranks: 1\n", "clip: {norm: 0.1}"),
+            ("ranks: 1\n", "clip: {value: 0.01}"),
+            ("ranks: 2\ndataset: data_parallel\n", ""),
+            ("ranks: 3\ndataset: data_parallel\n", "clip: {norm: 0.1}"),
+            ("ranks: 2\nplacement: {again: 0, head: 1}\n", "on_nonfinite: skip"),
+            ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\n", "clip: {norm: 0.1}"),
+            ("ranks: 2\nmesh: {tp: 2}\nsharding: {look: {in: [[1, 2], [1, 1]]}, again: {in: [[1, 2], [1]]}}\n", ""),
+            ("ranks: 1\n", "accumulate: 3"),
+            ("ranks: 2\ndataset: data_parallel\n", "clip: {norm: 0.1}, accumulate: 3"),
+            ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\npipeline: {microbatches: 3}\n", ""),
+            ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsharding: {look: {in: [[1, 2], [2, 1]]}}\n", "clip: {norm: 0.1}"),
+        ],
+        4,
+    ),
 )
 def test_rows_give_what_a_dense_gradient_gives(plan: str, clip: str, tmp_path: Path) -> None:
     train = TRAIN.replace("OPTIMIZER}", "OPTIMIZER" + (f", {clip}}}" if clip else "}"))

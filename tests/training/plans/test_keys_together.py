@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from keys_together import outcome
+from rows import of_today
 
 EQUAL = [
     ["routed", "stored"],
@@ -12,13 +13,17 @@ EQUAL = [
     ["shared", "heads"],
     ["routed along cp", "packed"],
     ["routed", "stages", "recompute"],
-    ["stored", "adapters", "clip"],
+    ["stored", "elastic", "clip"],
+    ["stored", "adapters"],
+    ["stored along tp", "target"],
+    ["stored along tp", "gather"],
+    ["stored", "target", "accumulate"],
     ["scan", "stored", "elastic"],
     ["turns cut", "stored", "microbatches"],
 ]
 
 
-@pytest.mark.parametrize("names", EQUAL, ids=" + ".join)
+@pytest.mark.parametrize("names", of_today(EQUAL, 2), ids=" + ".join)
 def test_keys_are_equal_together(names: list[str]) -> None:
     found, text = outcome(names)
     assert found == "equal", text

@@ -16,7 +16,7 @@ from training_equivalence import same_training
 def test_random_models_learn_as_the_whole_does() -> None:
     tally = {"run": 0, "refused": 0}
 
-    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases())
     def one(case: Case) -> None:
         def source() -> Source:
@@ -30,4 +30,4 @@ def test_random_models_learn_as_the_whole_does() -> None:
                 tally["refused"] += 1
 
     one()
-    assert tally["run"] > 4, tally
+    assert tally["run"] > 2, tally

@@ -10,6 +10,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from rows import of_today
 from training_equivalence import from_text, same_training
 
 SGD = """train:
@@ -29,15 +30,19 @@ TIED_SHAPES = {"table": (12, 6), "w": (6, 6)}
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        "ranks: 2\nplacement: {look_up: 0, middle: 0, head: 1}\n",
-        "ranks: 3\nplacement: {look_up: 2, middle: [0, 1], turn: 0, head: [0, 1, 2]}\n",
-        "ranks: 4\nplacement: {look_up: [0, 1], middle: [0, 1], head: [2, 3]}\nsharding: {head: colwise, look_up: {in: [[2, 1], null]}}\n",
-        "ranks: 4\nplacement: {look_up: [0, 1, 2], middle: 3, head: [1, 2, 3]}\nsharding: {head: colwise}\n",
-        "ranks: 3\nsharding: {look_up: {in: [[3, 1], null]}, head: colwise}\n",
-        "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, head: colwise}\n",
-        "ranks: 3\nsymbols: {batch: {divisor: 3}}\ndataset: data_parallel\n",
-    ],
+    of_today(
+        [
+            "ranks: 2\nplacement: {look_up: 0, middle: 0, head: 1}\n",
+            "ranks: 3\nplacement: {look_up: 2, middle: [0, 1], turn: 0, head: [0, 1, 2]}\n",
+            "ranks: 4\nplacement: {look_up: [0, 1], middle: [0, 1], head: [2, 3]}\n"
+            "sharding: {head: colwise, look_up: {in: [[2, 1], null]}}\n",
+            "ranks: 4\nplacement: {look_up: [0, 1, 2], middle: 3, head: [1, 2, 3]}\nsharding: {head: colwise}\n",
+            "ranks: 3\nsharding: {look_up: {in: [[3, 1], null]}, head: colwise}\n",
+            "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, head: colwise}\n",
+            "ranks: 3\nsymbols: {batch: {divisor: 3}}\ndataset: data_parallel\n",
+        ],
+        3,
+    ),
 )
 def test_a_tied_weight_is_one_parameter(plan: str, tmp_path: Path) -> None:
     """Its copies get the sum of all gradients and stay equal bit by bit, however they lie."""
@@ -60,7 +65,9 @@ APART = [
 
 @pytest.mark.parametrize(
     ("optimizer", "plan"),
-    [*((LAMB, plan) for plan in APART), ("type: adam, lr: 0.02, eps: 0.01", APART[0]), (ADAFACTOR, APART[1])],
+    of_today(
+        [*((LAMB, plan) for plan in APART), ("type: adam, lr: 0.02, eps: 0.01", APART[0]), (ADAFACTOR, APART[1])], 2
+    ),
 )
 def test_copies_that_lie_otherwise_stay_equal(plan: str, optimizer: str, tmp_path: Path) -> None:
     """LAMB's norms too are those of one of them: in another order sums would be other numbers."""

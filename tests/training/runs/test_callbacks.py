@@ -106,6 +106,6 @@ def test_they_get_what_the_log_has(
 def test_tensorboard_must_be_installed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("partc.cli.output.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("partc.cli.output.training_log.find_spec", lambda name: None)
     assert train(str(built(folder, PARALLEL)), "--tensorboard", "board") == 2
     assert "neither tensorboard nor tensorboardX is installed" in capsys.readouterr().err

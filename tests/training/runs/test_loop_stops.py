@@ -83,19 +83,31 @@ def test_a_failed_save_in_the_background_ends_the_next_steps(tmp_path: Path, mon
     assert "No space left on device" in first[1]
 
 
+SLOW = """
+import time
+from pathlib import Path
+def slow(batch):  # while a signal is under way
+    time.sleep(0.05 * Path(__file__).with_name("slow").exists())
+    return batch
+"""
+
+
 def test_stopped_by_a_signal_or_its_time_it_goes_on_bit_by_bit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = str(built(folder, PLACED))
-    assert train(build, "--checkpoint", "whole", "--epochs", "400", "--save", "500") == 0
+    (folder / "slow.py").write_text(SLOW)
+    plan = PLACED.replace("data: data.npz", "data: {source: data.npz, transform: 'slow.py:slow'}")
+    build = str(built(folder, plan))
+    assert train(build, "--checkpoint", "whole", "--epochs", "40", "--save", "500") == 0
     settings = "  checkpoint: {background: true}\n"
-    build = str(built(folder, PLACED + settings, "background"))
-    kept = ["--checkpoint", "kept", "--resume", "auto", "--epochs", "400", "--save", "500", "--log", "500"]
+    build = str(built(folder, plan + settings, "background"))
+    kept = ["--checkpoint", "kept", "--resume", "auto", "--epochs", "40", "--save", "500", "--log", "500"]
     assert train(build, *kept, "--max-time", "0.0001") == 75
     told = capsys.readouterr()
     assert (
         "stopped by max_time after step 2: saved in kept" in told.err or "stopped by max_time after step 1" in told.err
     )
+    (folder / "slow").touch()
     process = subprocess.Popen(
         command(build, "--plan", f"{build}.yaml", "--threads", "1", *kept, "--log", "1"),
         stdout=subprocess.PIPE,
@@ -109,17 +121,18 @@ def test_stopped_by_a_signal_or_its_time_it_goes_on_bit_by_bit(
             break
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
+    (folder / "slow").unlink()
     assert process.returncode == 75, error
     assert "stopped by SIGTERM after step" in error
     assert "Traceback" not in error
     found = latest(folder / "kept")
     assert found is not None
-    assert int(found.name[5:]) < 2000
+    assert int(found.name[5:]) < 200
     assert train(build, *kept) == 0
     assert "resumes after step" in capsys.readouterr().out
     assert tensors(folder / "kept") == tensors(folder / "whole")
     assert train(build, *kept) == 0, "a job that is started again behind its last step has nothing to do"
-    assert "resumes after step 2000 from" in capsys.readouterr().out
+    assert "resumes after step 200 from" in capsys.readouterr().out
 
 
 def test_a_time_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

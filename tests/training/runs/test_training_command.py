@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
-from partc.runtime.checkpoint.newest import latest
+from rows import of_today
 from training_command_case import AS_ROOT, MODEL, ONE, PARALLEL, PLACED, built, command, folder, tensors, train
 
 __all__ = ["folder"]
@@ -29,22 +28,21 @@ def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path, capsys
     assert train(build, "--checkpoint", str(whole), "--save", "1") == 0
     kept = folder / "kept"
     words = [build, "--plan", f"{build}.yaml", "--threads", "1", "--checkpoint", str(kept), "--save", "1"]
-    for delay in (0.0, 0.03):
-        resume = ["--resume"] if latest(kept) else []
-        process = subprocess.Popen(
-            command(*words, *resume),
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **AS_ROOT},
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("wrote"):
-                break
-        time.sleep(delay)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    (checkpoints,) = of_today((1, 2, 5), 1)  # the next one is being written
+    process = subprocess.Popen(
+        command(*words),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **AS_ROOT},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        checkpoints -= line.startswith("wrote")
+        if not checkpoints:
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
     capsys.readouterr()
     assert train(build, "--checkpoint", str(kept), "--save", "1", "--resume") == 0
     said = capsys.readouterr().out
@@ -55,23 +53,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path, capsys
 def test_a_checkpoint_goes_on_under_any_plan(folder: Path) -> None:
     kept = folder / "kept"
     one = str(built(folder, ONE, "one"))
-    assert (
-        invoke(
-            [
-                "train",
-                one,
-                "--plan",
-                "one.yaml",
-                "--threads",
-                "1",
-                "--checkpoint",
-                str(folder / "whole"),
-                "--save",
-                "10",
-            ]
-        )
-        == 0
-    )
+    assert train(one, "--checkpoint", str(folder / "whole"), "--save", "10") == 0
     for plan, name, steps in ((PARALLEL, "parallel", 10), (PLACED, "placed", 15), (ONE, "last", 20)):
         build = str(built(folder, plan, name))
         resume = ["--resume"] if kept.exists() else []
@@ -265,24 +247,6 @@ def test_weights_of_classes_lie_beside_the_plan(folder: Path, monkeypatch: pytes
     for name, said in (("file", "weights.npy"), ("list", told)):
         build = str(built(folder, ONE.replace("labels: label", f"labels: label, weights: {said}"), name))
         kept.append(folder / f"{name}.kept")
-        data = str(folder / "data.npz")
-        assert (
-            invoke(
-                [
-                    "train",
-                    build,
-                    "--plan",
-                    f"{build}.yaml",
-                    "--data",
-                    data,
-                    "--steps",
-                    "3",
-                    "--threads",
-                    "1",
-                    "--checkpoint",
-                    str(kept[-1]),
-                ]
-            )
-            == 0
-        )
+        words = ("--data", str(folder / "data.npz"), "--steps", "3", "--checkpoint", str(kept[-1]))
+        assert train(build, *words) == 0
     assert tensors(kept[0]) == tensors(kept[1])

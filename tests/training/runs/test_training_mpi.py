@@ -11,6 +11,7 @@ import training_models as models
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
+from rows import of_today
 from training_equivalence import run, same_tensors, source_of
 
 BATCH, STEPS = 6, 3
@@ -34,7 +35,7 @@ sharding: {"layers.*.*.project": colwise, "layers.*.*.out": rowwise, tokens: {pa
 """
 
 
-@pytest.mark.parametrize(("name", "plan"), [("mlp", STAGES), ("gpt", HEADS)])
+@pytest.mark.parametrize(("name", "plan"), of_today([("mlp", STAGES), ("gpt", HEADS)], 1))
 def test_ranks_learn_what_one_learns(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt = name == "gpt"
     one = models.gpt(width=24, layers=1, heads=6, vocabulary=36, context=8) if gpt else models.mlp(width=12, inputs=7)

@@ -9,6 +9,7 @@ import pytest
 from dealt import dealt
 from partc.cli.main import invoke
 from partc.runtime.checkpoint.checkpoint import Checkpoint
+from rows import of_today
 from streams_case import PLANS, SOURCES, prepared
 from training_command_case import folder, tensors, train
 
@@ -26,8 +27,9 @@ def assert_alike(have: Path, want: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_plan_trains_on_the_same_batches(folder: Path, source: str) -> None:
-    """Which ranks get a batch follows from the plan, not from the kind of source: a second loader and a second stream have fewer plans."""
-    names = PLANS if source in ("loader", "stream") else ("one", "parallel", "middle")
+    """Which ranks get a batch follows from the plan, not from the kind of source: each day has some of the plans."""
+    several = [name for name in PLANS if name != "one"] if source in ("loader", "stream") else ["parallel", "middle"]
+    names = "one", *of_today(several, 2 if len(several) > 2 else 1)
     prepared(folder, SOURCES[source], *names)
     for name in names:
         assert train(name, "--checkpoint", f"kept_{name}", "--save", "20") == 0
@@ -50,16 +52,14 @@ def test_stopped_anywhere_it_goes_on_under_any_plan(
     assert_alike(folder / "kept", folder / "whole")
 
 
-@pytest.mark.parametrize(("source", "plan"), [("loader", "middle")])
-def test_stopped_and_resumed_over_mpi_it_ends_in_the_same_bits(folder: Path, source: str, plan: str) -> None:
-    prepared(folder, SOURCES[source], "one", plan, more="  test: source.py\n")
+def test_stopped_and_resumed_over_mpi_it_ends_in_the_same_bits(folder: Path) -> None:
+    source, plan = "loader", "placed"
+    prepared(folder, SOURCES[source], plan, more="  test: source.py\n")
     assert train(plan, "--checkpoint", "whole") == 0
     assert train(plan, "--checkpoint", "kept", "--steps", "8") == 0
     words = ["train", plan, "--plan", f"{plan}.yaml", "--threads", "1"]
     assert invoke([*words, "--checkpoint", "kept", "--steps", "20", "--resume"]) == 0
     assert tensors(folder / "kept") == tensors(folder / "whole")
-    assert invoke(["train", "one", "--plan", "one.yaml", "--threads", "1", "--checkpoint", "kept_one"]) == 0
-    assert_alike(folder / "whole", folder / "kept_one")
 
 
 DIES = """
@@ -95,7 +95,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("mistake", "plan"), [("died", "parallel"), ("changed", "parallel")])
+@pytest.mark.parametrize(("mistake", "plan"), of_today([("died", "parallel"), ("changed", "parallel")], 1))
 def test_over_mpi_all_ranks_end_with_one_message(
     folder: Path, mistake: str, plan: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +110,14 @@ def test_over_mpi_all_ranks_end_with_one_message(
 @pytest.mark.parametrize(
     ("mistake", "plan"),
     [
-        *((mistake, plan) for mistake in ("died", "raised", "changed") for plan in ("one", "three", "middle")),
+        *of_today(
+            [
+                *dealt(("died", "raised", "changed"), ("one", "three", "middle")),
+                *dealt(("died", "raised", "changed"), ("three", "middle", "one")),
+                *dealt(("died", "raised", "changed"), ("middle", "one", "three")),
+            ],
+            3,
+        ),
         *dealt(["short", "once"], ["three", "middle"]),
     ],
 )
@@ -128,7 +135,7 @@ def test_ranks_as_threads_end_with_one_message(
 
 def test_a_stream_is_evaluated_and_the_log_has_no_total(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stream, said = SOURCES["stream"], []
-    for name in PLANS:
+    for name in ("one", *of_today([name for name in PLANS if name != "one"], 2)):
         prepared(folder, stream, name, more="  test: source.py\n  drop_last: true\n")
         assert train(name, "--epochs", "2", "--log", "2") == 0
         said.append([line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "evaluated"))])

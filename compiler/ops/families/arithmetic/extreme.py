@@ -1,7 +1,7 @@
 """Maxima and minima over sharded dims, with their gradient: decomposed so that ranks reduce the extreme and the number of equal elements.
 
 A rank that has a shard cannot tell from its own extreme whether it is the global one, nor how many elements share it. So a model that
-trains on several ranks has the extreme in parts (`rewrite/extremes.py`): the extreme itself and the number of elements that
+trains on several ranks has the extreme in parts (`rewrite/gradient_forms.py`): the extreme itself and the number of elements that
 equal it, which ranks reduce, and `partc.nn.Extreme(x, top, same, count) {axes}`, which is `top`. Its gradient is that of the whole op.
 """
 

@@ -14,7 +14,7 @@ the borders on all ranks of the group, which all take the same branch, and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
@@ -55,6 +55,17 @@ def at_border(border: ir.Node) -> list[ir.Node]:
     readers = [use.node for use in border.outputs[0].uses() if is_border(use.node)]
     of_values = [node for node in readers if node.op_type in (CARRY, CARRIED, EITHER)]
     return [*of_values, *(node for node in readers if node.op_type == STACK)]
+
+
+def between_borders(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """The nodes of bodies, among those of a graph in order."""
+    depth, inside = 0, set[ir.Node]()
+    for node in nodes:
+        if is_border(node) and node.op_type in (BEGIN, END):
+            depth += 1 if node.op_type == BEGIN else -1
+        elif depth:
+            inside.add(node)
+    return inside
 
 
 def _shared(count: int) -> Callable[[ir.Node], Rule | None]:

@@ -7,6 +7,9 @@ On one rank both pass the rows through. If the experts are sharded (`e`), a rank
 rows of its own experts: their number is known only at run time, and is at most all rows of the ranks that share the experts. Expert numbers
 are then counted from the rank's first expert. If these ranks have the same rows, each selects the rows of its experts, and its result, a
 partial sum, has zeros in the other rows. If they have different rows, the rows are sent (`lower/routes.py`).
+
+With `capacity`, two integers c = a/b, an expert takes the first ceil(c m / experts) of the m rows that a rank has for all of them. The
+later ones are dropped: their results and their gradients are zeros.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 def _(local: Local) -> None:
     """Selects the rows whose expert is one of the rank's, in their order."""
     rows, output, own_experts, places = local.inputs[0], *local.outputs
-    experts = as_int64(local, 1)
-    if local.num_shards(EXPERT) == 1:
+    experts, capacity = as_int64(local, 1), capacity_of(local.node)
+    if local.num_shards(EXPERT) == 1 and capacity is None:
         local.give("Identity", [rows], output)
         local.give("Identity", [experts], own_experts)
         zero, one = integer(local, "zero", 0), integer(local, "one", 1)
@@ -91,11 +94,29 @@ def _(local: Local) -> None:
     relative = local.emit("Sub", [experts, first], "relative")
     begun = local.emit("GreaterOrEqual", [relative, integer(local, "zero", 0)], "begun")
     below = local.emit("Less", [relative, integer(local, "end", each)], "below")
-    found = local.emit("NonZero", [local.emit("And", [begun, below], "own")], "found")
+    own = local.emit("And", [begun, below], "own")
+    if capacity is not None:
+        own = local.emit("And", [own, _within(local, experts, relative, each, capacity)], "kept")
+    found = local.emit("NonZero", [own], "found")
     flat = local.constant("flat", np.array([-1], np.int64))
     local.give("Reshape", [found, flat], places)
     local.give("Gather", [rows, places], output)
     local.give("Gather", [relative, places], own_experts)
+
+
+def _within(local: Local, experts: str, relative: str, each: int, capacity: tuple[int, int]) -> str:
+    """Returns whether each row is among the first of its expert, of as many as an expert takes."""
+    over, under = capacity[0], capacity[1] * local.node.attributes.get_int("experts", 0)
+    scaled = local.emit("Mul", [local.emit("Size", [experts], "entries"), integer(local, "over", over)], "scaled")
+    raised = local.emit("Add", [scaled, integer(local, "under_less_one", under - 1)], "raised")
+    most = local.emit("Div", [raised, integer(local, "under", under)], "most")
+    last = local.constant("last", np.array([1], np.int64))
+    column = local.emit("Unsqueeze", [relative, last], "column")
+    is_of = local.emit("Equal", [column, local.constant("each", np.arange(each))], "is_of")
+    number = local.emit("Cast", [is_of], "number", to=ir.DataType.INT64.value)
+    turns = local.emit("CumSum", [number, integer(local, "along", 0)], "turns")
+    turn = local.emit("ReduceSum", [local.emit("Mul", [number, turns], "own_turns"), last], "turn", keepdims=0)
+    return local.emit("LessOrEqual", [turn, most], "within")
 
 
 @from_experts.local
@@ -103,7 +124,7 @@ def _(local: Local) -> None:
     """Scatters the results to the places of their rows, with zeros in the other rows."""
     rows, places, experts = local.inputs
     (output,) = local.outputs
-    if local.num_shards(EXPERT) == 1:
+    if local.num_shards(EXPERT) == 1 and capacity_of(local.node) is None:
         local.give("Identity", [rows], output)
         return
     value = local.node.inputs[0]
@@ -116,6 +137,12 @@ def _(local: Local) -> None:
     last = local.constant("last", np.array([-1], np.int64))
     at = local.emit("Unsqueeze", [places, last], "at")
     local.give("ScatterND", [zeros, at, rows], output)
+
+
+def capacity_of(node: ir.Node) -> tuple[int, int] | None:
+    """Returns the numerator and the denominator of a border's capacity, if rows may be dropped."""
+    capacity = node.attributes.get_ints("capacity", ())
+    return (capacity[0], capacity[1]) if capacity else None
 
 
 @to_experts.gradient

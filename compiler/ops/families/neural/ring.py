@@ -1,10 +1,10 @@
 """`RingAttention`: attention whose keys and values pass from rank to rank; `lower/ring.py` writes it as plain ops and messages, on one rank
 too.
 
-    RingAttention(q [b, h, s, d], k [b, g, s, d], v [b, g, s, e], mask) {scale, causal, hidden, fold}    softmax(scale q kT, masked) v
+    RingAttention(q [b, h, s, d], k [b, g, s, d], v [b, g, s, e], mask) {scale, causal, hidden, tokens}    softmax(scale q kT, masked) v
 
 The tokens of queries and of keys are one factor: a rank has the same shard of both. `causal`: each token sees itself and earlier ones, and
-there is no mask. `fold`: the number of ranks over which tokens are in folded order (`rewrite/fold.py`), 0 in natural order. A boolean
+there is no mask. `tokens`: the number of ranks over which tokens are in folded order (`rewrite/fold.py`), 0 in natural order. A boolean
 mask sets hidden scores to `hidden`; a mask of numbers is added to the scores.
 """
 

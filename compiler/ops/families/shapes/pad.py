@@ -40,7 +40,7 @@ def _(node: ir.Node) -> Rule | None:
     padded = tuple(axis for k, axis in enumerate(axes) if pads[k] or pads[k + len(axes)])
     letters = but_axes(rank, padded)
     linear = None if not padded or _pads_linearly(node) else ""
-    return Rule((letters, *replicated_operands(node, 1)), (letters,), linear=linear)
+    return Rule((letters, *replicated_operands(node)), (letters,), linear=linear)
 
 
 @pad.gradient

@@ -10,7 +10,7 @@ major-most dims share a letter, since a shard there is the same contiguous block
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -129,18 +129,26 @@ def matched(source: Sequence[Dim], target: Sequence[Dim]) -> tuple[str, str] | N
 
 @functools.lru_cache(maxsize=4096)
 def _matched(source: tuple[int | str | None, ...], target: tuple[int | str | None, ...]) -> tuple[str, str]:
+    letters = ([WHOLE] * len(source), [WHOLE] * len(target))
+    for here, there in dim_groups(source, target):
+        letters[0][here[0]] = letters[1][there[0]] = LETTERS[here[0]]
+    return "".join(letters[0]), "".join(letters[1])
+
+
+def dim_groups(
+    source: Sequence[int | str | None], target: Sequence[int | str | None]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields the least groups of dims, but for dims of 1, that have the same product on both sides of a reshape."""
     here, there = (tuple(k for k, dim in enumerate(side) if dim != 1) for side in (source, target))
     left, right = _products([source[k] for k in here]), _products([target[k] for k in there])
     ends = {product: q for q, product in enumerate(right, 1)}
-    letters = ([WHOLE] * len(source), [WHOLE] * len(target))
     p = q = 0
     for k, product in enumerate(left, 1):
         closes = ends.get(product, 0) if k < len(left) else len(right)
         if closes <= q:
             continue
-        letters[0][here[p]] = letters[1][there[q]] = LETTERS[here[p]]
+        yield here[p:k], there[q:closes]
         p, q = k, closes
-    return "".join(letters[0]), "".join(letters[1])
 
 
 def _products(side: Sequence[int | str | None]) -> list[sympy.Expr]:
@@ -181,22 +189,27 @@ def _axes_operand(node: ir.Node) -> tuple[str | None, ...]:
 @reshape.local
 def _(local: Local) -> None:
     """The target in local extents: a constant where one dim at most is dynamic, else the given one with its entries divided."""
+    known = local_dims(local, local.outputs[0])
+    if COPIES_DIMS in local.node.meta and known is not None and None not in known:
+        entries, shards = constant_ints(local.node, 1), shards_of(local, local.rule.outputs[0])
+        _reshape_of_any_size(local, shards, [dim or 0 for dim in known], entries)
+    else:
+        local.same([local.inputs[0], local_target(local)])
+
+
+def local_target(local: Local) -> str:
+    """Returns the target in local extents."""
     shards = shards_of(local, local.rule.outputs[0])
     known = local_dims(local, local.outputs[0])
     entries = constant_ints(local.node, 1)
     kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
-    if COPIES_DIMS in local.node.meta and known is not None and None not in known:
-        _reshape_of_any_size(local, shards, [dim or 0 for dim in known], entries)
-        return
     if known is not None and known.count(None) <= 1:
-        target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
-    elif entries is not None and not (kept and _moved_zero(local, entries)):
-        target = integers(
+        return integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
+    if entries is not None and not (kept and _moved_zero(local, entries)):
+        return integers(
             local, "target", [n if n <= 0 else n // count for n, count in zip(entries, shards, strict=True)]
         )
-    else:
-        target = _divided_target(local, shards, zero_copies=bool(kept))
-    local.same([local.inputs[0], target])
+    return _divided_target(local, shards, zero_copies=bool(kept))
 
 
 def _reshape_of_any_size(

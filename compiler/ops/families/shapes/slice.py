@@ -45,7 +45,7 @@ def _(node: ir.Node) -> Rule | None:
         elif not same(size, target[axis]) or step != 1:
             letters[axis] = WHOLE
     text = "".join(letters)
-    return Rule((text, *replicated_operands(node, 1)), (text,), units=units)
+    return Rule((text, *replicated_operands(node)), (text,), units=units)
 
 
 @slice_.gradient
@@ -156,6 +156,6 @@ def _sliced(node: ir.Node, rank: int) -> tuple[int, ...] | None:
     return tuple(range(count)) if isinstance(count, int) else None
 
 
-def replicated_operands(node: ir.Node, begin: int) -> tuple[str | None, ...]:
-    """The letters of the operands from `begin` on: replicated, or None for an absent operand."""
-    return tuple(None if value is None else WHOLE * (rank_of(value) or 0) for value in node.inputs[begin:])
+def replicated_operands(node: ir.Node) -> tuple[str | None, ...]:
+    """The letters of all operands but the first: replicated, or None for an absent operand."""
+    return tuple(None if value is None else WHOLE * (rank_of(value) or 0) for value in node.inputs[1:])
