@@ -186,14 +186,14 @@ def test_a_rank_killed_on_the_other_host_ends_the_job(hosts: TwoHosts, tmp_path:
     assert ranks_on(hosts, 0) == ranks_on(hosts, 1) == []
 
 
-def test_a_host_without_partc_is_named_with_the_remedy(hosts: TwoHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", [Path(partc.cli.__path__[0]), Path(find_launcher(2).path).parent], ids=["partc", "mpi"])
+def test_a_host_without_partc_is_named_with_the_remedy(hosts: TwoHosts, lacks: Path, tmp_path: Path) -> None:
     linears(tmp_path)
-    package = Path(partc.cli.__path__[0]).parent
-    subprocess.run([*hosts.inside(1), "mount", "-t", "tmpfs", "tmpfs", str(package)], check=True)
+    subprocess.run([*hosts.inside(1), "mount", "-t", "tmpfs", "tmpfs", str(lacks)], check=True)
     try:
         code, err = finished(hosts, begun(hosts, 2, tmp_path, "run", "build", "--input", "in.npz"))
     finally:
-        subprocess.run([*hosts.inside(1), "umount", str(package)], check=True)
+        subprocess.run([*hosts.inside(1), "umount", str(lacks)], check=True)
     assert code == 1
     assert f"help: each host needs Python and partc at the path of this one, {sys.executable}" in err
 

@@ -26,19 +26,24 @@ echo {name} > /proc/sys/kernel/hostname
 {mounts}
 ip link set lo up
 export TMPDIR={temporary}
-while read -r command; do sh -c "$command" & done <> {told} &
+while read -r answer command; do {{ sh -c "$command" < /dev/null; echo $? > "$answer"; }} & done <> {told} &
 echo ready
 exec cat
 """
 """A host runs what it is told by its pipe, and ends with its stdin."""
 _AGENT = """#!/bin/sh
-# stands for ssh: HOST COMMAND...
+# stands for ssh: HOST COMMAND..., and ends with the command's exit code
 case $1 in
 {cases}
 *) echo "there is no host $1" >&2; exit 255 ;;
 esac
 shift
-echo "$*" > "$told"
+answer=$told.$(readlink /proc/self/ns/pid | tr -dc 0-9).$$
+mkfifo "$answer"
+echo "$answer $*" > "$told"
+read -r code < "$answer"
+rm "$answer"
+exit "$code"
 """
 
 
