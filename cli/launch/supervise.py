@@ -19,6 +19,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -93,7 +94,9 @@ _ON_EACH_HOST = (
 _LAUNCHER_HELP = (
     ("run as root", "Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"),
     ("access an executable", _ON_EACH_HOST),
+    ("No module named partc", _ON_EACH_HOST),
     ("No module named 'partc", _ON_EACH_HOST),
+    ("Daemon exit status: 127", _ON_EACH_HOST),  # a shell's code for a command that it does not find
     ("failed to report back", "each host needs Open MPI of the same version, and ports that are open between hosts"),
 )
 """Words of a launcher that started no rank, and the help for them."""
@@ -296,9 +299,9 @@ class _Heard:
         return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
 
     def help(self) -> str:
-        """Returns a line of help about ranks that did not begin; "" without any."""
+        """Returns a line of help about ranks that could not begin, from the launcher's words; "" without any."""
         said = " ".join(" ".join(self.words()).split())
-        return next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), inherited())
+        return next((f"\n  help: {text}" for words, text in _LAUNCHER_HELP if words in said), "")
 
     def show_launcher_output(self) -> None:
         """Prints the lines held back."""
@@ -481,15 +484,18 @@ def _verdict(
             )
             return Outcome(1, is_lost=not local)
         return Outcome(0)
-    number = code - 128 if code > 128 else code
-    killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
+    number = code - 128 if 128 < code < 160 else code  # the launcher has exit codes of its own above these
+    killed = number != code or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
     ended = heard.ended() or (RankEnd(signal=number) if killed else RankEnd(code=code))
     if code < 0 and ended.rank is None and not is_ended_here:
         failed(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return Outcome(1, is_lost=True)
-    rank = ended.rank if ended.rank is not None else heard.first_dead
+    rank = ended.rank
+    if rank is None and not heard.help():  # else ranks that had begun ended with the launcher
+        rank = heard.first_dead
     if ended.host is not None:
-        place = f"host {ended.host}" if ended.host else "another host"
+        # A rank of this host that is lost is named by the launcher; one whose connections closed ended for the loss of another.
+        place = f"host {ended.host}" if ended.host not in ("", socket.gethostname()) else "another host"
         failed(
             f"a rank on {place} ended with no message: the connections to it were closed"
             f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
@@ -499,12 +505,12 @@ def _verdict(
         return Outcome(1, is_lost=True)
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
-        failed(f"the launcher ended with exit code {code}, and no rank reported an error{heard.help()}")
+        failed(f"the launcher ended with exit code {code}, and no rank reported an error{heard.help() or inherited()}")
         return Outcome(1)
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    advice = _advice(ended) or (heard.help() if ended.code and not run_dir.board()[rank][0] else "")
+    advice = _advice(ended) or (heard.help() or inherited() if ended.code and not run_dir.board()[rank][0] else "")
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
     system = any(

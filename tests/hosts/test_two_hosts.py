@@ -186,7 +186,7 @@ def test_a_rank_killed_on_the_other_host_ends_the_job(hosts: TwoHosts, tmp_path:
     assert ranks_on(hosts, 0) == ranks_on(hosts, 1) == []
 
 
-@pytest.mark.parametrize("lacks", [Path(partc.cli.__path__[0]), Path(find_launcher(2).path).parent], ids=["partc", "mpi"])
+@pytest.mark.parametrize("lacks", [Path(partc.cli.__path__[0]), Path(sys.executable).parent], ids=["partc", "Python"])
 def test_a_host_without_partc_is_named_with_the_remedy(hosts: TwoHosts, lacks: Path, tmp_path: Path) -> None:
     linears(tmp_path)
     subprocess.run([*hosts.inside(1), "mount", "-t", "tmpfs", "tmpfs", str(lacks)], check=True)

@@ -26,7 +26,7 @@ echo {name} > /proc/sys/kernel/hostname
 {mounts}
 ip link set lo up
 export TMPDIR={temporary}
-while read -r answer command; do {{ sh -c "$command" < /dev/null; echo $? > "$answer"; }} & done <> {told} &
+while read -r answer command; do {{ sh -c "$command" < /dev/null && code=0 || code=$?; echo $code > "$answer"; }} & done <> {told} &
 echo ready
 exec cat
 """
