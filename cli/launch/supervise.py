@@ -97,9 +97,12 @@ _LAUNCHER_HELP = (
     ("No module named partc", _ON_EACH_HOST),
     ("No module named 'partc", _ON_EACH_HOST),
     ("Daemon exit status: 127", _ON_EACH_HOST),  # a shell's code for a command that it does not find
-    ("failed to report back", "each host needs Open MPI of the same version, and ports that are open between hosts"),
+    (
+        "failed to report back",
+        "the host was lost or cannot be reached; each host needs Open MPI of the same version, and ports that are open between hosts",
+    ),
 )
-"""Words of a launcher that started no rank, and the help for them."""
+"""Words of a launcher that started no rank, and the help for them. The last ones may be of a host that was lost."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
@@ -506,7 +509,7 @@ def _verdict(
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
         failed(f"the launcher ended with exit code {code}, and no rank reported an error{heard.help() or inherited()}")
-        return Outcome(1)
+        return Outcome(1, is_lost=_LAUNCHER_HELP[-1][1] in heard.help())
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
