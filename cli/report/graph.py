@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.byte_count import of_tensor
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import (
@@ -45,11 +46,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.checker.graph.declared import ValueType, declared_types
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
     from partc.runtime.artifact.manifest import Artifact
-
-if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
 
 
 _OF_ONE_RANK = frozenset({PEER, TAG, SEND_PEERS, RECV_PEERS})

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 from partc.runtime.artifact.tensors.tensor import Tensor
@@ -55,10 +55,6 @@ from ..rank_program import RankProgram
 from ..targets.lanes import Lanes
 from ..targets.session_calls import SessionCalls
 from .roles import ActionKind, Role
-
-if TYPE_CHECKING:
-    from ..rank_program import RankProgram
-
 
 Use: TypeAlias = tuple[str, bool]
 """A value, and whether it is coming."""

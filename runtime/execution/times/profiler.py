@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...artifact.tensors.dtypes import dense
 from ...files.regular import open_regular
@@ -43,10 +43,6 @@ from ..memory.roles import ActionKind
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
 from ..targets.workers import Action
-
-if TYPE_CHECKING:
-    from ..step_plan import StepPlan
-
 
 KEPT = 100
 """The number of steps whose times are stored."""
