@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import mpi4py
-from mpi4py import MPI
 
 from ..job.place import surrounding_job
 from ..job.status_board import processes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def started(stall: float) -> MPI.Intracomm:
