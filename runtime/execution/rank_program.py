@@ -331,7 +331,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
     loose.update(name for call in file.calls for name in call.inputs)
     loose.update(name for border in file.borders for name in border.call.inputs)
-    loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
+    loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.reads)
     loose.difference_update(record.value for record in file.state)
     weights: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:

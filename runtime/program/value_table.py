@@ -257,7 +257,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
             sizes = {names[name] for name in sizes if name in names}
             targets |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
         elif isinstance(step, Update) and step.target:
-            targets |= {name: devices.target(step.target) for node in step.nodes for name in node.output}
+            targets |= dict.fromkeys(step.makes, devices.target(step.target))
     homes = _homes(file, devices) if state is None else state
     for record in file.state:
         targets[record.value] = targets[record.next] if record.next in targets else homes.get(record.value, CPU)
@@ -273,7 +273,7 @@ def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
     homes: dict[str, str] = {}
     for step in file.steps:
         if isinstance(step, Segment | Update) and step.target:
-            for name in step.inputs:
+            for name in step.reads:
                 if name in kept:
                     homes.setdefault(name, devices.target(step.target))
     return homes
@@ -294,13 +294,10 @@ def _refuse_unreachable(file: RankFile, devices: Devices, targets: Mapping[str, 
 
 def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
     """Returns the target on which a step reads values, and the values; none for a Copy, which reads on any target."""
-    match step:
-        case Segment() | Update():
-            return devices.target(step.target), tuple(step.inputs)
-        case Send() | PostRecv():
-            return CPU, (step.value,)
-        case StartCollective() | LookUp():
-            return CPU, (*step.call.inputs, *step.call.outputs)
+    if isinstance(step, Segment | Update):
+        return devices.target(step.target), step.reads
+    if isinstance(step, Send | PostRecv | StartCollective | LookUp):
+        return CPU, (*step.reads, *step.makes)
     return CPU, ()
 
 

@@ -118,16 +118,13 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
         case Segment():
             sums = dict(step.sums) if step.task else {}
             appended = {one.value: one.next for one in program.replacement.records if one.kind == CACHE and one.next}
-            return Effects(text, _uses(step.inputs), _uses(step.outputs), {**sums, **appended})
-        case Copy():
-            return Effects(text, _uses([step.source]), _uses([step.result]))
+            return Effects(text, _uses(step.reads), _uses(step.makes), {**sums, **appended})
         case Update():
             guard = [program.replacement.guard] if program.replacement.guard else []
             replaced = {**{one.value: one.next for one in program.replacement.records}, **program.replacement.renewed}
-            made = [name for node in step.nodes for name in node.output]
-            return Effects(text, _uses([*step.inputs, *guard]), _uses(made), replaced)
-        case Send():
-            return Effects(text, _uses([step.value]))
+            return Effects(text, _uses([*step.reads, *guard]), _uses(step.makes), replaced)
+        case Copy() | Send() | LookUp():
+            return Effects(text, _uses(step.reads), _uses(step.makes))
         case PostRecv():
             placed = program.values.storage[step.value] in _PLACED
             return Effects(text, sets=_uses([step.value], coming=True) if placed else ())
@@ -138,11 +135,9 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
             return _begun(text, step, works)
         case WaitCollective():
             return _finished(text, step, works)
-        case LookUp():
-            return Effects(text, _uses(step.call.inputs), _uses(step.call.outputs))
         case Border():
-            results = step.last.outputs if step.call.op == OTHERWISE else step.call.outputs
-            return Effects(text, _uses([name for name in step.touched if name not in results]), _uses(results))
+            results = step.last.outputs if step.call.op == OTHERWISE else step.makes
+            return Effects(text, _uses([name for name in step.reads if name not in results]), _uses(results))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:
