@@ -390,7 +390,13 @@ class Program:
             self._transport.leave(leaving_message(self.rank, error))
 
     def _new_plan(self, bindings: Bindings) -> StepPlan:
-        return StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER)
+        together = self._on_error != RECOVER
+        plan = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, together)
+        if plan.freed is not None:
+            from .memory.proof import refuse_meeting  # which a job of a user does not need
+
+            refuse_meeting(plan)
+        return plan
 
     def _fail(self, error: BaseException) -> None:
         known = isinstance(error, PartcError) or not isinstance(error, Exception)

@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import Tensor
 
 from ...artifact.format import CACHE, OTHERWISE
-from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
 from ...program.steps import (
@@ -48,12 +47,11 @@ from ...program.steps import (
     WaitCollective,
     WaitRecv,
 )
-from ...program.value_table import Storage, ValueTable
+from ...program.value_table import Storage
 from ...updates.updater import Updater
 from ..collective_plans import AnyCollective, scratch_name
 from ..rank_program import RankProgram
-from ..targets.lanes import Lanes
-from ..targets.session_calls import SessionCalls
+from ..step_plan import StepPlan
 from .roles import ActionKind, Role
 
 Use: TypeAlias = tuple[str, bool]
@@ -173,41 +171,6 @@ def _uses(names: Iterable[str], coming: bool = False) -> tuple[Use, ...]:
     return tuple((name, coming) for name in dict.fromkeys(names) if name)
 
 
-class Planned(Protocol):
-    """A step plan whose actions and places are known."""
-
-    program: RankProgram
-    values: ValueTable
-    transport: Transport
-    sessions: SessionCalls
-    lanes: Lanes | None
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """The role of each action, in the order of the actions."""
-        ...
-
-    @property
-    def works(self) -> Mapping[int, AnyCollective]:
-        """Maps tags to the collectives that overlap with other actions."""
-        ...
-
-    @property
-    def cells(self) -> Mapping[str, Cell]:
-        """Maps names to the values that have a place."""
-        ...
-
-    @property
-    def scratch(self) -> Mapping[tuple[int, str], Bytes]:
-        """Maps tag and side to the scratch memory of a collective."""
-        ...
-
-    @property
-    def arenas(self) -> Mapping[str, tuple[int, int]]:
-        """Maps each target to the address and the size of its arena."""
-        ...
-
-
 _SHOWN = 8
 _HELP = "  help: this is a bug in partc; please report it with the artifact and the sizes of the inputs"
 _NOBODY = 0
@@ -223,7 +186,7 @@ class _Place:
     held: int
 
 
-def refuse_meeting(plan: Planned) -> None:
+def refuse_meeting(plan: StepPlan) -> None:
     """Raises RankError that names the values of a step plan that share bytes while both are needed."""
     problems = list(dict.fromkeys(meetings(plan)))
     if problems:
@@ -233,7 +196,7 @@ def refuse_meeting(plan: Planned) -> None:
         raise RankError("\n".join([f"{where}: {problems[0]}", *problems[1:_SHOWN], *more, law, _HELP]))
 
 
-def meetings(plan: Planned) -> Iterator[str]:
+def meetings(plan: StepPlan) -> Iterator[str]:
     """Yields the faults in the memory of a step plan, a line for each two values that overlap."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
@@ -248,7 +211,7 @@ def meetings(plan: Planned) -> Iterator[str]:
 class _Memory:
     """The parts of a rank's memory, while the actions of a step are followed in the order of the file."""
 
-    def __init__(self, plan: Planned, every: Sequence[Effects]) -> None:
+    def __init__(self, plan: StepPlan, every: Sequence[Effects]) -> None:
         self.plan = plan
         self.extra = _without_values(plan)
         names = dict.fromkeys(name for one in every for name, _ in (*one.checks, *one.sets))
@@ -374,7 +337,7 @@ class _Memory:
         return (place.pointer, place.pointer + size) if size else None
 
 
-def _apart(plan: Planned) -> Iterator[str]:
+def _apart(plan: StepPlan) -> Iterator[str]:
     """Yields the operands and results of updates that run as one over a range but are not adjacent in it."""
     groups = (
         one.group
@@ -391,7 +354,7 @@ def _apart(plan: Planned) -> Iterator[str]:
                 yield f"{_described(after)} does not lie behind {_described(name)}, and their updates run as one over both"
 
 
-def _without_values(plan: Planned) -> dict[str, Placed]:
+def _without_values(plan: StepPlan) -> dict[str, Placed]:
     """Returns memory that belongs to no value: the scratch of collectives, and the memory that is filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
     for tag, work in plan.works.items():
@@ -406,7 +369,7 @@ def _described(name: str) -> str:
     return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
 
 
-def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
+def _races(plan: StepPlan, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
     """Yields the actions of two lanes that use the same bytes and may run at the same time."""
     assert plan.lanes is not None
     order = plan.lanes.order
