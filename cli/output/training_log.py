@@ -31,9 +31,6 @@ from partc.runtime.files.writers import open_to_append
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
-    from partc.runtime.training.progress import Metrics, Progress
-
-if TYPE_CHECKING:
     from partc.runtime.data.loader import Loader
     from partc.runtime.training.progress import Metrics, Progress
     from partc.runtime.training.trainer import Trainer
