@@ -7,12 +7,6 @@ Each column of the table is derived from the rank's file and the columns before 
     types         declared by the file, by the manifest, or by an earlier session (`program/sessions.py`)
     storage       the kind of a value's memory while a step runs; `targets`: the rank's target that has it
     live ranges   from the step that makes a value to its last reader
-
-Finds the values of a rank that are in the memory of a target other than the host, by the rules of targets.
-
-A value is on the target of the node that makes it; the result of a Copy is on the Copy's target. On the host are graph inputs and outputs,
-all values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
-its next value, or else of its readers. In a file without targets every value is on the host.
 """
 
 from __future__ import annotations
@@ -244,6 +238,10 @@ _SIZES = ("Shape", "Size")
 
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
     """Maps each value that is not on the host to its target; ArtifactError where a step reads a value of another target.
+
+    A value is on the target of the node that makes it, the result of a Copy on the Copy's. On the host are graph inputs and outputs, all
+    values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
+    its next value, or else of its readers.
 
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
