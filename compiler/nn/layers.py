@@ -50,7 +50,7 @@ class _OneOp(Module):
         self.attributes = attributes
 
     def operands(self) -> Sequence[ir.Value | None]:
-        """What the op reads behind the layer's input."""
+        """The operands of the op after the layer's input."""
         return ()
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
