@@ -430,7 +430,7 @@ class _Program:
         readers: dict[str, set[str]] = {}
         for step in self.file.steps:
             if isinstance(step, Segment | Update):
-                for name in (*step.inputs, *(step.initializers if isinstance(step, Segment) else ())):
+                for name in (*step.reads, *(step.initializers if isinstance(step, Segment) else ())):
                     readers.setdefault(name, set()).add(self.devices.target(step.target))
         kept = {record.value for record in self.file.state}
         return {
