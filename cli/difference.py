@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from onnx import ModelProto
 from partc.cli.job.inputs import choose_sizes
 from partc.cli.output.stats import moved
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.memory import memory_of_ranks
 from partc.compiler.cost.step import simulated
-from partc.runtime.artifact.format import BYTES, CUT, DOMAIN, PATH, RULE, TAG, TARGET
+from partc.runtime.artifact.format import BYTES, CUT, DOMAIN, PATH, RULE, TAG, TARGET, Collective, Transfer
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.legal_sizes import typical_sizes
 from partc.runtime.artifact.manifest import Artifact
@@ -27,13 +27,6 @@ from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.artifact.tensors.dtypes import element
 from partc.runtime.errors import UsageError
 from partc.runtime.units import parse_bytes, seconds
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
-    from partc.compiler.cost.machine import Machine
-    from partc.runtime.artifact.format import Collective, Transfer
-    from partc.runtime.artifact.manifest import Artifact
-
 
 MEASURES = {
     "messages": "messages and collectives of a step",

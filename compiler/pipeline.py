@@ -308,19 +308,6 @@ def _named_by(plan: Plan | None) -> Known:
     return look
 
 
-@dataclass(frozen=True)
-class Options:
-    """The settings of a compile, as `compile_model` describes them."""
-
-    dump_ir: bool = False
-    strict: bool = False
-    annotated: Path | None = None
-    configuration: str | None = None
-    check: bool = True
-    verify_passes: bool = False
-    by_reference: bool = False
-
-
 def compile_model(
     model: Path,
     plan: Path | None,
@@ -353,61 +340,46 @@ def compile_model(
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
     watch("load")
-    options = Options(dump_ir, strict, annotated, configuration, check, verify_passes, by_reference)
+    texts: dict[str, str] = {}
+
+    def dump(name: str, program: Loaded) -> None:
+        texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
+
     with as_user_error(model):
         cache = chosen is not None and chosen.generate is not None
         source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep, weights=weights)
         loaded(source)
-        return _compiled(source, model, chosen, plan, out, options, watch)
-
-
-@uncollected()
-def _compiled(
-    source: Source, model: Path, chosen: Plan | None, plan: Path | None, out: Path, options: Options, watch: Watch
-) -> Report:
-    """Compiles a loaded model by a plan that is already read."""
-    texts: dict[str, str] = {}
-    annotated = options.annotated
-
-    def keep(name: str, program: Loaded) -> None:
-        texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
-
-    watch("start")
-    dumped, verified = keep if options.dump_ir else None, options.verify_passes
-    programs = programs_of(
-        source,
-        chosen,
-        model.absolute().name,
-        options.configuration,
-        dumped,
-        watch,
-        strict=options.strict,
-        verify_passes=verified,
-    )
-    program = programs.pop(ProgramKind.STEP)
-    if annotated is not None and any(is_inside(node) for node in program.model.graph):
-        fact = "the model has local maps, which ONNX annotations cannot express"
-        raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
-    elastic: dict[int, list[Complete]] = {}
-    for ranks, other in (chosen.elastic.plans if chosen is not None else {}).items():
-        watch(f"{ranks} ranks")
-        try:
-            name, configuration = model.absolute().name, options.configuration
-            scaled = programs_of(source, other, name, configuration, strict=options.strict, verify_passes=verified)
-        except CompileError as error:
-            raise CompileError([replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]) from None
-        main = _in_folder(scaled.pop(ProgramKind.STEP), plan, out / ranks_folder(ranks))
-        elastic[ranks] = [main, *scaled.values()]
-        more = [f"on {ranks} ranks: {text}" for text in main.warnings if text not in program.warnings]
-        program = replace(program, warnings=(*program.warnings, *more))
-    program = _in_folder(program, plan, out)
-    sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    written = options.check, watch, options.by_reference, elastic
-    report = _write(program, [*programs.values()], source, out, sources, texts, *written)
-    report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
-    if annotated is not None:
-        write_annotated(report.program, annotated)
-    return report
+        with uncollected():
+            watch("start")
+            name, dumped = model.absolute().name, dump if dump_ir else None
+            programs = programs_of(
+                source, chosen, name, configuration, dumped, watch, strict=strict, verify_passes=verify_passes
+            )
+            program = programs.pop(ProgramKind.STEP)
+            if annotated is not None and any(is_inside(node) for node in program.model.graph):
+                fact = "the model has local maps, which ONNX annotations cannot express"
+                raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
+            elastic: dict[int, list[Complete]] = {}
+            for ranks, other in (chosen.elastic.plans if chosen is not None else {}).items():
+                watch(f"{ranks} ranks")
+                try:
+                    scaled = programs_of(source, other, name, configuration, strict=strict, verify_passes=verify_passes)
+                except CompileError as error:
+                    raise CompileError(
+                        [replace(one, fact=f"on {ranks} ranks: {one.fact}") for one in error.problems]
+                    ) from None
+                main = _in_folder(scaled.pop(ProgramKind.STEP), plan, out / ranks_folder(ranks))
+                elastic[ranks] = [main, *scaled.values()]
+                more = [f"on {ranks} ranks: {text}" for text in main.warnings if text not in program.warnings]
+                program = replace(program, warnings=(*program.warnings, *more))
+            program = _in_folder(program, plan, out)
+            sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
+            written = check, watch, by_reference, elastic
+            report = _write(program, [*programs.values()], source, out, sources, texts, *written)
+            report = replace(report, exported=source.exported, is_export_cached=source.is_export_cached)
+            if annotated is not None:
+                write_annotated(report.program, annotated)
+            return report
 
 
 def _in_folder(program: Complete, plan: Path | None, out: Path) -> Complete:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
 from partc.compiler.ir.graph import CHANGED_BY_FORWARD
 from partc.compiler.ir.program import Loaded, Lowered, Prepared, Scheduled
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from partc.compiler.lower.local_view import Localized
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from partc.cli.output import console
+from partc.runtime.errors import RankError
 from partc.runtime.units import count
 
 _SHOWN = 100
@@ -89,7 +90,6 @@ def _overlaps(folder: Path) -> list[str]:
     from partc.runtime import load_local
     from partc.runtime.artifact.legal_sizes import typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.errors import RankError
     from partc.runtime.execution.memory.freed import VARIABLE
 
     os.environ[VARIABLE] = "1"

@@ -9,7 +9,7 @@ import click
 from partc.cli.commands.run import byte_count
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.runtime.errors import printable
+from partc.runtime.errors import UsageError, printable
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
@@ -174,7 +174,6 @@ def export(
     from partc.runtime.checkpoint.export import WEIGHTS, export_adapter, export_folder, export_tensors
     from partc.runtime.checkpoint.interchange.torch_export import export_torch
     from partc.runtime.checkpoint.newest import take_newest_intact
-    from partc.runtime.errors import UsageError
 
     into_folder = form in ("hf", "peft", "dcp") or (form == "safetensors" and model is None and not out.suffix)
     for option, has_option, where, fits in (

@@ -11,6 +11,7 @@ import click
 from partc.cli.commands.cache import no_cache
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.runtime.errors import UsageError
 from partc.runtime.units import count, first_of, seconds, size_text
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ def command(
         from partc.cli.output.stats import slot_lines, stored_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
-        from partc.runtime.errors import UsageError
 
     if weights is not None and no_weights:
         raise UsageError("--weights and --no-weights exclude each other\n  help: leave out one of the two")

@@ -11,6 +11,7 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table, show_tables
+from partc.runtime.errors import UsageError
 from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def command(
     from partc.cli.difference import TIME, common_sizes, differences, exceeded
     from partc.compiler.cost.machine_file import read_machine
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.errors import UsageError
 
     if machine is None and (of_time := [one.text for one in thresholds if one.name == TIME]):
         help = "give --machine, a file that `partc measure` writes"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from partc.cli.output import console
+from partc.runtime.errors import UsageError
 from partc.runtime.units import count, seconds, size_text
 
 
@@ -37,7 +38,6 @@ def command(model: Path, out: Path, cache: bool, no_compare: bool) -> int:
     from partc.cli.output.compile_progress import CompileProgress
     from partc.compiler.emit.whole import write_exported
     from partc.compiler.frontend import load
-    from partc.runtime.errors import UsageError
 
     if out.suffix != ".onnx":
         raise UsageError(f"{out}: its name must end in .onnx\n  help: write -o {out.with_suffix('.onnx')}")

@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any
 import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
-from partc.cli.output.stats import Moved, moved
+from partc.cli.output.stats import Moved, RankStats, all_rank_stats, by_rank, moved, slot_lines, stored_lines
 from partc.cli.output.table import Table, show_tables
-from partc.runtime.artifact.format import BYTES, DOMAIN
-from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from partc.cli.output.training_stats import TrainingStats, evaluation_lines, training_stats
+from partc.runtime.artifact.byte_count import largest_text
+from partc.runtime.artifact.comm.collectives import GROUP_OPS
+from partc.runtime.artifact.format import BYTES, CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND, Collective, Transfer
+from partc.runtime.artifact.generation import DECODE, DRAFT, ENCODE, PREFILL, kind_and_size
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, text_of
 from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
-from partc.runtime.artifact.tasks.calls import nodes_of
+from partc.runtime.artifact.manifest import Artifact, open_artifact
+from partc.runtime.artifact.tasks.calls import nodes_of, unrolled
+from partc.runtime.errors import UsageError
+from partc.runtime.spellings import nearest
 from partc.runtime.units import count, first_of, size_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto
     from partc.cli.output.pipeline import Pipeline
-    from partc.cli.output.stats import Moved, RankStats
-    from partc.cli.output.training_stats import TrainingStats
     from partc.compiler.cost.memory import RankMemory
-    from partc.runtime.artifact.format import Collective, Transfer
-    from partc.runtime.artifact.manifest import Artifact
 
 
 _LARGEST = 10
@@ -78,12 +81,8 @@ def command(
     """
     from partc.cli.job.inputs import choose_sizes
     from partc.cli.output.pipeline import pipeline_of, rows_text
-    from partc.cli.output.stats import all_rank_stats, by_rank
-    from partc.cli.output.training_stats import training_stats
     from partc.compiler.cost.memory import memory_of_ranks
     from partc.runtime.artifact.legal_sizes import typical_sizes
-    from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.errors import UsageError
 
     artifact = open_artifact(folder, trust=True, program=program)
     manifest = artifact.manifest
@@ -163,7 +162,6 @@ def _ranks(stats: Sequence[RankStats], memory: Sequence[RankMemory]) -> Table:
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:
     """The rows of tasks, and what each keeps for backward passes."""
     from partc.cli.output.pipeline import pipeline_of, saved_by_group
-    from partc.runtime.artifact.byte_count import largest_text
 
     pipeline = pipeline_of(artifact)
     if pipeline is None:
@@ -181,7 +179,6 @@ def _pipeline(pipeline: Pipeline | None, memory: Sequence[RankMemory], sizes: Ma
     if pipeline is None:
         return
     from partc.cli.output.pipeline import saved_by_group
-    from partc.runtime.artifact.byte_count import largest_text
 
     schedule = pipeline.schedule
     title = f"pipeline: {schedule.name}, {schedule.microbatches} microbatches"
@@ -222,9 +219,7 @@ def _moved(moved: Moved) -> str:
 
 def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
     """The largest transfers and the largest collectives, a table each."""
-    from partc.cli.output.stats import moved
     from partc.cli.report.graph import type_text
-    from partc.runtime.artifact.format import Transfer
 
     manifest = artifact.manifest
     of_transfers = [">from", ">to", "value", "type", ">bytes", ">at this size", "cause"]
@@ -260,9 +255,6 @@ def _lists_text(lists: list[list[int]]) -> str:
 
 
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
-    from partc.cli.output.stats import slot_lines, stored_lines
-    from partc.cli.output.training_stats import evaluation_lines
-    from partc.runtime.artifact.generation import DECODE, DRAFT, ENCODE, PREFILL, kind_and_size
 
     if artifact.manifest.lacks_weights:
         yield "the artifact has no weights: its figures are those of the types and shapes"
@@ -303,11 +295,6 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
     from partc.cli.report.graph import type_text
     from partc.runtime.artifact.comm.collective_node import peer_of
-    from partc.runtime.artifact.comm.collectives import GROUP_OPS
-    from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND
-    from partc.runtime.artifact.graph.onnx_graph import text_of
-    from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
-    from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
 
     model = unrolled(artifact.model(rank))
@@ -338,11 +325,9 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
 
 
 def _show_rows(folder: Path, rows: list[NodeRow], pattern: str | None, as_json: bool) -> None:
-    from partc.runtime.errors import UsageError
 
     if pattern is not None:
         from partc.compiler.plan.pattern import compile_pattern
-        from partc.runtime.spellings import nearest
 
         try:
             matches = compile_pattern(pattern).matches

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from partc.compiler.ops.registry import Entry
@@ -32,7 +33,6 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
     partc ops MatMul 'Reduce*'             # some ops
     """
     from partc.compiler.ops.registry import entries, standard_ops
-    from partc.runtime.errors import UsageError
 
     chosen = [
         entry

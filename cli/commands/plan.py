@@ -11,6 +11,7 @@ import click
 from partc.cli.commands.cache import no_cache
 from partc.cli.commands.run import byte_count, parse_sizes
 from partc.cli.output import console
+from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import kept
 from partc.runtime.units import parse_seconds
 
@@ -231,7 +232,6 @@ def command(
     partc plan model.onnx --from strategy_0.json --from strategy_1.json -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
-    from partc.runtime.errors import UsageError
 
     context = click.get_current_context()
     options = {
@@ -376,7 +376,6 @@ def _misplaced(given: set[str]) -> Iterator[str]:
 
 def _degrees(from_command: Degrees, imported: Imported) -> Degrees:
     """The degrees of the command, else those of the files. UsageError where the two differ, or styles come without a degree."""
-    from partc.runtime.errors import UsageError
 
     degrees = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}
     for name, of_file in degrees.items():

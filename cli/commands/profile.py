@@ -6,16 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, OP, Span, read_trace
 from partc.runtime.units import count, seconds, size_text
-
-if TYPE_CHECKING:
-    from partc.runtime.artifact.trace import Span
 
 _WARM = 3
 """So many first steps are left out where there are more: in them memory is touched for the first time."""
@@ -35,7 +32,6 @@ def command(trace: Path, top: int) -> int:
     partc run build/ --random 7 --repeat 20 --profile a.trace.json
     partc profile a.trace.json
     """
-    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, OP, read_trace
 
     read = read_trace(trace)
     numbers = sorted({one.about["step"] for one in read.spans})
@@ -75,7 +71,6 @@ def command(trace: Path, top: int) -> int:
 
 def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
     """By rank the seconds of its median step, and the means of what its actions took in a step, and what went on between steps."""
-    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES
 
     rows: list[dict[str, object]] = []
     for rank in sorted({one.rank for one in spans}):
@@ -111,7 +106,6 @@ def _by_module(spans: list[Span]) -> list[dict[str, object]]:
 def _by_op(spans: list[Span]) -> list[dict[str, object]]:
     """Ops by what they took in a step on all ranks together, of the steps whose ops were measured: calls and seconds a step, and the share
     of all computation; the slowest first."""
-    from partc.runtime.artifact.trace import OP
 
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in spans:

@@ -17,6 +17,8 @@ import click
 from partc.cli.job.job import InferenceJob, Job, Reporting
 from partc.cli.launch.launcher import Hosts
 from partc.cli.output import console
+from partc.runtime.errors import PartcError, UsageError
+from partc.runtime.files.regular import fault
 from partc.runtime.job.place import Place, inherited_variables, is_launched, refuse_inherited, surrounding_job
 from partc.runtime.units import parse_bytes
 
@@ -43,7 +45,6 @@ max_bytes = click.option(
 def parse_device(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
     """The `--device` options as a mapping of targets to devices."""
     from partc.runtime.devices.devices import parse_devices
-    from partc.runtime.errors import UsageError
 
     try:
         return parse_devices(texts)
@@ -190,8 +191,6 @@ def start(ctx: click.Context, folder: Path, job: Job, chosen: Mapping[str, Any])
         ),
     )
     ranks, in_process = chosen["ranks"], chosen["in_process"]
-    from partc.runtime.errors import UsageError
-    from partc.runtime.files.regular import fault
 
     if chosen["hostfile"] is not None and (why := fault(chosen["hostfile"])):
         raise UsageError(f"--hostfile {chosen['hostfile']}: {why}\n  help: give a text file with a host a line")
@@ -289,7 +288,6 @@ def _absolute(spec: str) -> str:
 def _as_rank(job: Job, place: Place) -> int:
     """Runs this process's rank. Errors that the files alone show are printed by rank 0, before MPI begins."""
     from partc.cli.job.rank import prepare, run_rank, wrong_ranks
-    from partc.runtime.errors import PartcError
 
     try:
         refuse_inherited(os.environ)

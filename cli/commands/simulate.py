@@ -13,6 +13,8 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.runtime.errors import UsageError
+from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 
 if TYPE_CHECKING:
     from partc.cli.output.pipeline import Times
@@ -148,7 +150,6 @@ def command(
     partc simulate --schedule zb_h1 --ranks 2 -m 8 --times times.json    # {"0F": 0.012, "0B": 0.02, "1F3": 0.5, ...}
     """
     from partc.cli.output.pipeline import read_times
-    from partc.runtime.errors import UsageError
 
     measured = read_times(times) if times else None
     on_machine = machine is not None or trace is not None
@@ -199,7 +200,6 @@ def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> i
     from partc.compiler.schedule.grid import schedule_text
     from partc.compiler.schedule.simulate import simulate
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.errors import UsageError
 
     pipeline = pipeline_of(open_artifact(folder, trust=True))
     if pipeline is None:
@@ -224,7 +224,6 @@ def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> i
 
 
 def _checked_ranks(ranks: int | None) -> int:
-    from partc.runtime.errors import UsageError
 
     if ranks is None:
         raise UsageError("the number of ranks is not known\n  help: use --ranks, --stages or --placement")
@@ -233,7 +232,6 @@ def _checked_ranks(ranks: int | None) -> int:
 
 def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
     """The rank of each stage: one each, there and back for zbv, else in turn."""
-    from partc.runtime.errors import UsageError
 
     each = 2 if name in _TWO_STAGES else 1
     if ranks is None:
@@ -255,7 +253,6 @@ def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
 def _costs(stages: Stages, settings: _Options) -> Costs:
     """Costs of stages from times of each, or of a rank's stages together."""
     from partc.compiler.schedule.costs import Costs, StageCost, unit_costs, with_times
-    from partc.runtime.errors import UsageError
 
     shares = [cost.saved for cost in unit_costs(stages).stages]
     columns = []
@@ -279,7 +276,6 @@ def _chosen(name: str, homes: Sequence[int], settings: _Options, rows: Path | No
     """The schedule of a name, or of the rows in a file."""
     from partc.compiler.schedule.stages import chain
     from partc.compiler.schedulers.choose import choose
-    from partc.runtime.errors import UsageError
 
     if set(homes) != set(range(max(homes) + 1)):
         shown = ",".join(map(str, homes))
@@ -296,8 +292,6 @@ def _chosen(name: str, homes: Sequence[int], settings: _Options, rows: Path | No
 
 
 def _text(rows: Path) -> str:
-    from partc.runtime.errors import UsageError
-    from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 
     try:
         return read_text(rows, SCHEDULE_BYTES)
@@ -338,7 +332,6 @@ def _compare(ranks: int, settings: _Options, as_json: bool) -> int:
     from partc.compiler.schedule.grid import message_counts, percent
     from partc.compiler.schedule.memory import peaks
     from partc.compiler.schedule.simulate import simulate
-    from partc.runtime.errors import UsageError
 
     if settings.measured is not None or any(len(times) > 1 for times in settings.times):
         raise UsageError("times of single stages need one schedule\n  help: use one time for all ranks, or --schedule")

@@ -21,6 +21,7 @@ from partc.cli.commands.run import (
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.artifact.training.data_spec import data_of_words
 from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
+from partc.runtime.errors import UsageError
 from partc.runtime.options import refusals
 from pydantic import ValidationError
 
@@ -149,7 +150,6 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **chosen: A
     partc train build/ --checkpoint runs/a --resume
     mpiexec -n 5 partc train build/                     # under your own launcher
     """
-    from partc.runtime.errors import UsageError
 
     if chosen["backoff"] and not chosen["restarts"]:
         fact = "--backoff: nothing is started again without --restarts"

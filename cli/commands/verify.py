@@ -14,6 +14,8 @@ from partc.cli.commands.cache import no_cache
 from partc.cli.commands.run import device_option, max_bytes, parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.runtime.errors import InputError, UsageError
+from partc.runtime.files.regular import read_regular
 from partc.runtime.units import count
 
 if TYPE_CHECKING:
@@ -100,7 +102,6 @@ def command(
     from partc.compiler.plan.read import read_plan
     from partc.compiler.quantize import quantized
     from partc.compiler.unroll import unrolled
-    from partc.runtime.errors import UsageError
     from partc.runtime.training.data import of_batch
 
     sources: list[Source] = []
@@ -157,8 +158,6 @@ def _perplexity(case: Case, source: Source, text: Path, tokenizer: Path | None) 
     """A line with the perplexity of a text by the model, and by its quantized form where the plan has that."""
     from partc.cli.comparison.verify_generation import perplexity
     from partc.cli.text.tokenizer import ids_of, open_tokenizer, refuse_other_vocabulary
-    from partc.runtime.errors import InputError, UsageError
-    from partc.runtime.files.regular import read_regular
 
     record, beside = case.report.manifest.generation, case.model if case.model.is_dir() else case.model.parent
     if record is None or record.encoder is not None:
@@ -203,7 +202,6 @@ def _torch_model(against: Path, plan: Path | None) -> TorchModel:
     from partc.compiler.frontend import load
     from partc.compiler.frontend.torch.torch_model import torch_model_of
     from partc.compiler.plan.read import read_plan
-    from partc.runtime.errors import UsageError
 
     found = torch_model_of(load(against, cache=plan is not None and read_plan(plan).generate is not None).model)
     if found is None:

@@ -6,16 +6,15 @@ Weights are read from the checkpoint when they are written, one at a time where 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import onnx_ir as ir
 from partc.compiler.emit.whole import INLINE_BYTES, save_unsharded
+from partc.compiler.ir.graph import is_inside
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.index import TensorRecord
 from partc.runtime.checkpoint.verification import Verification
 from partc.runtime.errors import CheckpointError, DamagedError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from partc.runtime.spellings import nearest
 
 
 def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: int = INLINE_BYTES) -> int:
@@ -26,7 +25,6 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.frontend import load
-    from partc.compiler.ir.graph import is_inside
     from partc.compiler.rewrite.train_mode import to_evaluation
     from partc.compiler.training.shared import split_as
 
@@ -47,7 +45,6 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
 
 def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
     import onnx_ir as ir
-    from partc.runtime.spellings import nearest
 
     weights = program.graph.initializers
     problems = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from onnx import ModelProto, helper
@@ -18,15 +18,13 @@ from partc.cli.comparison.variant import variant
 from partc.compiler.comparison.compare import compare, spread
 from partc.compiler.comparison.rounding import perturb
 from partc.compiler.ir.graph import FOLDED
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.rewrite.fold import in_folded_order
 from partc.runtime.artifact.format import TARGET, Manifest, Port
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.targets import output_target, target_of
 from partc.runtime.artifact.tensors.dtypes import Array, type_text
-
-if TYPE_CHECKING:
-    from partc.compiler.ir.program import Complete
-    from partc.compiler.ir.sharded import ShardedValue
 
 Arrays: TypeAlias = dict[str, Array]
 

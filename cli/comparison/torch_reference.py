@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from partc.cli.comparison.verdict import Case
-from partc.compiler.frontend.torch.torch_model import TorchModel
+from partc.compiler.frontend.torch.torch_model import TorchModel, quiet, without_dropout
 from partc.compiler.ir.graph import name_of
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.training.lr_schedule import rate_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,6 @@ def torch_training(
     torch_model: TorchModel, training: Training, loss: str, records: Mapping[str, Array], steps: int, folder: Path
 ) -> TorchTraining:
     """Trains the module by a plan's rules, `steps` times on the same batch, and restores its tensors; `folder`: the plan's folder."""
-    from partc.runtime.artifact.training.lr_schedule import rate_of
 
     trained = TorchTraining()
     options = {name_of(value): one for value, one in training.parameters.items() if not one.frozen}
@@ -135,7 +135,6 @@ def _training(torch_model: TorchModel, training: Training) -> Iterator[dict[str,
     of those that are stored.
     """
     import torch
-    from partc.compiler.frontend.torch.torch_model import quiet, without_dropout
 
     module = torch_model.module
     learned = {name_of(value) for value, one in training.parameters.items() if not one.frozen}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.compiler.comparison.compare import Compared
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.errors import PartcError
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def unsharded_session(path: Path, optimized: bool = True) -> Any:
     """
     import onnx
     from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-    from partc.runtime.errors import PartcError
     from partc.runtime.program.ort import quiet_session
 
     model = onnx.load(path, load_external_data=False)

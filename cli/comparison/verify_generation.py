@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 from partc.cli.comparison.verdict import Case, Verdict, of_torch_named, unsharded_session
+from partc.compiler.comparison.compare import compare
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.errors import InputError
@@ -42,7 +43,6 @@ class Reference:
 
 def verdict(case: Case, seed: int) -> Verdict:
     """Compares every token after random prompts; there are more prompts than slots, so that slots are reused."""
-    from partc.compiler.comparison.compare import compare
 
     record = case.report.manifest.generation
     assert record is not None

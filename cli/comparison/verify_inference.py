@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named, unsharded_session
+from partc.compiler.comparison.compare import compare, spread
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.errors import PartcError
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     from partc.cli.comparison.reference import DRAWS, compile_alone, merged, perturbed
     from partc.cli.comparison.torch_reference import torch_outputs
     from partc.cli.job.outputs import flatten
-    from partc.compiler.comparison.compare import compare, spread
     from partc.runtime import load_local
 
     def run(folder: Path) -> dict[str, Array]:
@@ -96,7 +97,6 @@ def run_unsharded(
     path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True
 ) -> dict[str, Any]:
     """Returns the outputs of the model in one session of `unsharded_session`."""
-    from partc.runtime.errors import PartcError
 
     names = [port.name for port in manifest.outputs]
     session = unsharded_session(path, optimized)

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named
 from partc.cli.job.job import Job, Reporting, TrainingJob
-from partc.compiler.comparison.compare import Compared, compare
+from partc.compiler.comparison.compare import Compared, compare, spread
 from partc.compiler.ir.graph import nodes_of
 from partc.compiler.ops.families.neural.dropout import DROPOUT
+from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.artifact.training.scalars import scalars
+from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.errors import UsageError
 from partc.runtime.files.regular import read_regular
 from partc.runtime.files.writers import new_file
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
     from partc.compiler.frontend.source import Source
     from partc.compiler.plan.rules import Plan
-    from partc.runtime.artifact.format import Manifest
 
 STEPS = 3
 MOST_STEPS = 32
@@ -53,7 +54,6 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     """
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients, gradients_alone
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
-    from partc.compiler.comparison.compare import spread
 
     report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None
@@ -143,7 +143,6 @@ def _against_torch(
     from partc.cli.comparison.first_difference import gradients_alone
     from partc.cli.comparison.reference import DRAWS, compile_alone, perturbed
     from partc.cli.comparison.torch_reference import torch_training
-    from partc.compiler.comparison.compare import spread
 
     training, plan = case.report.program.training, case.report.program.plan
     if case.torch_model is None or training is None or plan.train is None or case.report.manifest.training is None:
@@ -261,7 +260,6 @@ def _trained(
     import click
     from partc.cli.launch.launch import launch, run_here
     from partc.cli.launch.launcher import WITHOUT_MPI, Hosts
-    from partc.runtime.checkpoint.checkpoint import Checkpoint
 
     out.mkdir()
     log = out / "metrics.jsonl"

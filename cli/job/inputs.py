@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
 from partc.runtime.artifact.legal_sizes import smallest
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Dtype
@@ -235,7 +236,6 @@ def _fit(array: Array, port: Port) -> Array:
 
 
 def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> Array:
-    from partc.runtime.artifact.dim_expression import parse
 
     assert port.shape is not None
     generator = np.random.default_rng([seed, *port.name.encode()])

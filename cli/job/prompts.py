@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from partc.cli.job.job import GenerationJob
 from partc.cli.text.tokenizer import open_tokenizer
+from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.data.npy import BROKEN, read_array, reason
 from partc.runtime.errors import ArtifactError, InputError, UsageError
 from partc.runtime.files import counted
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from partc.runtime import Request
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.artifact.generation import GenerationRecord
-    from partc.runtime.artifact.tensors.dtypes import Array
 
 _GIVEN = ("prompt", "ids", "features")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -23,20 +23,22 @@ from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line, mpi_memory
 from partc.cli.output.training_log import TensorBoard, TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.training.metric_formula import json_numbers
 from partc.runtime.checkpoint.index import steps
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.transport import Transport
+from partc.runtime.data.loader import Loader
 from partc.runtime.errors import DamagedError, StoppedError
+from partc.runtime.execution.times.profiler import Profiler
 from partc.runtime.training.best import EARLY_STOP
 from partc.runtime.training.stopping import NAMES, StopSignals, reason_text
+from partc.runtime.training.trainer import Trainer
+from pydantic import JsonValue
 
 if TYPE_CHECKING:
-    from partc.runtime.communication.transport import Transport
-    from partc.runtime.data.loader import Loader
-    from partc.runtime.execution.times.profiler import Profiler
     from partc.runtime.execution.times.recording import Recording
     from partc.runtime.training.progress import Listener
-    from partc.runtime.training.trainer import Trainer
-    from pydantic import JsonValue
 
 
 _PATIENCE = 5.0
@@ -54,7 +56,6 @@ def run_training(
 
     Raises StoppedError, after everything is saved and released, where `signals` or `max_time` ended the training before its last step.
     """
-    from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.training.load import load_trainer
     from partc.runtime.training.loop import run
 
@@ -279,7 +280,6 @@ def signals_of(job: Job, manifest: Manifest) -> AbstractContextManager[StopSigna
 
 
 def _run_every(job: Job, manifest: Manifest, watch: Watch | None, signals: StopSignals | None) -> int:
-    from partc.runtime.communication.in_process import LocalWorld
     from partc.runtime.execution.rank_threads import RankThreads
 
     assert job.training is not None

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from partc.cli.job.job import Job, TrainingJob
 from partc.cli.job.weights_of import weights_of
 from partc.cli.output import console
-from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.format import Manifest, TrainingRecord
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.artifact.training.lr_schedule import Python, Rate
 from partc.runtime.artifact.training.named import (
     CALLBACKS,
     CHECKPOINT,
@@ -27,12 +29,10 @@ from partc.runtime.artifact.training.named import (
     outside,
     refusal,
 )
+from partc.runtime.artifact.training.train_settings import LoopSettings
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from partc.runtime.artifact.format import Manifest, TrainingRecord
-    from partc.runtime.artifact.training.data_spec import Spec
-    from partc.runtime.artifact.training.lr_schedule import Rate
     from partc.runtime.data.loader import Loader
     from partc.runtime.training.callbacks import Callbacks
     from partc.runtime.training.trainer import Trainer
@@ -108,7 +108,6 @@ class TrainingInputs:
     """The settings of a training, and the files that they name, opened by one rank; the command's options override the plan's settings."""
 
     def __init__(self, job: Job, manifest: Manifest) -> None:
-        from partc.runtime.artifact.training.train_settings import LoopSettings
         from partc.runtime.checkpoint.export import WEIGHTS
         from partc.runtime.data.code import Code
 
@@ -153,7 +152,6 @@ class TrainingInputs:
 
     def run_code(self) -> None:
         """Runs the Python files that this rank will use; an error in one is raised later, where the file is used."""
-        from partc.runtime.artifact.training.lr_schedule import Python
 
         for use in (DATA, TEST):
             spec = self.data if use == DATA else self.test
@@ -179,7 +177,6 @@ class TrainingInputs:
         return self._spec("test")
 
     def _spec(self, name: str) -> Spec | None:
-        from partc.runtime.artifact.training.data_spec import Spec
 
         found = getattr(self.settings, name)
         where = f"--{name}" if name in self.options.options else f"train: {name}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from partc.cli.interruption import stopped
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
+from partc.cli.job.rank import finish, open_job_inputs, prepare, recorded
 from partc.cli.launch.launcher import IN_PROCESS, Hosts, Launcher, find_launcher, slots
 from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir, folder_of_copies
@@ -25,6 +26,7 @@ from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.checkpoint.index import steps
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import remove_abandoned
 from partc.runtime.units import count
@@ -59,7 +61,6 @@ def _fitting(
 
     Returns the job, the manifest of the programs for that number, and the hosts.
     """
-    from partc.cli.job.rank import prepare
 
     if len(manifest.numbers) == 1 or (there := slots(hosts, launcher, extra)) is None:
         return job, manifest, hosts
@@ -124,7 +125,6 @@ def _train_on(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], 
 
 def _last_copy(copies: Path | None) -> int:
     """Returns the step of the newest copy of the state in this host's memory; 0 without one."""
-    from partc.runtime.checkpoint.index import steps
 
     return max((step for step, _ in steps(copies)), default=0) if copies is not None else 0
 
@@ -202,7 +202,6 @@ def run_here(job: Job, manifest: Manifest) -> int:
 
         return serve_here(job, manifest)
     from partc.cli.job.outputs import flatten
-    from partc.cli.job.rank import finish, open_job_inputs, recorded
     from partc.runtime import load_local
 
     begin = time.perf_counter()

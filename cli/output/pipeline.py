@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.rows import Row, row_of, stage_reads
+from partc.runtime.artifact.tasks.task import Kind
 from partc.runtime.errors import UsageError, one_line
 from partc.runtime.files.counted import PROFILE, read_json
 from partc.runtime.units import parse_duration
@@ -135,7 +136,6 @@ class Pipeline:
         from partc.compiler.schedule.schedule import Schedule
         from partc.compiler.schedule.simulate import precedence
         from partc.compiler.schedule.stages import Edge, Stages
-        from partc.runtime.artifact.tasks.task import Kind
 
         rows = [tuple(task for task in row.tasks if task is not None) for row in self.rows]
         tasks = {task for row in rows for task in row}

@@ -2,8 +2,6 @@
 
 Bytes moved are those of messages and of collectives, in which a rank receives as many as it sends: sums of expressions in the symbols
 (`28*batch + 32`) and their value at chosen sizes.
-
-Lines about the slots of an artifact that generates: the memory of their caches on a rank, the number that fits, the bytes of a draw.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from partc.cli.output import console, lookups
 from partc.cli.output.table import Table
 from partc.cli.output.training_stats import trained_tensors
 from partc.runtime.artifact.training.metric_formula import Confusion, Undefined, json_numbers
+from partc.runtime.artifact.training.train_settings import EarlyStop, LoopSettings
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.errors import UsageError
 from partc.runtime.files.counted import PROGRESS, read_json
@@ -30,10 +31,6 @@ from partc.runtime.files.writers import open_to_append
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
-    from partc.runtime.training.progress import Metrics, Progress
-
-if TYPE_CHECKING:
-    from partc.runtime.artifact.training.train_settings import EarlyStop, LoopSettings
     from partc.runtime.data.loader import Loader
     from partc.runtime.training.progress import Metrics, Progress
     from partc.runtime.training.trainer import Trainer

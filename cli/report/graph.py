@@ -3,10 +3,6 @@
 Each task of a pipeline appears once, as the calls of its first microbatch. Texts are indices into a list, since most of them occur often.
 
     {"texts": ["Gemm", ...], "classes": [{"ranks": "0-3", "values": [[name, type, bytes], ...], "nodes": [[op, path, ...], ...]}]}
-
-Groups ranks into classes of equal programs, whose files differ only in peers and tags of messages: a report shows each class once.
-
-If ranks 1 to 3 of a job compute the same, and each receives a value from a different rank, they are one class, although each has a file.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.byte_count import of_tensor
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
 from partc.runtime.artifact.format import (
@@ -45,11 +42,7 @@ from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.checker.graph.declared import ValueType, declared_types
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
     from partc.runtime.artifact.manifest import Artifact
-
-if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
 
 
 _OF_ONE_RANK = frozenset({PEER, TAG, SEND_PEERS, RECV_PEERS})
@@ -65,7 +58,11 @@ class RankClass:
 
 
 def rank_classes(artifact: Artifact) -> list[RankClass]:
-    """Returns the classes of all ranks, in the order of their first ranks."""
+    """Returns the classes of all ranks, in the order of their first ranks.
+
+    Programs of a class are equal but for peers and tags of messages: ranks that compute the same, and receive a value from different
+    ranks, are one class, although each has a file.
+    """
     found: dict[str, tuple[list[int], ModelProto]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
         model = artifact.model(ranks[0])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from onnx import NodeProto
 from partc.cli.output.stats import moved_text
 from partc.cli.report.graph import RankClass, nodes_once
 from partc.runtime.artifact.comm.collectives import GROUP_OPS
@@ -20,9 +20,6 @@ from partc.runtime.artifact.format import BYTES, DOMAIN, PATH, PEER, RECV, SEND
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, reads
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.units import count
-
-if TYPE_CHECKING:
-    from onnx import NodeProto
 
 MOST_BOXES = 60
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from partc.cli.server.bodies import MOST_BYTES as BODY_BYTES
 from partc.cli.server.bodies import Reader
 from partc.cli.server.connections import HEAD_BYTES, HEAD_SECONDS, Connections, most_connections
 from partc.cli.server.engine import Engine, State
@@ -130,7 +131,6 @@ class Front:
     async def _serve(self) -> None:
         import uvicorn
         from partc.cli.server.app import Server
-        from partc.cli.server.bodies import MOST_BYTES as BODY_BYTES
 
         self._stop = asyncio.Event()
         record = self._reader.record

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from onnx import NodeProto
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.compiler.cost.actions import shown
@@ -28,10 +28,6 @@ from partc.runtime.artifact.tasks.task import parse as parse_task
 from partc.runtime.errors import UsageError
 from partc.runtime.program.steps import Segment, Send, StartCollective
 from partc.runtime.units import count, operations_text, seconds, size_text
-
-if TYPE_CHECKING:
-    from onnx import NodeProto
-
 
 PLANS = (".yaml", ".yml")
 _NO_TIME = Curve(((1.0, 1e-12),))

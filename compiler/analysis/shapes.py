@@ -4,13 +4,6 @@ Dims that the inputs name are the program's symbols; the plan's Symbols hold the
 an integer or an expression over symbols: only then can a rank post a receive without receiving the size.
 
     x: (batch, 1, 28, 28), batch = 64N   Reshape(x, [-1, 784])   ->   (batch, 784), batch = 64N
-
-Refuses operands of a type that their op does not take where it takes some integers: ids, sizes, axes.
-
-onnxruntime refuses them, too, but a rank's program may have no such node: where rows of a table are cut, other ops look them up, and they
-would cut the fraction off.
-
-    Gather(table, ids), ids of float      ->    the problem names the node, the operand and the types that it may have
 """
 
 from __future__ import annotations
@@ -38,7 +31,11 @@ _INTEGERS = frozenset(f"tensor({sign}int{bits})" for sign in ("", "u") for bits 
 
 
 def refuse_other_integers(program: Prepared) -> None:
-    """Raises CompileError that lists every operand whose type is not among the integer types that its op takes."""
+    """Raises CompileError that lists every operand whose type is not among the integer types that its op takes: ids, sizes, axes.
+
+    onnxruntime refuses a Gather with ids of float, too, but a rank's program may have no such node: sharded rows are looked up by other
+    ops, which would cut the fraction off.
+    """
     imports = program.model.opset_imports
     opset = min(imports.get("", imports.get("ai.onnx", 1)), onnx.defs.onnx_opset_version())
     problems = []

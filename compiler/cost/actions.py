@@ -11,9 +11,9 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+from onnx import FunctionProto, NodeProto
 from partc.compiler.cost import play
 from partc.compiler.cost.machine import FALLBACK, Machine, Processor
 from partc.compiler.cost.play import Action
@@ -42,9 +42,6 @@ from partc.runtime.program.steps import (
     WaitRecv,
 )
 from partc.runtime.updates.updater import SHARD
-
-if TYPE_CHECKING:
-    from onnx import FunctionProto, NodeProto
 
 AGREEMENT = -1
 """The tag of the agreement of all ranks on the sizes of a step."""

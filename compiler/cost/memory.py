@@ -27,6 +27,7 @@ from math import ceil, lcm, prod
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
+from onnx import NodeProto
 from partc.compiler.cost.sizes import FileSizes, Operand
 from partc.compiler.cost.turn import turn_of
 from partc.compiler.errors import CompileError, Problem
@@ -44,7 +45,7 @@ from partc.runtime.artifact.format import (
     Manifest,
     Shape,
 )
-from partc.runtime.artifact.generation import binds_rows
+from partc.runtime.artifact.generation import GenerationRecord, binds_rows
 from partc.runtime.artifact.graph.onnx_graph import reads
 from partc.runtime.artifact.liveness import Span, Use, alive, peak, spans
 from partc.runtime.artifact.manifest import Artifact
@@ -65,9 +66,7 @@ from partc.runtime.program.value_table import Storage, known_shapes, locations, 
 from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
     from partc.compiler.plan.generate import GenerateRules
-    from partc.runtime.artifact.generation import GenerationRecord
 
 _READ_AHEAD = 2
 """The number of batches that wait for the steps of a training."""
@@ -431,7 +430,7 @@ class _Program:
         readers: dict[str, set[str]] = {}
         for step in self.file.steps:
             if isinstance(step, Segment | Update):
-                for name in (*step.inputs, *(step.initializers if isinstance(step, Segment) else ())):
+                for name in (*step.reads, *(step.initializers if isinstance(step, Segment) else ())):
                     readers.setdefault(name, set()).add(self.devices.target(step.target))
         kept = {record.value for record in self.file.state}
         return {

@@ -22,17 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+from onnx import FunctionProto
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
 from partc.compiler.cost.sizes import Operand
 from partc.compiler.ops.registry import Entry, entry_of
 from partc.compiler.ops.work import Dims
-
-if TYPE_CHECKING:
-    from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
 BATCH, VECTORS = "batch", "vectors"

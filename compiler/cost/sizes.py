@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
+from onnx import NodeProto, OperatorSetIdProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
 from onnx.checker import ValidationError
 from partc.runtime.artifact.format import OPTIMIZER, ROUTE, Shape
 from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of, reads
@@ -20,9 +19,6 @@ from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import LookUp, Segment
 from partc.runtime.program.value_table import types_from_manifest
-
-if TYPE_CHECKING:
-    from onnx import OperatorSetIdProto
 
 _SOME = 4.0
 """The bytes of an element whose type is not known."""

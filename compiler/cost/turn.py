@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from onnx import GraphProto, NodeProto
 from partc.compiler.cost.sizes import Operand
 from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of
-
-if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto
 
 _CONDITIONS, _BOOL = ("And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "Less", "LessOrEqual", "Not", "Or"), 1.0
 """Ops that make booleans, and the bytes of one."""

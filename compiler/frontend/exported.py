@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
 
+import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.annotation_keys import DECLARED, TRAINABLE, decode, encode
@@ -14,10 +14,7 @@ from partc.compiler.ir.declared import Declared, Decoding, Placement, TpPlanEntr
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, nodes_of
 from partc.compiler.plan.rules import Dataset, ShardingRule
 from partc.compiler.plan.target import TargetRule
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    from pydantic import TypeAdapter
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,10 @@ from partc.compiler.plan.shard_spec import ShardSpec, shown_spec
 from partc.compiler.plan.target import TargetRule
 from partc.runtime.files.regular import fault
 from partc.runtime.spellings import nearest
+from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import TypeIs
 
 
 _DERIVED = "shards are given by `sharding` of the plan or by `shard`, and all others derived from them"

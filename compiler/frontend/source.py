@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.ir.declared import Declared
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import onnx_ir as ir
 
 

@@ -21,18 +21,18 @@ from partc.compiler.ir.graph import Reads, bodies, captured_by, name_of, operand
 from partc.compiler.ir.sharded import Group, NodePlacement, ShardedValue
 from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
+from partc.compiler.layout.layout import Layout
+from partc.runtime.artifact.format import StoredRecord
+from partc.runtime.artifact.generation import GenerationRecord
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.read import Followed
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
     from partc.compiler.ir.declared import Declared
     from partc.compiler.ir.programs import Event, RankProgram, Value
-    from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
-    from partc.runtime.artifact.format import StoredRecord
-    from partc.runtime.artifact.generation import GenerationRecord
 
 _OF_THE_MODEL = ("parameter", "statistics", "cache", "adapter")
 Phase = TypeVar("Phase", bound="Loaded")

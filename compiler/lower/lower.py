@@ -1,21 +1,6 @@
 """Pass: builds one program per rank from the ops of `localize`, `differentiate` and `update`; ranks with the same ops share it.
 
 What nothing reads falls away, and what the simplifier finds in a program that trains; the rank's place alone tells equal programs apart.
-
-Pulls follow each other where ids allow, without computation between them, so that what reads their rows is one segment.
-
-    Pull a, Relu a, Pull b, MatMul, AllReduce      ->      Pull a, Pull b, Relu a, MatMul, AllReduce
-
-A Pull returns when all ranks of its group have given their ids: computation of one rank between two of them would hold up the others.
-Events keep their order, which is the same on all ranks, and no op crosses an event of another kind.
-
-The distinct programs of a job: its filters by sets of ranks, over values that have their final names.
-
-The names of a job's values, given in one pass: from the hint of each, in the order in which they were made.
-
-A value of the model and its versions have their own names. What is made beside them has a name that the model does not have (`h.shape` is
-`h.shape'` where the model has an `h.shape` itself), and one that nothing else on its ranks has: a value on ranks 0-1 and another on ranks
-2-3 may have the same one.
 """
 
 from __future__ import annotations
@@ -41,7 +26,13 @@ from partc.runtime.spellings import first_free, numbered
 
 
 def hoist_pulls(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
-    """The ops in order; those that no Pull needs come after the Pulls that follow them up to the next event of another kind."""
+    """The ops in order; those that no Pull needs come after the Pulls that follow them up to the next event of another kind.
+
+        Pull a, Relu a, Pull b, MatMul, AllReduce      ->      Pull a, Pull b, Relu a, MatMul, AllReduce
+
+    So the readers of their rows are one segment, and no rank computes between two Pulls while the others wait for its ids. Events keep
+    their order, which is the same on all ranks.
+    """
     ordered: list[Compute | Comm] = []
     waiting: list[Compute | Comm] = []
     for step in steps:
@@ -193,7 +184,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def names_of(job: Job) -> dict[Value, str]:
-    """The names of the values that a job has made."""
+    """The names of the values that a job has made, in the order in which they were made: each from its hint.
+
+    Values of the model and their versions have their own names. Another value has a name that the model does not have, and that nothing
+    else on its ranks has: `h.shape'` where the model has an `h.shape`. Values on other ranks may have the same name.
+    """
     names: dict[Value, str] = {}
     taken: dict[str, Ranks] = {}
     for value, ranks in job.created.items():

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxscript import OpBuilder
 from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.nn import init as _init
-from partc.compiler.nn.module import Module
+from partc.compiler.nn.module import Attribute, Module
 from partc.compiler.nn.parameter import Parameter
 
 
@@ -40,33 +40,43 @@ def each(value: int | Sequence[int], axes: int, name: str, least: int = 1) -> tu
     return tuple(checked_int(size, name, least) for size in sizes)
 
 
-class _Plain(Module):
+class _OneOp(Module):
+    """A layer that is one op, with these attributes, of its input and its parameters."""
+
     op_type: ClassVar[str]
 
+    def __init__(self, **attributes: Attribute) -> None:
+        super().__init__()
+        self.attributes = attributes
+
+    def operands(self) -> Sequence[ir.Value | None]:
+        """The operands of the op after the layer's input."""
+        return ()
+
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = getattr(op, self.op_type)(x)
+        y: ir.Value = getattr(op, self.op_type)(x, *self.operands(), **self.attributes)
         return y
 
 
-class ReLU(_Plain):
+class ReLU(_OneOp):
     """`max(x, 0)`."""
 
     op_type = "Relu"
 
 
-class Sigmoid(_Plain):
+class Sigmoid(_OneOp):
     """`1 / (1 + exp(-x))`."""
 
     op_type = "Sigmoid"
 
 
-class Tanh(_Plain):
+class Tanh(_OneOp):
     """`tanh x`."""
 
     op_type = "Tanh"
 
 
-class Identity(_Plain):
+class Identity(_OneOp):
     """`x`; it keeps a node of its own, so that it can be placed."""
 
     op_type = "Identity"
@@ -81,30 +91,24 @@ def stop_gradient(op: OpBuilder, x: ir.Value) -> ir.Value:
     return y
 
 
-class LeakyReLU(Module):
+class LeakyReLU(_OneOp):
     """`x` above 0, `negative_slope * x` below."""
 
+    op_type = "LeakyRelu"
+
     def __init__(self, negative_slope: float = 0.01) -> None:
-        super().__init__()
-        self.negative_slope = negative_slope
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.LeakyRelu(x, alpha=self.negative_slope)
-        return y
+        super().__init__(alpha=negative_slope)
 
 
-class GELU(Module):
+class GELU(_OneOp):
     """`x` times the probability that a standard normal variable lies below it; exact, or `approximate="tanh"`."""
 
+    op_type = "Gelu"
+
     def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
-        super().__init__()
         if approximate not in ("none", "tanh"):
             raise ValueError(f"approximate is 'none' or 'tanh', got {approximate!r}")
-        self.approximate = approximate
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.Gelu(x, approximate=self.approximate)
-        return y
+        super().__init__(approximate=approximate)
 
 
 class SiLU(Module):
@@ -115,25 +119,16 @@ class SiLU(Module):
         return y
 
 
-class _Softmax(Module):
-    op_type: ClassVar[str]
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = getattr(op, self.op_type)(x, axis=self.dim)
-        return y
-
-
-class Softmax(_Softmax):
+class Softmax(_OneOp):
     """`exp x` over its sum along `dim`, by default the last axis."""
 
     op_type = "Softmax"
 
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(axis=dim)
 
-class LogSoftmax(_Softmax):
+
+class LogSoftmax(Softmax):
     """The logarithm of `Softmax`, without its loss of small values."""
 
     op_type = "LogSoftmax"
@@ -244,7 +239,8 @@ class Flatten(Module):
 Sizes = int | Sequence[int]
 
 
-class _Conv(Module):
+class _Conv(_OneOp):
+    op_type = "Conv"
     axes: ClassVar[int]
 
     def __init__(
@@ -262,40 +258,34 @@ class _Conv(Module):
         bias_init: _init.Initializer | None = None,
         dtype: str = "float32",
     ) -> None:
-        super().__init__()
         _channels(in_channels, out_channels, groups)
-        self.kernel_size = each(kernel_size, self.axes, "kernel_size")
-        self.stride = each(stride, self.axes, "stride")
-        self.dilation = each(dilation, self.axes, "dilation")
-        self.groups = groups
-        self.pads = self._pads(padding)
-        shape = [out_channels, in_channels // groups, *self.kernel_size]
+        kernel, strides = each(kernel_size, self.axes, "kernel_size"), each(stride, self.axes, "stride")
+        dilations = each(dilation, self.axes, "dilation")
+        pads = self._pads(padding, kernel, strides, dilations)
+        super().__init__(kernel_shape=kernel, strides=strides, pads=pads, dilations=dilations, group=groups)
+        shape = [out_channels, in_channels // groups, *kernel]
         self.weight, self.bias = _weights(shape, out_channels, bias, init, bias_init, dtype)
 
-    def _pads(self, padding: Sizes | Literal["valid", "same"]) -> list[int]:
+    def _pads(
+        self,
+        padding: Sizes | Literal["valid", "same"],
+        kernel: Sequence[int],
+        strides: Sequence[int],
+        dilations: Sequence[int],
+    ) -> list[int]:
         if not isinstance(padding, str):
             return list(each(padding, self.axes, "padding", least=0)) * 2
         if padding == "valid":
             return [0] * (2 * self.axes)
         if padding != "same":
             raise ValueError(f"padding is a size, 'valid' or 'same', got {padding!r}")
-        if any(step != 1 for step in self.stride):
-            raise ValueError(f"padding='same' needs a stride of 1, got {list(self.stride)}")
-        total = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        if any(step != 1 for step in strides):
+            raise ValueError(f"padding='same' needs a stride of 1, got {list(strides)}")
+        total = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         return [size // 2 for size in total] + [size - size // 2 for size in total]
 
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.Conv(
-            x,
-            self.weight,
-            self.bias,
-            kernel_shape=self.kernel_size,
-            strides=self.stride,
-            pads=self.pads,
-            dilations=self.dilation,
-            group=self.groups,
-        )
-        return y
+    def operands(self) -> Sequence[ir.Value | None]:
+        return self.weight, self.bias
 
 
 class Conv1d(_Conv):
@@ -313,8 +303,10 @@ class Conv2d(_Conv):
     axes = 2
 
 
-class ConvTranspose2d(Module):
+class ConvTranspose2d(_OneOp):
     """Transposed convolution of `[N, in_channels, H, W]`; weight `[in_channels, out_channels / groups, *kernel]`."""
+
+    op_type = "ConvTranspose"
 
     def __init__(
         self,
@@ -332,35 +324,24 @@ class ConvTranspose2d(Module):
         bias_init: _init.Initializer | None = None,
         dtype: str = "float32",
     ) -> None:
-        super().__init__()
         _channels(in_channels, out_channels, groups)
-        self.kernel_size = each(kernel_size, 2, "kernel_size")
-        self.stride = each(stride, 2, "stride")
-        self.pads = each(padding, 2, "padding", least=0) * 2
-        self.output_padding = each(output_padding, 2, "output_padding", least=0)
-        self.dilation = each(dilation, 2, "dilation")
-        self.groups = groups
-        if any(extra >= max(s, d) for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True)):
+        kernel, strides, dilations = (
+            each(sizes, 2, name)
+            for sizes, name in ((kernel_size, "kernel_size"), (stride, "stride"), (dilation, "dilation"))
+        )
+        pads = each(padding, 2, "padding", least=0) * 2
+        rest = each(output_padding, 2, "output_padding", least=0)
+        if any(extra >= max(s, d) for extra, s, d in zip(rest, strides, dilations, strict=True)):
             raise ValueError(
-                f"output_padding {list(self.output_padding)} is not smaller than stride {list(self.stride)} "
-                f"or dilation {list(self.dilation)}"
+                f"output_padding {list(rest)} is not smaller than stride {list(strides)} or dilation {list(dilations)}"
             )
-        shape = [in_channels, out_channels // groups, *self.kernel_size]
+        sizes = {"kernel_shape": kernel, "strides": strides, "pads": pads, "output_padding": rest}
+        super().__init__(**sizes, dilations=dilations, group=groups)
+        shape = [in_channels, out_channels // groups, *kernel]
         self.weight, self.bias = _weights(shape, out_channels, bias, init, bias_init, dtype)
 
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.ConvTranspose(
-            x,
-            self.weight,
-            self.bias,
-            kernel_shape=self.kernel_size,
-            strides=self.stride,
-            pads=self.pads,
-            output_padding=self.output_padding,
-            dilations=self.dilation,
-            group=self.groups,
-        )
-        return y
+    def operands(self) -> Sequence[ir.Value | None]:
+        return self.weight, self.bias
 
 
 def _channels(in_channels: int, out_channels: int, groups: int) -> None:
@@ -382,8 +363,29 @@ def _weights(
     return weight, Parameter([out_channels], dtype, init=bias_init or default) if bias else None
 
 
-class LayerNorm(Module):
+class _Norm(_OneOp):
+    """A normalization whose op needs a scale, and perhaps a shift: `ones` and `zeros` where it does not learn them."""
+
+    def _add(self, parameter: str, constant: str, shape: Sequence[int], affine: bool, dtype: str) -> None:
+        start = _init.ones() if constant == "ones" else _init.zeros()
+        setattr(self, parameter if affine else constant, Parameter(shape, dtype, init=start, learned=affine))
+
+    def add_scale(self, shape: Sequence[int], affine: bool, dtype: str) -> None:
+        """Adds the scale."""
+        self._add("weight", "ones", shape, affine, dtype)
+
+    def add_shift(self, shape: Sequence[int], affine: bool, dtype: str) -> None:
+        """Adds the shift."""
+        self._add("bias", "zeros", shape, affine, dtype)
+
+    def operands(self) -> Sequence[ir.Value | None]:
+        return [getattr(self, name) for name in ("weight", "ones", "bias", "zeros") if hasattr(self, name)]
+
+
+class LayerNorm(_Norm):
     """Mean 0 and variance 1 over the last axes, which have the sizes `normalized_shape`; then scale and shift."""
+
+    op_type = "LayerNormalization"
 
     def __init__(
         self,
@@ -394,22 +396,19 @@ class LayerNorm(Module):
         *,
         dtype: str = "float32",
     ) -> None:
-        super().__init__()
         shape = _trailing(normalized_shape)
-        self.axis, self.eps, self.affine = -len(shape), eps, elementwise_affine
-        _add_scale(self, shape, elementwise_affine, dtype)
+        super().__init__(axis=-len(shape), epsilon=eps)
+        self.add_scale(shape, elementwise_affine, dtype)
         self.bias = Parameter(shape, dtype, init=_init.zeros()) if elementwise_affine and bias else None
 
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.LayerNormalization(x, _scale(self), self.bias, axis=self.axis, epsilon=self.eps)
-        return y
 
-
-class RMSNorm(Module):
+class RMSNorm(_Norm):
     """Root mean square 1 over the last axes, which have the sizes `normalized_shape`; then a scale.
 
     Without `eps` the dtype's own epsilon is added to the mean square, as in torch.
     """
+
+    op_type = "RMSNormalization"
 
     def __init__(
         self,
@@ -419,51 +418,39 @@ class RMSNorm(Module):
         *,
         dtype: str = "float32",
     ) -> None:
-        super().__init__()
         shape = _trailing(normalized_shape)
-        self.axis, self.affine = -len(shape), elementwise_affine
-        self.eps = float(ml_dtypes.finfo(dtype).eps) if eps is None else eps  # type: ignore[no-untyped-call]
-        _add_scale(self, shape, elementwise_affine, dtype)
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.RMSNormalization(x, _scale(self), axis=self.axis, epsilon=self.eps)
-        return y
+        least = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+        super().__init__(axis=-len(shape), epsilon=least if eps is None else eps)
+        self.add_scale(shape, elementwise_affine, dtype)
 
 
-class GroupNorm(Module):
+class GroupNorm(_Norm):
     """Mean 0 and variance 1 over each of `num_groups` groups of channels; then scale and shift per channel."""
+
+    op_type = "GroupNormalization"
 
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, *, dtype: str = "float32"
     ) -> None:
-        super().__init__()
         if positive(num_channels, "num_channels") % positive(num_groups, "num_groups"):
             raise ValueError(f"num_channels {num_channels} is not divisible by num_groups {num_groups}")
-        self.num_groups, self.eps, self.affine = num_groups, eps, affine
-        _add_scale(self, [num_channels], affine, dtype)
-        _add_shift(self, [num_channels], affine, dtype)
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.GroupNormalization(x, _scale(self), _shift(self), num_groups=self.num_groups, epsilon=self.eps)
-        return y
+        super().__init__(num_groups=num_groups, epsilon=eps)
+        self.add_scale([num_channels], affine, dtype)
+        self.add_shift([num_channels], affine, dtype)
 
 
-class InstanceNorm2d(Module):
+class InstanceNorm2d(_Norm):
     """Mean 0 and variance 1 over H and W of each channel of each sample; scale and shift only with `affine`."""
 
+    op_type = "InstanceNormalization"
+
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = False, *, dtype: str = "float32") -> None:
-        super().__init__()
-        positive(num_features, "num_features")
-        self.eps, self.affine = eps, affine
-        _add_scale(self, [num_features], affine, dtype)
-        _add_shift(self, [num_features], affine, dtype)
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.InstanceNormalization(x, _scale(self), _shift(self), epsilon=self.eps)
-        return y
+        super().__init__(epsilon=eps)
+        self.add_scale([positive(num_features, "num_features")], affine, dtype)
+        self.add_shift([num_features], affine, dtype)
 
 
-class BatchNorm2d(Module):
+class BatchNorm2d(_Norm):
     """Mean 0 and variance 1 of each channel; then scale and shift.
 
     In inference, mean and variance are `running_mean` and `running_var`. In training they are the batch's own, and the
@@ -480,27 +467,20 @@ class BatchNorm2d(Module):
         *,
         dtype: str = "float32",
     ) -> None:
-        super().__init__()
-        positive(num_features, "num_features")
-        self.eps, self.momentum, self.affine = eps, momentum, affine
-        _add_scale(self, [num_features], affine, dtype)
-        _add_shift(self, [num_features], affine, dtype)
+        super().__init__(epsilon=eps, momentum=1.0 - momentum)
+        self.add_scale([positive(num_features, "num_features")], affine, dtype)
+        self.add_shift([num_features], affine, dtype)
         self.running_mean = Parameter([num_features], dtype, init=_init.zeros(), learned=False)
         self.running_var = Parameter([num_features], dtype, init=_init.ones(), learned=False)
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        state = (_scale(self), _shift(self), self.running_mean, self.running_var)
+        state = *self.operands(), self.running_mean, self.running_var
         y: ir.Value
         if not self.training:
-            y = op.BatchNormalization(x, *state, epsilon=self.eps, momentum=1.0 - self.momentum)
+            y = op.BatchNormalization(x, *state, **self.attributes)
             return y
-        y, _, _ = op.BatchNormalization(
-            x, *state, epsilon=self.eps, momentum=1.0 - self.momentum, training_mode=1, _outputs=3
-        )
+        y, _, _ = op.BatchNormalization(x, *state, **self.attributes, training_mode=1, _outputs=3)
         return y
-
-
-_Affine = LayerNorm | RMSNorm | GroupNorm | InstanceNorm2d | BatchNorm2d
 
 
 def _trailing(normalized_shape: int | Sequence[int]) -> list[int]:
@@ -510,37 +490,19 @@ def _trailing(normalized_shape: int | Sequence[int]) -> list[int]:
     return [positive(size, "normalized_shape") for size in shape]
 
 
-def _add_scale(layer: _Affine, shape: Sequence[int], affine: bool, dtype: str) -> None:
-    setattr(layer, "weight" if affine else "ones", Parameter(shape, dtype, init=_init.ones(), learned=affine))
-
-
-def _add_shift(layer: _Affine, shape: Sequence[int], affine: bool, dtype: str) -> None:
-    setattr(layer, "bias" if affine else "zeros", Parameter(shape, dtype, init=_init.zeros(), learned=affine))
-
-
-def _scale(layer: _Affine) -> ir.Value:
-    scale: ir.Value = getattr(layer, "weight" if layer.affine else "ones")
-    return scale
-
-
-def _shift(layer: _Affine) -> ir.Value:
-    shift: ir.Value = getattr(layer, "bias" if layer.affine else "zeros")
-    return shift
-
-
-class _Pool2d(Module):
-    def __init__(self, kernel_size: Sizes, stride: Sizes | None, padding: Sizes, ceil_mode: bool) -> None:
-        super().__init__()
-        self.kernel_size = each(kernel_size, 2, "kernel_size")
-        self.stride = self.kernel_size if stride is None else each(stride, 2, "stride")
-        self.padding = each(padding, 2, "padding", least=0)
-        self.ceil_mode = ceil_mode
-        if any(2 * pad > kernel for pad, kernel in zip(self.padding, self.kernel_size, strict=True)):
-            raise ValueError(f"padding {list(self.padding)} is more than half of kernel_size {list(self.kernel_size)}")
+class _Pool2d(_OneOp):
+    def __init__(self, kernel_size: Sizes, stride: Sizes | None, padding: Sizes, **more: Attribute) -> None:
+        kernel, pads = each(kernel_size, 2, "kernel_size"), each(padding, 2, "padding", least=0)
+        if any(2 * pad > size for pad, size in zip(pads, kernel, strict=True)):
+            raise ValueError(f"padding {list(pads)} is more than half of kernel_size {list(kernel)}")
+        strides = kernel if stride is None else each(stride, 2, "stride")
+        super().__init__(kernel_shape=kernel, strides=strides, pads=pads * 2, **more)
 
 
 class MaxPool2d(_Pool2d):
     """The largest of each window; the stride is the window's size unless given."""
+
+    op_type = "MaxPool"
 
     def __init__(
         self,
@@ -550,23 +512,14 @@ class MaxPool2d(_Pool2d):
         dilation: Sizes = 1,
         ceil_mode: bool = False,
     ) -> None:
-        super().__init__(kernel_size, stride, padding, ceil_mode)
-        self.dilation = each(dilation, 2, "dilation")
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.MaxPool(
-            x,
-            kernel_shape=self.kernel_size,
-            strides=self.stride,
-            pads=self.padding * 2,
-            dilations=self.dilation,
-            ceil_mode=int(self.ceil_mode),
-        )
-        return y
+        dilations = each(dilation, 2, "dilation")
+        super().__init__(kernel_size, stride, padding, dilations=dilations, ceil_mode=int(ceil_mode))
 
 
 class AvgPool2d(_Pool2d):
     """The mean of each window, zeros of the padding included unless `count_include_pad` is False."""
+
+    op_type = "AveragePool"
 
     def __init__(
         self,
@@ -576,27 +529,14 @@ class AvgPool2d(_Pool2d):
         ceil_mode: bool = False,
         count_include_pad: bool = True,
     ) -> None:
-        super().__init__(kernel_size, stride, padding, ceil_mode)
-        self.count_include_pad = count_include_pad
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.AveragePool(
-            x,
-            kernel_shape=self.kernel_size,
-            strides=self.stride,
-            pads=self.padding * 2,
-            ceil_mode=int(self.ceil_mode),
-            count_include_pad=int(self.count_include_pad),
-        )
-        return y
+        padded = int(count_include_pad)
+        super().__init__(kernel_size, stride, padding, ceil_mode=int(ceil_mode), count_include_pad=padded)
 
 
-class GlobalAvgPool2d(Module):
+class GlobalAvgPool2d(_OneOp):
     """The mean over H and W, which stay as axes of size 1."""
 
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        y: ir.Value = op.GlobalAveragePool(x)
-        return y
+    op_type = "GlobalAveragePool"
 
 
 class AdaptiveAvgPool2d(GlobalAvgPool2d):

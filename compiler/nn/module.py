@@ -31,7 +31,7 @@ else:
     Base = object
 
 Self = TypeVar("Self", bound="Switch")
-Attribute = int | float | str | list[int] | list[float] | list[str] | ir.TensorProtocol
+Attribute = int | float | str | Sequence[int] | Sequence[float] | Sequence[str] | ir.TensorProtocol
 
 
 class Switch(Base):

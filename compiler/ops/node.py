@@ -8,13 +8,11 @@ expressions; a dim of which nothing is known is equal to none.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Dim: TypeAlias = "int | ir.SymbolicDim"
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import onnx_ir as ir
 from partc.compiler.ops.node import LETTERS, Dim, dims, operand, rank_of, same
 from partc.compiler.ops.rule import WHOLE, Local, Rule
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def replicated_rule(node: ir.Node) -> Rule:

@@ -19,8 +19,9 @@ import pkgutil
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import onnx_ir as ir
 import onnx_shape_inference
 from partc.compiler.ir.distinct_ranks import key_of
 from partc.compiler.ir.graph import STOPS_GRADIENT
@@ -28,9 +29,6 @@ from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 from partc.compiler.ops.work import Kernel, Work
 from partc.runtime.artifact.graph.kernels import host_inputs
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 CONTRIB = "com.microsoft"
 FAMILIES = "partc.compiler.ops.families"

@@ -20,13 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from partc.runtime.artifact.format import MOST_RANKS
 from partc.runtime.options import Refused, is_integer, shown
-
-if TYPE_CHECKING:
-    from pydantic import ValidationInfo
+from pydantic import ValidationInfo
 
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Mesh axes by name, with their sizes, major first."""

@@ -7,11 +7,6 @@ end a stage's B and W become one task again where that costs nothing.
 
 With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than these
 where they keep to the limits, but for that precision.
-
-A schedule made faster by exchanges: of two neighbours in a row that are both critical, the second comes first.
-
-A step is as long as its critical tasks, so no exchange of others can shorten it (van Laarhoven, Aarts and Lenstra 1992, on job shops). The
-best exchange is made, even if it does not help, and is not undone for a while (tabu search); the best schedule that was seen is kept.
 """
 
 from __future__ import annotations
@@ -137,7 +132,11 @@ _TABU = 12
 
 
 def improve(schedule: Schedule, costs: Costs, limits: Sequence[float], bound: float, work: int) -> Schedule:
-    """The fastest schedule within the limits that exchanges lead to, with at most `work` tasks simulated."""
+    """The fastest schedule within the limits that exchanges lead to, with at most `work` tasks simulated.
+
+    Of two neighbours in a row that are both critical, the second comes first; no exchange of others can shorten a step (van Laarhoven and
+    others 1992, on job shops). The best exchange is made, even if it does not help, and is not undone for a while (tabu search).
+    """
     now, timing = schedule, simulate(schedule, costs)
     best, least = now, timing.total
     forbidden: deque[tuple[Task, Task]] = deque(maxlen=_TABU)

@@ -30,18 +30,17 @@ from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, is_outside, open_regular, read_regular
 from . import dim_expression as expression
 from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, run_list_file, stays_inside
-from .generation import binds_rows
+from .generation import GenerationRecord, binds_rows
 from .manifest_file import ManifestFile
 from .port import bad_pairs
 from .ranks import Grid, ranks_text
 from .referenced_file import REMEDY, change_of
 from .run_list import RunList
+from .training.training_record import TrainingRecord
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-    from .generation import GenerationRecord
-    from .training.training_record import TrainingRecord
 
 _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"

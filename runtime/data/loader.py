@@ -8,11 +8,6 @@ with loader:
 
 If the length of an epoch is not known and some ranks read nothing, only the ranks that read notice its last batch: then `next` is
 collective. The plan's settings for a stream are checked against the abilities of streams before anything is read.
-
-`Prefetcher` reads items ahead in one background thread, at most `depth` of them; an error in the thread is raised again in the consumer.
-
-with Prefetcher(batches, depth=2) as ahead:
-    first = ahead.next()
 """
 
 from __future__ import annotations

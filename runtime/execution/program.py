@@ -5,16 +5,6 @@
 
 A call is one step, collective over the ranks. If the inputs make a step impossible, all ranks refuse it with the same InputError, and the
 program stays usable. A failure inside a step ends the step on all ranks.
-
-Each step begins with an agreement of all ranks on its sizes. It begins with the step, or ahead, while the previous step runs:
-
-    agreement.announce(following)       # optional: the inputs of the step after the next one
-    bindings, values = agreement.of(inputs)
-
-A rank that knows the inputs of the next step sends their sizes to the others as soon as all have agreed on the current step, and continues.
-By the time it begins the next step the others have sent theirs too, unless a rank is a whole step late: so ranks wait for each other's
-values, and hardly ever for each other. Agreements have an order of their own, so that each rank may begin one ahead or not, and may
-communicate otherwise between two steps.
 """
 
 from __future__ import annotations
@@ -56,7 +46,15 @@ if TYPE_CHECKING:
 
 
 class StepAgreement:
-    """A rank's end of the agreements on the steps of one program. `ahead`: whether they may begin while the previous step runs."""
+    """A rank's end of the agreements on the sizes of a program's steps. `ahead`: whether they may begin while the previous step runs.
+
+        agreement.announce(following)       # optional: the inputs of the step after the next one
+        bindings, values = agreement.of(inputs)
+
+    A rank that knows the inputs of the next step sends their sizes as soon as all have agreed on the current step. When it begins the
+    next step, the others have sent theirs too, unless a rank is a whole step late. Agreements have an order of their own, so that each rank
+    may begin one ahead or not, and may communicate otherwise between two steps.
+    """
 
     def __init__(self, binder: Binder, transport: Transport, ahead: bool) -> None:
         self.binder = binder
@@ -390,7 +388,13 @@ class Program:
             self._transport.leave(leaving_message(self.rank, error))
 
     def _new_plan(self, bindings: Bindings) -> StepPlan:
-        return StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER)
+        together = self._on_error != RECOVER
+        plan = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, together)
+        if plan.freed is not None:
+            from .memory.proof import refuse_meeting  # which a job of a user does not need
+
+            refuse_meeting(plan)
+        return plan
 
     def _fail(self, error: BaseException) -> None:
         known = isinstance(error, PartcError) or not isinstance(error, Exception)

@@ -2,14 +2,6 @@
 
 The rank's file is checked against the manifest and divided into steps; shapes, types, places and live ranges of its values are in one table
 (`program/value_table.py`); sessions are built, and the rank's state is laid out in memory.
-
-The rows of its caches that a rank binds in a step: those of one slot in a prefill, of one group of slots in a decode by groups.
-
-decode     past_k [4, heads, length, size]     all slots of the rank
-decode     past_k [2, heads, length, size]     the rows of one of two groups, in place
-prefill    past_k [1, heads, length, size]     the row of slot 2, in place; the next step binds another slot's; so does encode
-
-Makes the settings of a rank's sessions from the arguments of `load`.
 """
 
 from __future__ import annotations
@@ -331,7 +323,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     loose = {*file.sent, *file.outputs, *(call.typed for call in (*file.calls, *file.lookups) if call.typed)}
     loose.update(name for call in file.calls for name in call.inputs)
     loose.update(name for border in file.borders for name in border.call.inputs)
-    loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
+    loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.reads)
     loose.difference_update(record.value for record in file.state)
     weights: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
@@ -350,7 +342,11 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
 
 @dataclass
 class CacheRows:
-    """The rows of a rank's caches that the next steps use.
+    """The rows of a rank's caches that the next steps use: of one slot in a prefill, of one group of slots in a decode by groups.
+
+        decode     past_k [4, heads, length, size]     all slots of the rank
+        decode     past_k [2, heads, length, size]     the rows of one of two groups, in place
+        prefill    past_k [1, heads, length, size]     the row of slot 2, in place; the next step binds another slot's; so does encode
 
     `records`: the record of each cache, and of each output that replaces it. `run`: the index of the rank's run of slots, of `runs` equal
     ones; `count`: the slots of a run; `size`: the slots of a step. `first`: the first slot of the next step, counted within the run.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.boxes import region
 from partc.runtime.artifact.tensors.dtypes import Array, Dtype, dense
 from partc.runtime.artifact.tensors.law import fill
@@ -24,7 +25,6 @@ from ..program.flat_buffers import FlatBuffer
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-    from partc.runtime.artifact.manifest import Artifact
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,6 @@ class StepPlan:
         self._plan(waits, accesses)
         if accesses is not None:
             self.lanes = Lanes(program, transport, self.actions, [accesses.of(role) for role in self.roles], len(lanes))
-        if self.freed is not None:
-            from .memory.proof import refuse_meeting
-
-            refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Binds the inputs of a step, and the rows of caches that it uses."""

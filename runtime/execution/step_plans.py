@@ -18,7 +18,7 @@ from ..artifact.legal_sizes import largest_legal
 from ..devices.device_memory import shapes_of
 from ..errors import InputError
 from ..program.session_values import bind_tensor
-from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
+from ..program.steps import Border, Copy, LookUp, Segment, StartCollective, Step, Update, WaitCollective, WaitRecv
 from .collective_plans import plan_collectives, scratch_name
 from .memory.layout import MOST_PLANS, at_sizes
 from .rank_program import RankProgram
@@ -196,17 +196,19 @@ def reached(program: RankProgram, changed: Set[str]) -> SizeRange | None:
     moved: list[Step] = []
     for step in program.steps:
         if isinstance(step, StartCollective | LookUp) and step.call.tag in program.messages.promises:
-            ends = (*step.call.inputs, *step.call.outputs) if isinstance(step, StartCollective) else ()
+            ends = (*step.reads, *step.makes) if isinstance(step, StartCollective) else ()
             if step.call.tag in tags or not names.keys().isdisjoint(ends):
                 moved.append(step)
-                names.update(dict.fromkeys(step.call.outputs) if isinstance(step, StartCollective) else {})
+                names.update(dict.fromkeys(step.makes) if isinstance(step, StartCollective) else {})
     steps = dict[int, list[str]]()
     for index, step in enumerate(program.steps):
-        own = [name for name in _bound(step) if name in names]
+        if isinstance(step, WaitRecv | WaitCollective | LookUp | Border):
+            continue  # its action has no place of a value of its own
+        own = [name for name in (*step.reads, *step.makes) if name in names]
         own += [""] if isinstance(step, StartCollective) and step in moved else []
         if own and isinstance(step, Copy | Update):
             return None
-        if own and not isinstance(step, LookUp):
+        if own:
             steps[index] = own
     if any(name in values.flat_places for name in names):
         return None
@@ -215,19 +217,3 @@ def reached(program: RankProgram, changed: Set[str]) -> SizeRange | None:
 
 def _has(shape: Shape, symbols: Mapping[str, SymbolRecord], changed: Set[str]) -> bool:
     return any(not changed.isdisjoint(symbols_in(dim, symbols)) for dim in shape or ())
-
-
-def _bound(step: Step) -> Iterable[str]:
-    """Returns the values whose places a step's action uses."""
-    match step:
-        case Segment():
-            return (*step.inputs, *step.outputs)
-        case Copy():
-            return step.source, step.result
-        case Send() | PostRecv():
-            return (step.value,)
-        case StartCollective():
-            return (*step.call.inputs, *step.call.outputs)
-        case Update():
-            return (*step.inputs, *(out for node in step.nodes for out in node.output))
-    return ()

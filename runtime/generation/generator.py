@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..artifact.format import CACHE
-from ..artifact.generation import DECODE, ENCODE, PREFILL, kind_and_size
+from ..artifact.format import CACHE, StateRecord
+from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, kind_and_size
 from ..artifact.tensors.boxes import full_region, region
+from ..artifact.tensors.dtypes import Array
+from ..communication.transport import Agreements, Transport, Vector
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
@@ -39,11 +41,6 @@ from .turns import Turns
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from ..artifact.format import StateRecord
-    from ..artifact.generation import GenerationRecord
-    from ..artifact.tensors.dtypes import Array
-    from ..communication.transport import Agreements, Transport, Vector
 
 
 class Generator:

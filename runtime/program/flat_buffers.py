@@ -1,11 +1,4 @@
-"""Values that are adjacent in one range of memory: the results of an AllReduce or ReduceScatter of several, and gradients of one update.
-
-Merges consecutive copies: values are adjacent in memory where the values that they are copied from or to are.
-
-The gradients of an update are adjacent in memory, and so are the parameters that it replaces. Where gradients are copied to the update, or
-parameters to their readers, one after the other, the other side of the copies is laid out in the same order, so that a run of copies is one
-move of memory.
-"""
+"""Values that are adjacent in one range of memory: the results of an AllReduce or ReduceScatter of several, and gradients of one update."""
 
 from __future__ import annotations
 
@@ -110,7 +103,8 @@ def copied_buffers(
 ) -> list[FlatBuffer]:
     """Returns buffers for the values on the other side of runs of copies that have one side in `laid`; none of them is in `laid` itself.
 
-    A sum to which tasks add stays in its own place, where each task adds to it.
+    So a run of copies is one move of memory: gradients that are copied to an update, or parameters that are copied to their readers, are
+    adjacent on both sides. A sum to which tasks add stays in its own place, where each task adds to it.
     """
     places = {name: (buffer.name, at) for buffer in laid for name, at in buffer.places.items()}
     outputs = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}

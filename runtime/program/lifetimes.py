@@ -19,20 +19,7 @@ from types import MappingProxyType
 
 from .flat_buffers import run_ends
 from .memory_plan import Lifetime
-from .steps import (
-    Border,
-    Copy,
-    LookUp,
-    PostRecv,
-    Segment,
-    Send,
-    StartCollective,
-    Step,
-    Update,
-    WaitCollective,
-    WaitRecv,
-    bodies_of,
-)
+from .steps import Segment, Send, StartCollective, Step, WaitCollective, bodies_of
 
 
 @dataclass
@@ -131,26 +118,12 @@ def lifetimes(
 
 
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
-    """Yields the values that a step touches, each with the step in which this use ends."""
-    match step:
-        case Segment():
-            yield from ((name, index) for name in (*step.inputs, *step.outputs))
-        case Copy():
-            yield from ((name, index) for name in (step.source, step.result))
-        case Send() | PostRecv() | WaitRecv():
-            yield step.value, index
-        case StartCollective():
-            call = step.call
-            yield from ((name, finishes.get(call.tag, index) if not call.kind.boxes else index) for name in call.inputs)
-            yield from ((name, index) for name in call.outputs)
-        case Update():
-            yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
-        case WaitCollective():
-            yield from ((name, index) for name in step.call.outputs)
-        case LookUp():
-            yield from ((name, index) for name in (*step.call.inputs, *step.call.outputs))
-        case Border():
-            yield from ((name, index) for name in step.touched)
+    """Yields the values that a step reads and makes, each with the step in which this use ends."""
+    end = index
+    if isinstance(step, StartCollective) and not step.call.kind.boxes:
+        end = finishes.get(step.call.tag, index)
+    yield from ((name, end) for name in step.reads)
+    yield from ((name, index) for name in step.makes)
 
 
 def _leaving(step: Step) -> str | None:

@@ -108,8 +108,8 @@ class RankFile:
     @cached_property
     def computed(self) -> list[str]:
         """The values that are results of segments, copies and updates."""
-        made = [name for step in self.steps if isinstance(step, Segment) for name in step.outputs]
-        given = [name for step in self.borders for name in step.call.outputs]
+        made = [name for step in self.steps if isinstance(step, Segment) for name in step.makes]
+        given = [name for step in self.borders for name in step.makes]
         return [*made, *given, *(step.result for step in self.copies), *self._updated]
 
     @cached_property
@@ -147,18 +147,8 @@ class RankFile:
     @cached_property
     def named(self) -> set[str]:
         """The values that steps read or make, and the state: all values outside of sessions."""
-        names = {*self.inputs, *self.outputs, *self.computed}
-        for step in self.steps:
-            match step:
-                case Segment() | Update():
-                    names.update(step.inputs)
-                case Copy():
-                    names.add(step.source)
-                case Send() | PostRecv():
-                    names.add(step.value)
-                case StartCollective() | LookUp() | Border():
-                    names.update((*step.call.inputs, *step.call.outputs))
-        return names.union(*((one.value, one.next) for one in self.state))
+        state = ((one.value, one.next) for one in self.state)
+        return {*self.inputs, *self.outputs}.union(*((*step.reads, *step.makes) for step in self.steps), *state)
 
     @cached_property
     def declared(self) -> dict[str, ValueInfoProto]:
@@ -199,8 +189,7 @@ class RankFile:
 
     @cached_property
     def _updated(self) -> list[str]:
-        updates = (step for step in self.steps if isinstance(step, Update))
-        return [name for step in updates for node in step.nodes for name in node.output]
+        return [name for step in self.steps if isinstance(step, Update) for name in step.makes]
 
 
 def read_rank_file(artifact: Artifact, rank: int) -> RankFile:

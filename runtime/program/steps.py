@@ -1,4 +1,8 @@
-"""The steps of a rank's program: segments of compute nodes, updates, copies, messages, collectives and lookups."""
+"""The steps of a rank's program: segments of compute nodes, updates, copies, messages, collectives and lookups.
+
+Each names the values that it `reads` and `makes`. A receive makes its value when it is posted, a collective when it begins; a wait reads
+nothing, and makes the same values complete.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,16 @@ class Segment:
     body: Segment | None = None
     target: str = ""
     threads: int = 0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The inputs."""
+        return self.inputs
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The outputs."""
+        return self.outputs
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
@@ -94,10 +108,15 @@ class Update:
     renewed: Sequence[tuple[str, str]] = ()
 
     @property
-    def inputs(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         """The values that the nodes read, without those that they make."""
-        made = {name for node in self.nodes for name in node.output}
+        made = {*self.makes}
         return tuple(dict.fromkeys(name for node in self.nodes for name in node.input if name and name not in made))
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The new values of parameters and slots."""
+        return tuple(name for node in self.nodes for name in node.output)
 
     def __str__(self) -> str:
         first = self.nodes[0]
@@ -115,6 +134,16 @@ class Copy:
     path: str
     task: str = ""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The source."""
+        return (self.source,)
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The result."""
+        return (self.result,)
+
     def __str__(self) -> str:
         return f"copy of '{self.source}' to {self.to}{_source(self.path)}"
 
@@ -131,6 +160,16 @@ class Message:
     tag: int
     path: str
     group: str = ""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The value, if it is sent."""
+        return (self.value,) if isinstance(self, Send) else ()
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The value, if it is received."""
+        return () if isinstance(self, Send) else (self.value,)
 
 
 @dataclass(frozen=True)
@@ -168,6 +207,16 @@ class Collective:
     ranks: tuple[int, ...]
     task: str = ""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The operands, when it begins."""
+        return self.call.inputs if isinstance(self, StartCollective) else ()
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The results."""
+        return self.call.outputs
+
 
 @dataclass(frozen=True)
 class StartCollective(Collective):
@@ -193,6 +242,16 @@ class LookUp:
     ranks: tuple[int, ...]
     task: str = ""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The operands of the call."""
+        return self.call.inputs
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The results of the call."""
+        return self.call.outputs
+
     def __str__(self) -> str:
         return _among(self.call, self.ranks)
 
@@ -211,14 +270,19 @@ class Border:
     task: str = ""
 
     @property
-    def touched(self) -> tuple[str, ...]:
-        """The values that it reads and makes: a turn's end also the states, which the next turn reads."""
-        call, found = self.call, [*self.call.inputs]
+    def reads(self) -> tuple[str, ...]:
+        """The operands; at the end of a turn also the states, which the next turn reads, and between branches the results of the first."""
+        call, more = self.call, tuple[str, ...]()
         if call.kind == LOOP and call.op == END:
-            found += self.first.outputs
+            more = self.first.outputs
         if call.kind == IF and call.op == OTHERWISE:
-            found += self.last.outputs
-        return tuple(dict.fromkeys([*found, *call.outputs]))
+            more = self.last.outputs
+        return (*call.inputs, *more)
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The results of the call."""
+        return self.call.outputs
 
     def __str__(self) -> str:
         words = {BEGIN: "begin", OTHERWISE: "other branch", END: "end"}

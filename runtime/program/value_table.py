@@ -7,12 +7,6 @@ Each column of the table is derived from the rank's file and the columns before 
     types         declared by the file, by the manifest, or by an earlier session (`program/sessions.py`)
     storage       the kind of a value's memory while a step runs; `targets`: the rank's target that has it
     live ranges   from the step that makes a value to its last reader
-
-Finds the values of a rank that are in the memory of a target other than the host, by the rules of targets.
-
-A value is on the target of the node that makes it; the result of a Copy is on the Copy's target. On the host are graph inputs and outputs,
-all values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
-its next value, or else of its readers. In a file without targets every value is on the host.
 """
 
 from __future__ import annotations
@@ -245,6 +239,10 @@ _SIZES = ("Shape", "Size")
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
     """Maps each value that is not on the host to its target; ArtifactError where a step reads a value of another target.
 
+    A value is on the target of the node that makes it, the result of a Copy on the Copy's. On the host are graph inputs and outputs, all
+    values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
+    its next value, or else of its readers.
+
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
     targets: dict[str, str] = {}
@@ -257,7 +255,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
             sizes = {names[name] for name in sizes if name in names}
             targets |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
         elif isinstance(step, Update) and step.target:
-            targets |= {name: devices.target(step.target) for node in step.nodes for name in node.output}
+            targets |= dict.fromkeys(step.makes, devices.target(step.target))
     homes = _homes(file, devices) if state is None else state
     for record in file.state:
         targets[record.value] = targets[record.next] if record.next in targets else homes.get(record.value, CPU)
@@ -273,7 +271,7 @@ def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
     homes: dict[str, str] = {}
     for step in file.steps:
         if isinstance(step, Segment | Update) and step.target:
-            for name in step.inputs:
+            for name in step.reads:
                 if name in kept:
                     homes.setdefault(name, devices.target(step.target))
     return homes
@@ -294,13 +292,10 @@ def _refuse_unreachable(file: RankFile, devices: Devices, targets: Mapping[str, 
 
 def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
     """Returns the target on which a step reads values, and the values; none for a Copy, which reads on any target."""
-    match step:
-        case Segment() | Update():
-            return devices.target(step.target), tuple(step.inputs)
-        case Send() | PostRecv():
-            return CPU, (step.value,)
-        case StartCollective() | LookUp():
-            return CPU, (*step.call.inputs, *step.call.outputs)
+    if isinstance(step, Segment | Update):
+        return devices.target(step.target), step.reads
+    if isinstance(step, Send | PostRecv | StartCollective | LookUp):
+        return CPU, (*step.reads, *step.makes)
     return CPU, ()
 
 

@@ -12,6 +12,7 @@ from partc.runtime.artifact.training.named import SCHEDULE, base_folder, outside
 from ..artifact.format import TrainingRecord
 from ..artifact.manifest import Artifact, open_artifact
 from ..checkpoint.early_verification import EarlyVerification
+from ..communication.transport import Transport
 from ..devices.devices import RequestedDevices
 from ..errors import UsageError
 from ..execution.program import OnError, Program, load
@@ -20,8 +21,6 @@ from .trainer import Evaluation, Trainer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from ..communication.transport import Transport
 
 
 def load_trainer(

@@ -15,7 +15,7 @@ import pytest
 from partc.cli.main import invoke
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
-from partc.runtime.execution.memory import layout, proof
+from partc.runtime.execution.memory import layout
 from partc.runtime.execution.memory.freed import VARIABLE, PoisonFreed, pattern
 from partc.runtime.execution.memory.proof import meetings
 from partc.runtime.execution.program import Program
@@ -60,7 +60,6 @@ class Planned:
         self.lives: list[Sequence[Lifetime]] = []
         self.moved: tuple[str, str] | None = None
         monkeypatch.setattr(layout, "assign", self._assigned)
-        monkeypatch.setattr(proof, "refuse_meeting", lambda plan: None)
 
     def _assigned(self, lives: Sequence[Lifetime]) -> Arena:
         self.lives.append(lives)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+from partc.compiler.directives.input import Input
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import export_cache, settings
@@ -35,15 +36,13 @@ from partc.compiler.frontend.huggingface.settings import tp_plan
 from partc.compiler.frontend.huggingface.weights import FolderWeights, absent_as, stored_as, taken, unread
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Known, Source, Weights, compared, nothing
-from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
+from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet
 from partc.compiler.ir.declared import Declared
 from partc.runtime.spellings import nearest
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     import torch
-    from partc.compiler.directives.input import Input
-    from partc.compiler.frontend.torch.torch_model import TorchModel
 
 _LITERAL = "lifted_tensor"
 """A part of the names that torch gives to tensors of literals in a forward."""
@@ -125,7 +124,6 @@ def _with_weights(
         value.const_value = tensors[of_file]
 
     def torch_model() -> TorchModel:
-        from partc.compiler.frontend.torch.torch_model import TorchModel
 
         built = _Built.of(folder, config, files, cache, absent)
         settings.prepare(built.module)
@@ -313,7 +311,6 @@ def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor
     The type is "bfloat16" or "float16" where the model was widened to float32, else empty.
     """
     import torch
-    from partc.compiler.frontend.torch.torch_model import quiet
 
     widened = ""
     try:

@@ -33,9 +33,6 @@ from partc.compiler.ir.declared import TpPlanEntry
 if TYPE_CHECKING:
     import torch
 
-if TYPE_CHECKING:
-    import torch
-
 
 T = TypeVar("T")
 U = TypeVar("U")

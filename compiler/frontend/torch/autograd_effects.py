@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import CHANGED_BY_FORWARD, GRADIENT_FORM, UNTRAINABLE, nodes_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     import torch
     from partc.compiler.directives.recorder import Recorder
 

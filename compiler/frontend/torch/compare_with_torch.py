@@ -19,6 +19,7 @@ import onnx_ir as ir
 from partc.compiler.comparison.compare import Compared, compare, spread
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import DifferentError, Problem
+from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.torch.graph_sessions import GraphSessions, NotRunError
 from partc.compiler.frontend.torch.torch_model import TorchModel, torch_model_of
 from partc.compiler.ir.graph import is_inside
@@ -28,7 +29,6 @@ from partc.runtime.units import first_of, size_text
 
 if TYPE_CHECKING:
     import torch
-    from partc.compiler.frontend.inputs import Spec
 
 SHARE = {"float16": 1e-2, "float64": 1e-9, "complex128": 1e-9}
 """Maps each dtype to the tolerance of an element, relative to itself and to the largest element; other dtypes have 2e-6."""

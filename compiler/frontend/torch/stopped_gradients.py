@@ -35,9 +35,6 @@ from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read
 
 if TYPE_CHECKING:
     import torch
-
-if TYPE_CHECKING:
-    import torch
     from partc.compiler.directives.recorder import Recorder
 
 

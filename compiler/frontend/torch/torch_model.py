@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import onnx_ir as ir
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import Spec
 from partc.runtime.artifact.tensors.dtypes import Array
 
 if TYPE_CHECKING:
     import torch
-    from partc.compiler.dims.symbol import Symbol
 
 TORCH_MODEL = "partc.torch_model"
 """Key of `ir.Model.meta`: the `TorchModel` that the graph was exported from, or a function that builds it."""

@@ -43,9 +43,6 @@ from partc.runtime.artifact.tensors.dtypes import Dtype, dense
 from partc.runtime.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
-
-if TYPE_CHECKING:
     from onnx import AttributeProto, NodeProto
 
 

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.format import DIGEST, PATH, PIECE, RECOMPUTED, TASK
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
-
-if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 

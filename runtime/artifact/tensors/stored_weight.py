@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from partc.runtime.artifact.format import SOURCE, STORED
+from partc.runtime.artifact.format import SOURCE, STORED, Manifest
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, BY_NAME, Array, Dtype
 from partc.runtime.files.regular import open_regular
 
 if TYPE_CHECKING:
     from onnx import TensorProto
-    from partc.runtime.artifact.format import Manifest
 
 WIDENED = {"float": ("float16", "bfloat16")}
 """Maps the element type of a weight to the narrower types that its file may have."""

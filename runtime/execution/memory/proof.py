@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
-from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import Tensor
 
 from ...artifact.format import CACHE, OTHERWISE
-from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
 from ...program.steps import (
@@ -48,17 +47,12 @@ from ...program.steps import (
     WaitCollective,
     WaitRecv,
 )
-from ...program.value_table import Storage, ValueTable
+from ...program.value_table import Storage
 from ...updates.updater import Updater
 from ..collective_plans import AnyCollective, scratch_name
 from ..rank_program import RankProgram
-from ..targets.lanes import Lanes
-from ..targets.session_calls import SessionCalls
+from ..step_plan import StepPlan
 from .roles import ActionKind, Role
-
-if TYPE_CHECKING:
-    from ..rank_program import RankProgram
-
 
 Use: TypeAlias = tuple[str, bool]
 """A value, and whether it is coming."""
@@ -122,16 +116,13 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
         case Segment():
             sums = dict(step.sums) if step.task else {}
             appended = {one.value: one.next for one in program.replacement.records if one.kind == CACHE and one.next}
-            return Effects(text, _uses(step.inputs), _uses(step.outputs), {**sums, **appended})
-        case Copy():
-            return Effects(text, _uses([step.source]), _uses([step.result]))
+            return Effects(text, _uses(step.reads), _uses(step.makes), {**sums, **appended})
         case Update():
             guard = [program.replacement.guard] if program.replacement.guard else []
             replaced = {**{one.value: one.next for one in program.replacement.records}, **program.replacement.renewed}
-            made = [name for node in step.nodes for name in node.output]
-            return Effects(text, _uses([*step.inputs, *guard]), _uses(made), replaced)
-        case Send():
-            return Effects(text, _uses([step.value]))
+            return Effects(text, _uses([*step.reads, *guard]), _uses(step.makes), replaced)
+        case Copy() | Send() | LookUp():
+            return Effects(text, _uses(step.reads), _uses(step.makes))
         case PostRecv():
             placed = program.values.storage[step.value] in _PLACED
             return Effects(text, sets=_uses([step.value], coming=True) if placed else ())
@@ -142,11 +133,9 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
             return _begun(text, step, works)
         case WaitCollective():
             return _finished(text, step, works)
-        case LookUp():
-            return Effects(text, _uses(step.call.inputs), _uses(step.call.outputs))
         case Border():
-            results = step.last.outputs if step.call.op == OTHERWISE else step.call.outputs
-            return Effects(text, _uses([name for name in step.touched if name not in results]), _uses(results))
+            results = step.last.outputs if step.call.op == OTHERWISE else step.makes
+            return Effects(text, _uses([name for name in step.reads if name not in results]), _uses(results))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:
@@ -182,41 +171,6 @@ def _uses(names: Iterable[str], coming: bool = False) -> tuple[Use, ...]:
     return tuple((name, coming) for name in dict.fromkeys(names) if name)
 
 
-class Planned(Protocol):
-    """A step plan whose actions and places are known."""
-
-    program: RankProgram
-    values: ValueTable
-    transport: Transport
-    sessions: SessionCalls
-    lanes: Lanes | None
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """The role of each action, in the order of the actions."""
-        ...
-
-    @property
-    def works(self) -> Mapping[int, AnyCollective]:
-        """Maps tags to the collectives that overlap with other actions."""
-        ...
-
-    @property
-    def cells(self) -> Mapping[str, Cell]:
-        """Maps names to the values that have a place."""
-        ...
-
-    @property
-    def scratch(self) -> Mapping[tuple[int, str], Bytes]:
-        """Maps tag and side to the scratch memory of a collective."""
-        ...
-
-    @property
-    def arenas(self) -> Mapping[str, tuple[int, int]]:
-        """Maps each target to the address and the size of its arena."""
-        ...
-
-
 _SHOWN = 8
 _HELP = "  help: this is a bug in partc; please report it with the artifact and the sizes of the inputs"
 _NOBODY = 0
@@ -232,7 +186,7 @@ class _Place:
     held: int
 
 
-def refuse_meeting(plan: Planned) -> None:
+def refuse_meeting(plan: StepPlan) -> None:
     """Raises RankError that names the values of a step plan that share bytes while both are needed."""
     problems = list(dict.fromkeys(meetings(plan)))
     if problems:
@@ -242,7 +196,7 @@ def refuse_meeting(plan: Planned) -> None:
         raise RankError("\n".join([f"{where}: {problems[0]}", *problems[1:_SHOWN], *more, law, _HELP]))
 
 
-def meetings(plan: Planned) -> Iterator[str]:
+def meetings(plan: StepPlan) -> Iterator[str]:
     """Yields the faults in the memory of a step plan, a line for each two values that overlap."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
@@ -257,7 +211,7 @@ def meetings(plan: Planned) -> Iterator[str]:
 class _Memory:
     """The parts of a rank's memory, while the actions of a step are followed in the order of the file."""
 
-    def __init__(self, plan: Planned, every: Sequence[Effects]) -> None:
+    def __init__(self, plan: StepPlan, every: Sequence[Effects]) -> None:
         self.plan = plan
         self.extra = _without_values(plan)
         names = dict.fromkeys(name for one in every for name, _ in (*one.checks, *one.sets))
@@ -383,7 +337,7 @@ class _Memory:
         return (place.pointer, place.pointer + size) if size else None
 
 
-def _apart(plan: Planned) -> Iterator[str]:
+def _apart(plan: StepPlan) -> Iterator[str]:
     """Yields the operands and results of updates that run as one over a range but are not adjacent in it."""
     groups = (
         one.group
@@ -400,7 +354,7 @@ def _apart(plan: Planned) -> Iterator[str]:
                 yield f"{_described(after)} does not lie behind {_described(name)}, and their updates run as one over both"
 
 
-def _without_values(plan: Planned) -> dict[str, Placed]:
+def _without_values(plan: StepPlan) -> dict[str, Placed]:
     """Returns memory that belongs to no value: the scratch of collectives, and the memory that is filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
     for tag, work in plan.works.items():
@@ -415,7 +369,7 @@ def _described(name: str) -> str:
     return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
 
 
-def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
+def _races(plan: StepPlan, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
     """Yields the actions of two lanes that use the same bytes and may run at the same time."""
     assert plan.lanes is not None
     order = plan.lanes.order

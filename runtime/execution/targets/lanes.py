@@ -18,7 +18,7 @@ from ...devices.device_memory import Cell, Remote
 from ...errors import RankError
 from ...job.status_board import IDLE, SLOT, Board
 from ...program.memory_plan import Lifetime
-from ...program.steps import Border, Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
+from ...program.steps import Collective, Copy, LookUp, PostRecv, Send, Update
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
 from ..memory.roles import ActionKind, Role
@@ -78,23 +78,10 @@ class Accesses:
     def _of_step(self, index: int) -> Access:
         step = self.program.steps[index]
         lane = self.lane(index)
-        match step:
-            case Segment():
-                return Access(lane, self._ranges(step.inputs), self._ranges(step.outputs))
-            case Copy():
-                return Access(lane, self._ranges([step.source]), self._ranges([step.result]))
-            case Update():
-                guard = [self.program.replacement.guard] if self.program.replacement.guard else []
-                made = [name for node in step.nodes for name in node.output]
-                return Access(lane, self._ranges([*step.inputs, *guard]), self._ranges(made))
-            case Send():
-                return Access(lane, self._ranges([step.value]))
-            case PostRecv() | WaitRecv():
-                return Access(lane, (), self._ranges([step.value]))
-            case Border():
-                raise AssertionError("bodies with communication run on one target")
-            case _:
-                return self._of_collective(lane, step)
+        if isinstance(step, Collective | LookUp):
+            return self._of_collective(lane, step)
+        guard = self.program.replacement.guard if isinstance(step, Update) else ""
+        return Access(lane, self._ranges([*step.reads, guard]), self._ranges(step.makes))
 
     def _of_end(self, index: int) -> Access:
         """Returns the accesses of the wait for a step's send: its value is read until then."""

@@ -8,16 +8,6 @@
 The times of the last steps are stored. The first few steps, which touch memory for the first time, are left out if there are later ones.
 
 A trace shows for each action of a step plan: a name, a kind, the task and module, bytes, and the other end of a message.
-
-Reads onnxruntime's own measurements of the nodes of sessions, on the clock of `time.perf_counter`.
-
-    session = new_session(..., profile="folder/rank0.0")      # from here on onnxruntime notes every node of every run
-    SessionRuns().of(session)                                 # ends that, and reads the session's file
-
-onnxruntime measures from the creation of a session until its times are read, once; for each session it stores a limited number.
-
-For a trace these times are assigned to ops and modules: a run of a session belongs to the segment that was running at that time. Equal
-segments share one session: of those, a run belongs to the one that was running at the run's middle.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...artifact.tensors.dtypes import dense
 from ...files.regular import open_regular
@@ -43,10 +33,6 @@ from ..memory.roles import ActionKind
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
 from ..targets.workers import Action
-
-if TYPE_CHECKING:
-    from ..step_plan import StepPlan
-
 
 KEPT = 100
 """The number of steps whose times are stored."""
@@ -345,7 +331,13 @@ class Run:
 
 
 class SessionRuns:
-    """The runs of sessions that were made with a `profile`; the file of each session is read once."""
+    """The runs of sessions that were made with a `profile`, on the clock of `time.perf_counter`; the file of each session is read once.
+
+        session = new_session(..., profile="folder/rank0.0")      # from here on onnxruntime notes every node of every run
+        SessionRuns().of(session)                                 # ends that, and reads the session's file
+
+    For each session onnxruntime stores a limited number of measurements.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Session, list[Run]]] = {}
@@ -413,6 +405,8 @@ class _Call:
 
 def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: SessionRuns) -> dict[str, Any]:
     """Returns the ops of steps, each step a plan with the starts and the seconds of its actions.
+
+    A run of a session belongs to the segment that was running at the run's middle: equal segments share one session.
 
     `names` are pairs of op type and module; `spans` are tuples of the position of the step, of the action, and of the name, the begin and
     the seconds. A node that onnxruntime fused may have a name (`BiasGelu`) without that of any source node: its module is "after" the

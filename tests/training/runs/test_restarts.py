@@ -62,7 +62,8 @@ def test_lost_ranks_are_started_again_from_the_newest_checkpoint(folder: Path) -
     assert train(str(build), "--checkpoint", str(whole), "--save", "5") == 0
     # In the folder is a checkpoint of another training: the first restart does not take it.
     assert train(str(build), "--checkpoint", str(kept), "--steps", "2", "--seed", "5") == 0
-    # Before the first checkpoint; after it; and again, of the training that went on. The other rank, which reads ahead, does not reach the next.
+    # Before the first checkpoint; after it; and again, of the training that went on. The other rank, which reads ahead, does not reach the
+    # next.
     for batch in (3, 8, 12):
         (folder / f"die_{batch}").touch()
     code, said = run(build, "--checkpoint", str(kept), "--save", "3", "--restarts", "1")

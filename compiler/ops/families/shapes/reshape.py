@@ -13,9 +13,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
+import sympy
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import shaped
 from partc.compiler.ir.graph import COPIES_DIMS, has_computed_target
@@ -23,10 +24,6 @@ from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_d
 from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
-
-if TYPE_CHECKING:
-    import sympy
-
 
 reshape = op(
     "Reshape",
