@@ -20,6 +20,9 @@ EQUAL = [
     ["stored", "target", "accumulate"],
     ["scan", "stored", "elastic"],
     ["turns cut", "stored", "microbatches"],
+    ["stored", "packed", "float16", "stages"],
+    ["replicas", "packed"],
+    ["zero", "packed", "ring"],
 ]
 
 
@@ -32,7 +35,10 @@ def test_keys_are_equal_together(names: list[str]) -> None:
 REFUSED = [
     (["parts", "packed"], "'parts' beside 'messages'\n  gradients are whole on a rank"),
     (["parts", "ring"], "'parts', and the mesh has axes besides 'dp': dp=2 x cp=2"),
-    (["stored", "packed"], "'messages.gradients' beside 'parameters'\n  the gradients of stored parameters travel"),
+    (
+        ["each microbatch", "packed"],
+        "'keep_rest' beside 'reduce: microbatch'\n  what rounding leaves is kept from step",
+    ),
 ]
 
 
