@@ -22,6 +22,7 @@ EQUAL = [
     ["turns cut", "stored", "microbatches"],
     ["stored", "packed", "float16", "stages"],
     ["replicas", "packed"],
+    ["fold", "float16"],
     ["zero", "packed", "ring"],
 ]
 
