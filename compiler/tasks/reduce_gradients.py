@@ -85,7 +85,9 @@ class GradientReduction:
         """Parameters whose gradients cannot be sent in eight bits as the plan says, each with the reason."""
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
         self.waiting = Counter(
-            unit.name for value, unit in program.pinned.units.items() if not training.parameters[value].frozen
+            unit.name
+            for value, unit in program.pinned.units.items()
+            if value in training.parameters and not training.parameters[value].frozen
         )
         """Maps each unit of stored parameters to the number of gradients to come."""
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
