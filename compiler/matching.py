@@ -260,15 +260,14 @@ def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
 def stored_units(program: Prepared) -> tuple[dict[ir.Value, StoredUnit], list[Problem]]:
     """Maps each parameter that ranks store in shards to its unit, by the last rule that matches; also a problem for each unmatched rule.
 
-    Without training these are the floating-point weights. A table that other ranks serve stays with these.
+    Without training these are the floating-point weights, and with adapters all of them, too. A table that other ranks serve stays with
+    these.
     """
     training, weights = program.training, program.model.graph.initializers.values()
     served = {node.inputs[0] for node in program.model.graph if SERVED in node.meta}
-    stored = (
-        training.parameters
-        if training is not None
-        else [one for one in weights if one.dtype is not None and one.dtype.is_floating_point()]
-    )
+    stored = dict.fromkeys(training.parameters if training is not None else ())
+    if training is None or program.plan.adapters:
+        stored |= dict.fromkeys([one for one in weights if one.dtype is not None and one.dtype.is_floating_point()])
     named = {name_of(value): value for value in stored if value not in served and value.shape}
     problems: list[Problem] = []
     units: dict[ir.Value, StoredUnit] = {}

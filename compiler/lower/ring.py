@@ -17,6 +17,8 @@ is half of the products of a block, on every rank:
 
 Queries of a hop are computed in chunks, one after the other in a Scan, so memory has the scores of one chunk at a time. Heads of keys are
 not repeated: queries are [batch, heads of keys, queries per head of keys, tokens, depth].
+
+Operands of 16 bits are sent in 16 bits, as are the sums dk and dv, and cast to float32 where they are computed with.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
@@ -39,6 +42,7 @@ from partc.compiler.ir.programs import Comm, Compute, Event, Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.lower.comm import CommLowering, computed
+from partc.compiler.rewrite.precision import HALVES
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
 from partc.runtime.artifact import format as fmt
 
@@ -119,12 +123,17 @@ class _Ring:
         return keys, int(self.shape(0)[1]) // keys
 
     @cached_property
-    def dtype(self) -> ir.DataType:
-        """The type of all operands except the mask."""
+    def sent(self) -> ir.DataType:
+        """The type of all operands except the mask, in which blocks and their gradients are sent."""
         value = self.instance.node.inputs[0]
         assert value is not None
         assert value.dtype is not None
         return value.dtype
+
+    @cached_property
+    def dtype(self) -> ir.DataType:
+        """The type in which the ring computes: float32 for operands of 16 bits."""
+        return ir.DataType.FLOAT if self.sent in HALVES else self.sent
 
     def chunks(self, tokens: int | str) -> int:
         """The number of equal chunks of so many queries: the least with chunks of at most `CHUNK`, else the most."""
@@ -177,16 +186,19 @@ class _Ring:
     def vector(self, ranks: Group, word: str, numbers: Sequence[int]) -> Value:
         return self.comm.constant(ranks, self.base, f"{word}{self.tag}", [*numbers])
 
-    def typed(self, ranks: Group, value: Value, shape: Shape) -> Value:
-        """Lists a value of the operands' type with its local shape."""
-        of = ir.Value(name=str(value), type=ir.TensorType(self.dtype), shape=ir.Shape(shape))
-        self.comm.values.add(of, ValueInfo(f"tensor({self._type_name})", shape, self.dtype.bitwidth // 8))
+    def typed(self, ranks: Group, value: Value, shape: Shape, kind: ir.DataType | None = None) -> Value:
+        """Lists a value with its local shape; `kind`: its type, without it the one in which the ring computes."""
+        kind = kind or self.dtype
+        of = ir.Value(name=str(value), type=ir.TensorType(kind), shape=ir.Shape(shape))
+        self.comm.values.add(of, ValueInfo(type_text(of.type), shape, kind.bitwidth // 8))
         self.comm.job.declare(ranks, value, of, shape)
         return value
 
-    @property
-    def _type_name(self) -> str:
-        return {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}.get(self.dtype, self.dtype.name.lower())
+    def cast(self, ranks: Group, value: Value, shape: Shape, word: str, kind: ir.DataType) -> Value:
+        """Returns a value in the type `kind`, one of `sent` and `dtype`: the same value if these are one type."""
+        if self.sent == self.dtype:
+            return value
+        return self.typed(ranks, self.op(ranks, "Cast", [value], word, to=int(kind)), shape, kind)
 
     def exchange(
         self,
@@ -333,19 +345,21 @@ class _Ring:
     def wide(self, ranks: Group, value: Value, depth: int, word: str) -> Value:
         """Reshapes queries, or values of their shape, to five dims: dim 1 is the heads of keys, dim 2 the heads of queries for each."""
         target = self.vector(ranks, "wide", [0, *self.heads, -1, depth])
-        made = self.op(ranks, "Reshape", [value, target], word)
         shape = self.shape(0)
+        value = self.cast(ranks, value, (*shape[:3], depth), f"{word}_exact", self.dtype)
+        made = self.op(ranks, "Reshape", [value, target], word)
         return self.typed(ranks, made, (shape[0], *self.heads, shape[2], depth))
 
     def apart(self, ranks: Group, value: Value, word: str, block: str, *, turned: bool) -> Value:
         """Inserts a dim of 1 into keys or values, to broadcast them over the heads of queries; transposes the last two dims if `turned`."""
         hop = f"{block} {self.tag}{' fold' if self.folded else ' causal' if self.causal else ''}"
-        made = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
+        block5 = self.op(ranks, "Unsqueeze", [value, self.vector(ranks, "two", [2])], f"{word}5", hop)
         batch, groups, tokens, depth = self.shape("qkv".index(block))
+        block5 = self.cast(ranks, block5, (batch, groups, 1, tokens, depth), f"{word}_exact", self.dtype)
         if not turned:
-            return self.typed(ranks, made, (batch, groups, 1, tokens, depth))
-        made = self.op(ranks, "Transpose", [made], word, perm=[0, 1, 2, 4, 3])
-        return self.typed(ranks, made, (batch, groups, 1, depth, tokens))
+            return self.typed(ranks, block5, (batch, groups, 1, tokens, depth))
+        block5 = self.op(ranks, "Transpose", [block5], word, perm=[0, 1, 2, 4, 3])
+        return self.typed(ranks, block5, (batch, groups, 1, depth, tokens))
 
     def rows(self) -> Value:
         """The places of a rank's queries within its shard of the tokens: 0, 1, ..."""
@@ -425,11 +439,9 @@ class _Ring:
         assert mask is not None
         if value.of is None:
             of = ir.Value(name=str(value), type=mask.type, shape=ir.Shape(shape))
-            self.comm.values.add(
-                of, ValueInfo("tensor(bool)" if self.is_hiding else f"tensor({self._type_name})", shape, 1)
-            )
+            self.comm.values.add(of, ValueInfo(type_text(mask.type), shape, 1))
             self.comm.job.declare(ranks, value, of, shape)
-        return {"mask": value}
+        return {"mask": self.cast(ranks, value, shape, "mask_exact", self.dtype) if mask.dtype == self.sent else value}
 
     def parts(self, hop: int) -> list[Sequence[int]]:
         """Groups the places of a hop by the nodes that they run: one set, or one for each place if the mask's slice differs by place.
@@ -574,6 +586,7 @@ class _Ring:
             self.op(ranks, "Where", [unseen, zero, state["m"]], "most", result=most)
             self.op(ranks, "Where", [nothing, unit, state["l"]], "total", result=total)
         out = self.op(ranks, "Div", [state["o"], total], "out5")
+        out = self.cast(ranks, out, state["o"].shape or (), "out_sent", self.sent)
         groups, each = self.heads
         target = self.vector(ranks, "joined", [0, groups * each, -1, int(self.shape(2)[3])])
         self.op(ranks, "Reshape", [out, target], "out", result=self.base)
@@ -670,20 +683,18 @@ class _Ring:
                         for k_, name in ((1, "dk2"), (2, "dv2"))
                     }
                 for place in hop_places:
-                    self.tag = f"{hop}_{place}"
-                    own = results["dk2"], results["dv2"]
-                    if place in arriving:
-                        own = tuple(
-                            self.typed(
-                                self.ranks([place]),
-                                self.op(self.ranks([place]), "Add", pair, f"{word}_sum"),
-                                self.shape(n),
-                            )
-                            for pair, word, n in zip(
-                                zip(arriving[place], own, strict=True), ("dk", "dv"), (1, 2), strict=True
-                            )
-                        )  # type: ignore[assignment]
-                    sums[place] = own
+                    self.tag, one = f"{hop}_{place}", self.ranks([place])
+                    dk, dv = (
+                        self.cast(
+                            one,
+                            self.added(one, arriving.get(place), k_, results[f"{word}2"]),
+                            self.shape(k_),
+                            f"{word}_sent",
+                            self.sent,
+                        )
+                        for k_, word in ((1, "dk"), (2, "dv"))
+                    )
+                    sums[place] = dk, dv
                     before = dq.get(place)
                     dq[place] = (
                         results["dq"]
@@ -698,7 +709,16 @@ class _Ring:
             self.tag, ranks, found = f"_{place}", self.ranks([place]), dq[place]
             if self.scale != 1.0:
                 found = self.op(ranks, "Mul", [found, self.number(ranks, "scale", self.scale)], "dq_scaled")
+            found = self.cast(ranks, found, query.shape or (), "dq_sent", self.sent)
             self.op(ranks, "Reshape", [found, target], "dq", result=gradients[0])
+
+    def added(self, ranks: Group, arriving: tuple[Value, Value] | None, k: int, own: Value) -> Value:
+        """Adds a rank's gradient of a block of operand `k` to the sum that arrives with the block."""
+        if arriving is None:
+            return own
+        word, shape = f"d{'qkv'[k]}", self.shape(k)
+        before = self.cast(ranks, arriving[k - 1], shape, f"{word}_exact", self.dtype)
+        return self.typed(ranks, self.op(ranks, "Add", [before, own], f"{word}_sum"), shape)
 
     def _sums_passed(
         self, hop: int, sums: Mapping[int, tuple[Value, Value]], of: Sequence[ir.Value], cause: str
@@ -708,7 +728,8 @@ class _Ring:
         ranks = self.ranks(self.places(hop))
         taken = []
         for k, word in ((1, "dk"), (2, "dv")):
-            value = self.typed(ranks, self.comm.job.derived_on(ranks, self.base, f".{word}_in{hop}"), self.shape(k))
+            value = self.comm.job.derived_on(ranks, self.base, f".{word}_in{hop}")
+            value = self.typed(ranks, value, self.shape(k), self.sent)
             moved = {source: sums[source][k - 1] for source in to}
             self.exchange(k, moved, dict.fromkeys(self.places(hop), value), to, of[k], cause)
             taken.append(value)

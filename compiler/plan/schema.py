@@ -390,16 +390,17 @@ class PlanEntries(DataEntries):
             raise Refused(
                 "'messages.rows' without 'experts'", law, "leave it out, or write experts: {axis: dp}", "messages"
             )
-        gradients = self.messages is not None and self.messages.gradients is not None
-        if gradients and self.train is None:
+        gradients = self.messages.gradients if self.messages is not None else None
+        if gradients is not None and self.train is None:
             law = "gradients are of a training"
             raise Refused("'messages.gradients' without 'train'", law, "leave out 'messages'", "messages")
-        if gradients and self.precision is not None and self.precision.messages is not None:
+        if gradients is not None and self.precision is not None and self.precision.messages is not None:
             law = "a gradient travels in one form"
             raise Refused("'messages.gradients' beside 'precision.messages'", law, "leave out one of them", "messages")
-        if gradients and self.parameters:
-            law = "the gradients of stored parameters travel in the messages of their units, in float32 or bfloat16"
-            raise Refused("'messages.gradients' beside 'parameters'", law, "leave out one of them", "messages")
+        if gradients is not None and gradients.keep_rest and self.stored.reduce == "microbatch":
+            law = "what rounding leaves is kept from step to step, and each microbatch would leave its own"
+            help_ = "write keep_rest: false, or stored: {reduce: step}"
+            raise Refused("'keep_rest' beside 'reduce: microbatch'", law, help_, "messages")
         if self.quantize and self.train is not None and not any(one.train for one in self.adapters.values()):
             law = "a quantized weight has no gradient, but for an adapter that is added to it"
             raise Refused(

@@ -51,6 +51,7 @@ from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.rewrite.evaluation import computation_of
 from partc.compiler.rewrite.fold import Folding
 from partc.compiler.rewrite.joined_tokens import join_tokens
+from partc.compiler.rewrite.precision import HALVES
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.runtime.units import size_text
@@ -156,7 +157,7 @@ class _Context(Rewriting[Typed]):
         for attention in attentions:
             ways = {way: cost for way, cost in self.costs(attention).items() if self.rules.attention in ("auto", way)}
             if not ways:
-                law = "float32 or float64, keys of the queries' tokens, scores scaled and masked once, by what heads share and none learns"
+                law = "one type of floats, keys of the queries' tokens, scores scaled and masked once, by what heads share and none learns"
                 fact = f"the attention of '{self.paths[attention.product]}' has no ring"
                 problems.append(Problem(self.rules.where("attention"), fact, law, "write attention: gather, or heads"))
                 continue
@@ -390,7 +391,8 @@ class _Context(Rewriting[Typed]):
 
     def _tokens_in_ring(self, query: ir.Value, keys: ir.Value, values: ir.Value) -> int | str | None:
         """Returns the number of tokens of the operands of a ring; None if their shapes or types do not fit."""
-        if {one.dtype for one in (query, keys, values)} - {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
+        kinds = {one.dtype for one in (query, keys, values)}
+        if len(kinds) > 1 or kinds - {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
             return None
         shapes = [self.values[one].shape or () for one in (query, keys, values)]
         if any(len(shape) != 4 for shape in shapes):
@@ -527,7 +529,7 @@ def _scoring(attention: Attention) -> _Scoring | None:
         other = rest[0] if len(rest) == 1 and value is first else first
         number = _number(other) if len(rest) == 1 else None
         match node.op_type, is_share:
-            case "Identity", _:
+            case "Cast" | "Identity", _:
                 pass
             case "Softmax", False:
                 is_share = True

@@ -1,4 +1,4 @@
-"""The parts of an existing plan that a search copies unchanged: its training, precision, symbols and dims of inputs.
+"""The parts of an existing plan that a search copies unchanged: its training, precision, messages, symbols and dims of inputs.
 
 What it says of ranks, placement, sharding, how inputs arrive and outputs leave, and of a pipeline, is what is searched; but whether
 statistics of a batch may be of each microbatch is taken over.
@@ -7,6 +7,7 @@ statistics of a batch may be of each microbatch is taken over.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
 from partc.compiler.plan.document import read_text
+from partc.compiler.plan.precision import MessageRules
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.plan.training.optimizer import Optimizer
@@ -23,8 +25,20 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode
 
 _TAKEN = ("batch_dims", "precision", "train")
+_WRITTEN = ("messages",)
 _MERGED = ("inputs", "symbols")
-_SEARCHED = ("dataset", "mesh", "outputs", "parameters", "pipeline", "placement", "ranks", "sharding", "stored")
+_SEARCHED = (
+    "dataset",
+    "experts",
+    "mesh",
+    "outputs",
+    "parameters",
+    "pipeline",
+    "placement",
+    "ranks",
+    "sharding",
+    "stored",
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +52,27 @@ class Base:
     is_sharded: bool = False
     statistics: bool = False
     """Whether statistics of a batch may be of each microbatch."""
+    messages: MessageRules | None = None
 
-    def written(self, zero: bool) -> tuple[str, ...]:
-        """The lines of the sections; of `zero` with an optimizer that is sharded over the axis dp."""
-        found = []
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether ranks keep what rounding leaves of gradients."""
+        gradients = self.messages.gradients if self.messages is not None else None
+        return gradients is not None and gradients.keep_rest
+
+    def written(self, zero: bool, routes: bool) -> tuple[str, ...]:
+        """The lines of the sections; of `zero` with an optimizer that is sharded over the axis dp.
+
+        `routes`: whether rows are sent to experts; without it nothing is said of these.
+        """
+        lines = []
+        forms = {} if self.messages is None else self.messages.model_dump(exclude_none=True)
+        if written := {name: form for name, form in forms.items() if routes or name != "rows"}:
+            lines += [f"messages: {json.dumps(written)}", ""]
         for name, section in self.sections.items():
             text = with_optimizer(section, "shard: dp") if zero and name == "train" else section
-            found += [*text.splitlines(), ""]
-        return tuple(found)
+            lines += [*text.splitlines(), ""]
+        return tuple(lines)
 
     @property
     def trains(self) -> bool:
@@ -62,14 +89,18 @@ def base_of(path: Path, source: Source) -> tuple[Base, Source]:
             Problem(str(path), "the plan is one flow mapping", help="write each section on lines of its own")
         )
     starts = [(str(key.value), key.start_mark) for key, _ in root.value]
-    others = [(name, mark) for name, mark in starts if name not in (*_TAKEN, *_MERGED, *_SEARCHED)]
+    others = [(name, mark) for name, mark in starts if name not in (*_TAKEN, *_WRITTEN, *_MERGED, *_SEARCHED)]
     if others:
-        known = ", ".join((*_TAKEN, *_MERGED))
+        known = ", ".join((*_TAKEN, *_WRITTEN, *_MERGED))
         raise CompileError(
             [
                 Problem(f"{path}:{mark.line + 1}", f"a search does not take '{name}' over", help=f"it takes {known}")
                 for name, mark in others
             ]
+        )
+    if dropping := next((rule for rule in plan.experts if rule.capacity is not None), None):
+        raise CompileError(
+            Problem(dropping.where, "a search does not take a capacity of experts over", help="leave out 'capacity'")
         )
     ends = [*(mark.index for _, mark in starts[1:]), len(text)]
     sections = {
@@ -85,6 +116,7 @@ def base_of(path: Path, source: Source) -> tuple[Base, Source]:
         0 if train is None else train.bucket_bytes,
         train is not None and bool(train.optimizer.shard),
         plan.pipeline is not None and plan.pipeline.statistics is not None,
+        plan.messages,
     )
     return base, _with_dims(source, plan)
 

@@ -38,6 +38,7 @@ from partc.compiler.cost.memory import session_bytes
 from partc.compiler.cost.price import function_seconds
 from partc.compiler.cost.sizes import Operand
 from partc.compiler.ir.graph import name_of
+from partc.compiler.plan.precision import GradientMessages, MessageRules
 from partc.compiler.plan.stored import EVERY, StoredRule
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.proposal.degrees import Degrees
@@ -190,17 +191,14 @@ def _divided(at: int | None, shape: tuple[int, ...], item: float, tp: int, over:
     return dim, item * math.prod(shape) / (1 if at is None else tp)
 
 
-def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
-    """Returns the seconds of these collectives, one after another."""
-    return sum(many * link.collective(op, ranks, bytes) for (op, bytes), many in calls.items())
-
-
 _FORWARD_ACTIVATIONS = 0.1
 """The share of all activations that a forward pass alone has in memory at one time."""
 _USUAL, _ITEM = "Adam", 4
 """The function that stands for an update with several functions, and the bytes of an element."""
 
 
+_PACKED = 12
+"""The bytes of gradients that are read and written to send them in eight bits, in units of their bytes."""
 _BESIDE_SUMS = 0.4
 """The approximate share of reductions that overlaps a backward pass whose ranks wait for sums of layers: reductions queue after these."""
 _NUMBER = 8
@@ -257,10 +255,16 @@ class Estimates:
     """Estimates of a model's candidates on a machine whose ranks are on `hosts`; `optimizer` is None without training."""
 
     def __init__(
-        self, work: ModelWork, machine: Machine, hosts: int = 1, optimizer: Optimizer | None = None, bucket: int = 0
+        self,
+        work: ModelWork,
+        machine: Machine,
+        hosts: int = 1,
+        optimizer: Optimizer | None = None,
+        bucket: int = 0,
+        messages: MessageRules | None = None,
     ) -> None:
         self.work, self.machine, self.optimizer = work, machine, optimizer
-        self.slots = None if optimizer is None else len(optimizer.slots)
+        self.messages = messages
         self.reductions = Reductions(work.program.model, bucket)
         self.hosts = hosts
         self._processors: dict[int, Processor] = {}
@@ -275,6 +279,16 @@ class Estimates:
         self._schedules: dict[object, float] = {}
         self._orders: dict[object, tuple[Schedule, Precedence]] = {}
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
+
+    @property
+    def slots(self) -> int | None:
+        """The tensors that the optimizer keeps of a parameter; None without training."""
+        return None if self.optimizer is None else len(self.optimizer.slots)
+
+    @property
+    def gradients(self) -> GradientMessages | None:
+        """The form of gradients in eight bits; None in float32."""
+        return None if self.messages is None else self.messages.gradients
 
     def of(self, one: Candidate, sharding: Sharding, parts: Sequence[StageWork] = (StageWork(),)) -> Estimate:
         """Returns the estimate of a candidate with this sharding over `tp`; `parts`: the share of each stage."""
@@ -382,8 +396,22 @@ class Estimates:
         """Returns the seconds of collectives over the ranks of dp, and of cp, with the packing before and the unpacking after them."""
         copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
         copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
-        copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in calls.items() if copied[op])
-        return copies + seconds_of(calls, self.link(degrees.tp, degrees.shards), degrees.shards)
+        link, total = self.link(degrees.tp, degrees.shards), 0.0
+        for (op, bytes), many in calls.items():
+            if self.gradients is not None and op != ALL_GATHER:
+                total += many * (copy(_PACKED * bytes) + self._summed(op, bytes, degrees.shards, link))
+            else:
+                total += many * (copy(2 * bytes * copied[op]) + link.collective(op, degrees.shards, bytes))
+        return total
+
+    def _summed(self, op: str, bytes: float, ranks: int, link: Link) -> float:
+        """Returns the seconds in which partial gradients become sums (`op`), in the form in which they are sent."""
+        if (packing := self.gradients) is None:
+            return link.collective(op, ranks, bytes)
+        parts = bytes / _ITEM, bytes / packing.block
+        ops = [(ALL_TO_ALL, part) for part in parts]
+        ops += [(ALL_GATHER, part / ranks) for part in parts if op == ALL_REDUCE]
+        return sum(link.collective(sent, ranks, part) for sent, part in ops)
 
     def _stored(self, candidate: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Returns the seconds of a step's gathers of a stage's units and of the reductions of their gradients, and of these the seconds of
@@ -450,6 +478,8 @@ class Estimates:
         if candidate.stored:
             whole, most = self.reductions.units.bytes(sharding.places, degrees.tp, degrees.dp)
             held = (whole + (own * degrees.stages - whole) / degrees.dp) / degrees.stages * (2 + self.slots) + most
+        if self.gradients is not None and self.gradients.keep_rest and degrees.shards > 1:
+            held += own * (2 if candidate.stored and candidate.microbatches > 1 else 1)  # whole gradients are added up
         kept = made_bytes * (_FORWARD_ACTIVATIONS * 2 if candidate.recompute else 1.0)
         sessions = session_bytes(nodes, nodes * candidate.microbatches)
         return held + kept * under_way / part + sessions
@@ -474,10 +504,15 @@ class Estimates:
             return 0.0
         link, passes = self.link(degrees.tp * degrees.cp, degrees.ep), 1 if self.slots is None else 2
 
-        def sent(bytes: float) -> float:
-            return link.collective(ALL_TO_ALL, degrees.ep, bytes) + link.wake
+        def sent(*parts: float) -> float:
+            return sum(link.collective(ALL_TO_ALL, degrees.ep, part) + link.wake for part in parts)
 
-        rows = (sent(layer.entering / records) + sent(layer.leaving / records) for layer in self.work.experts)
+        packing = None if self.messages is None else self.messages.rows
+
+        def row(bytes: float) -> float:
+            return sent(bytes) if packing is None else sent(bytes / _ITEM, bytes / packing.block)
+
+        rows = (row(layer.entering / records) + row(layer.leaving / records) for layer in self.work.experts)
         counts = (sent(_NUMBER * layer.count) for layer in self.work.experts)
         return passes * sum(rows) + sum(counts)
 
@@ -557,9 +592,9 @@ class Estimates:
         update, count = self._update(candidate, own), candidate.degrees.shards * beside
         link, many = self.link(1 if beside > 1 else candidate.degrees.tp, count), max(1.0, own / self.reductions.mean)
         if candidate.shards_update:
-            ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)
-            return update + many * sum(link.collective(op, count, given) for op, given in ops)
-        return update + many * link.collective(ALL_REDUCE, count, own / many)
+            reduced = self._summed(REDUCE_SCATTER, own / many, count, link)
+            return update + many * (reduced + link.collective(ALL_GATHER, count, own / many / count))
+        return update + many * self._summed(ALL_REDUCE, own / many, count, link)
 
     def _update(self, candidate: Candidate, own: float) -> float:
         """Returns the seconds of the update of `own` bytes of parameters, by the optimizer's function."""

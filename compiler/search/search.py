@@ -157,7 +157,7 @@ class Search:
         sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)
         work = ModelWork(apart, sizes, base.trains)
-        estimates = Estimates(work, request.machine, request.hosts, base.optimizer, base.bucket)
+        estimates = Estimates(work, request.machine, request.hosts, base.optimizer, base.bucket, base.messages)
         return cls(source, name, replace(request, sizes=sizes), program, apart, batch, estimates)
 
     @cached_property
@@ -258,7 +258,7 @@ class Search:
         if degrees.cp > 1:
             batch = with_tokens(self.source, self.unsharded, batch, degrees.cp)
         sections = (*self._stored(candidate), *self._pipeline(candidate))
-        sections += self.request.base.written(candidate.zero)
+        sections += self.request.base.written(candidate.zero, degrees.ep > 1)
         more = BasePlan((), sections, self.request.base.trains, listed=False)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, base=more)
         return work.proposed(sharding)
@@ -282,7 +282,8 @@ class Search:
         """Returns the lines of stored parameters."""
         if not candidate.stored:
             return ()
-        often = ("stored: {reduce: microbatch}",) if candidate.microbatches > 1 else ()
+        each = candidate.microbatches > 1 and not self.request.base.keeps_rest
+        often = ("stored: {reduce: microbatch}",) if each else ()
         return (
             f"parameters: {{'{EVERY}': {{stored: dp}}}}   # a shard on each rank of dp, gathered unit by unit",
             *often,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -68,7 +68,7 @@ class Buckets:
     def __init__(self, comm: CommLowering, limit: int, what: str, packed: GradientMessages | None = None) -> None:
         self.comm, self.filling, self.what, self.packed = comm, Filling[_Key](limit), what, packed
         self._open: dict[_Key, _Bucket] = {}
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: Sequence[Callable[[], None]] = ()
         """Functions that write the sums of the packed bucket that was sent last, and those to call afterwards."""
 
     def add(
@@ -116,9 +116,11 @@ class Buckets:
     def flush(self) -> None:
         """Writes the collectives of buckets that are not full."""
         self.filling.open.clear()
-        while self._open:
-            self._move(next(iter(self._open)))
-        self._finish()
+        while self._open or self._waiting:
+            if self._open:
+                self._move(next(iter(self._open)))
+            else:
+                self._finish()
 
     def _move(self, key: _Key) -> None:
         bucket = self._open.pop(key)
@@ -133,15 +135,14 @@ class Buckets:
         then = [bucket.then[k] for k in order]
         if self.packed:
             sums = packed_sum(self.comm, self.packed, bucket.move, terms, outputs, bucket.elements, cause)
-            self._finish()
-            self._waiting = [sums, *then]
+            self._finish([sums, *then])
             return
         self.comm.fused(bucket.move, values, terms, outputs, bucket.elements, cause)
         for one in then:
             one()
 
-    def _finish(self) -> None:
-        """Writes the sums of a packed bucket whose messages have been sent."""
-        waiting, self._waiting = self._waiting, []
+    def _finish(self, following: Sequence[Callable[[], None]] = ()) -> None:
+        """Writes the sums of a packed bucket whose messages have been sent; `following` are those of the one that was sent since."""
+        waiting, self._waiting = self._waiting, following
         for one in waiting:
             one()

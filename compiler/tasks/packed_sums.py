@@ -7,8 +7,8 @@ Each of P ranks has a partial sum: the gradients of a bucket, concatenated and d
     share   [L] float32       the sum of codes * scale in the order of the ranks
     AllGather                 of the share's codes and scales: all ranks get the same bits
 
-With ZeRO there is no AllGather: each rank updates its share. With `keep_rest` the rounding error of a partial sum, and of a share, is
-state, and is added in the next step.
+With ZeRO, and of stored parameters, there is no AllGather: each rank updates its share. Shards that replicas have too are then added up
+in the same way. With `keep_rest` the rounding error of a partial sum, and of a share, is state, and is added in the next step.
 
 The inputs and outputs of these collectives do not have a partial layout: the partial sums of all ranks are the rows of one value [P, P, L],
 sharded along its first dim before the AllToAll and along its second after it. The Reshape to blocks says so (`stacks` of `partc.factors`).
@@ -38,8 +38,8 @@ Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def can_be_packed(moves: Sequence[mv.Move]) -> bool:
-    """Whether a reshard is one sum over ranks."""
-    return len(moves) == 1 and isinstance(moves[0], Sum) and moves[0].reduce == "sum"
+    """Whether a reshard is sums over ranks alone."""
+    return bool(moves) and all(isinstance(move, Sum) and move.reduce == "sum" for move in moves)
 
 
 def row_kind(move: mv.Move) -> str:
@@ -48,7 +48,7 @@ def row_kind(move: mv.Move) -> str:
 
 
 def _other_axes(move: mv.Move) -> tuple[int, ...]:
-    axes = {axis for cut in move.after.cuts for axis in cut}
+    axes = {axis for cut in move.after.cuts for axis in cut} | {axis for axis, _ in move.after.partial}
     return tuple(sorted(axes - {*move.axes})) if isinstance(move, Sum) else ()
 
 

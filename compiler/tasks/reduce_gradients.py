@@ -52,6 +52,11 @@ def _moves(source: ShardedValue, target: ShardedValue) -> tuple[mv.Move, ...]:
     return lower(source.layout, target.layout, source.group, target.group)
 
 
+def _sent(source: ShardedValue, target: ShardedValue) -> list[mv.Move]:
+    """Returns the moves of a reshard without those that slice, which send nothing."""
+    return [move for move in _moves(source, target) if not isinstance(move, mv.Slice)]
+
+
 class GradientReduction:
     """Adds up cotangents; `gradients` are those of parameters, in the order in which they are ready.
 
@@ -74,13 +79,15 @@ class GradientReduction:
         messages = program.plan.messages
         self.packed = messages.gradients if messages is not None else None
         self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient", self.packed)
-        self.parts = Buckets(self.comm, training.rules.bucket_bytes, "gradient")
+        self.parts = Buckets(self.comm, training.rules.bucket_bytes, "gradient", self.packed)
         """The buckets of gradients that are reduced in each microbatch."""
         self.refused: list[str] = []
         """Parameters whose gradients cannot be sent in eight bits as the plan says, each with the reason."""
         self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
         self.waiting = Counter(
-            unit.name for value, unit in program.pinned.units.items() if not training.parameters[value].frozen
+            unit.name
+            for value, unit in program.pinned.units.items()
+            if value in training.parameters and not training.parameters[value].frozen
         )
         """Maps each unit of stored parameters to the number of gradients to come."""
         self._sums: dict[ir.Value, tuple[Value, Value]] = {}
@@ -150,10 +157,8 @@ class GradientReduction:
         """Reduces a gradient, and sends it to all definitions. `each`: whether it is per microbatch, and the sum updates the parameter."""
         main, comm = defs[0], self.comm if each else self.update
         share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
-        if self.packed and not all(
-            one.layout == share.layout or can_be_packed(_moves(one, share)) for one in gradients
-        ):
-            share = main  # what ranks add up by more than one collective they all update
+        if self.packed and not all(one.layout == share.layout or can_be_packed(_sent(one, share)) for one in gradients):
+            share = main  # what is not sums alone all ranks update
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.at[main]}.grad"
         if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in gradients):
@@ -170,14 +175,14 @@ class GradientReduction:
             gradients = rounded
         if len(gradients) == 1:
             ((version, terms),) = gradients.items()
-            moves = _moves(version, target)
+            sums = _sent(version, target)
             if self.packed:
-                joins = can_be_packed(moves) and value.dtype == ir.DataType.FLOAT
+                joins = can_be_packed(sums) and value.dtype == ir.DataType.FLOAT
             else:
-                joins = 1 <= len(moves) <= _MOST_MOVES and all(can_join((move,)) for move in moves)
+                joins = 1 <= len(sums) <= _MOST_MOVES and all(can_join((move,)) for move in sums)
             if joins:
                 total = self._sum(self.comm, version, terms)
-                self._bucketed(value, version, total, target, cast(tuple[Fused, ...], moves), defs, wanted, each)
+                self._bucketed(value, version, total, target, _moves(version, target), defs, wanted, each)
                 return
         if self.packed and (len(gradients) > 1 or any(one != target for one in gradients)):
             self.refused.append(f"'{value.name}'")
@@ -229,7 +234,7 @@ class GradientReduction:
         messages = self.comm.program.plan.messages
         if messages is not None and self.refused:
             fact = f"the gradients of {first_of(self.refused)} do not travel in eight bits"
-            law = "a gradient of float32 does, whose terms one set of ranks adds up in one AllReduce or ReduceScatter"
+            law = "a gradient of float32 does, whose terms one set of ranks adds up"
             help_ = "leave it out, or write precision: {messages: bfloat16}; or place the readers of each parameter on one group"
             raise CompileError(Problem(messages.where("gradients"), fact, law, help_))
         take_apart = self.rows.flush()
@@ -243,7 +248,7 @@ class GradientReduction:
         version: ShardedValue,
         gradient: Value,
         target: ShardedValue,
-        moves: Sequence[Fused],
+        moves: Sequence[mv.Move],
         defs: Sequence[ShardedValue],
         wanted: str,
         each: bool,
@@ -251,10 +256,18 @@ class GradientReduction:
         """Reduces a gradient along with others by the first of `moves`, and its result by the others; `each`: as in `_reduce`."""
         move, *others = moves
         to = ShardedValue(target.value, target.group, normal(move.after)) if others else target
+        comm = self.comm if each else self.update
+        if isinstance(move, mv.Slice):
+            shard = self.comm.job.derived_on(to.group, gradient, ".shard")
+            shard = reshard(comm, version, gradient, to, shard, f"gradient of '{value.name}'")
+            if others:
+                self._bucketed(value, to, shard, target, others, defs, wanted, each)
+            else:
+                self._ready(value, shard, to, defs)
+            return
         shape, term = self.comm.values.local_shape(to), self.comm.values.local_shape(version)
         assert shape is not None
         assert term is not None
-        comm = self.comm if each else self.update
         gradient = self._own(version, gradient, f"{self.at[defs[0]]}.grad.partial", comm)
         result = self.comm.job.value(to.group, f"{wanted}.scattered" if others else wanted)
         self.comm.job.declare(to.group, result, self.comm.values.local_value(to), shape)
@@ -273,7 +286,9 @@ class GradientReduction:
                 self._ready(value, reduced, after, defs)
 
         unit = self._unit(value)
-        (self.parts if each else self.buckets).add(move, to.value, gradient, term, result, ready, updated_alike, unit)
+        (self.parts if each else self.buckets).add(
+            cast(Fused, move), to.value, gradient, term, result, ready, updated_alike, unit
+        )
 
     def _ready(self, value: ir.Value, gradients: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""

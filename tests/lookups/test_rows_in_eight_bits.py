@@ -17,7 +17,8 @@ from partc.cli.commands.verify import command as verify
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.runtime import load_local
+from partc.compiler.pipeline import compile_model
+from partc.runtime import Request, load_local, load_local_generator
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from rows import of_today
@@ -123,6 +124,24 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
         found = ranks(step)["y"]
     assert np.isnan(found[3]).all()
     np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(among, 3, 0))
+
+
+def test_a_decoder_makes_the_tokens_of_each_prompt_alone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", "5.0")
+    sizes = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    counts = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    transformers.set_seed(0)
+    config = transformers.MixtralConfig(**sizes, **counts, max_position_embeddings=32)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    text = "ranks: 2\nmesh: {dp: 2}\ndataset: data_parallel\nexperts: {axis: dp}\n"
+    text += "messages: {rows: {block: 8}}\ngenerate: {slots: 4, length: 24, chunk: 4}\n"
+    (tmp_path / "plan.yaml").write_text(text)
+    compile_model(tmp_path / "mixtral", tmp_path / "plan.yaml", tmp_path / "build")
+    assert texts(tmp_path / "build") == ""
+    requests = [Request(ids, max_tokens=6) for ids in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2])]
+    with load_local_generator(tmp_path / "build") as generator:
+        together = [answer.tokens for answer in generator.run(requests)]
+        assert [answer.tokens for one in requests for answer in generator.run([one])] == together
 
 
 def scales_of_other_rows(file: onnx.ModelProto) -> None:

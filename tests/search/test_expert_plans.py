@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.propose import propose
-from partc.compiler.search.base_plan import Base
+from partc.compiler.search.base_plan import Base, base_of
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search
 from partc.runtime.artifact.manifest import open_artifact
@@ -41,6 +42,44 @@ def test_a_divisor_of_the_ranks_and_of_the_experts_shares_them(search: Search) -
     for ep in (2, 4):
         saved = whole.bytes - search.estimate(Candidate(Degrees(dp=4, ep=ep))).bytes
         assert saved == pytest.approx(matrices * (1 - 1 / ep))
+
+
+PACKED = """ranks: 4
+mesh: {dp: 4}
+experts: {axis: dp}
+messages:
+  gradients: {block: 64, keep_rest: true}
+  rows: {block: 6}
+train:
+  loss: {type: mse, prediction: y, target: t}
+  optimizer: {type: adam, lr: 0.1}
+"""
+
+
+def test_messages_in_eight_bits_are_taken_over_and_priced(tmp_path: Path) -> None:
+    """Rows are said where they are sent; over a slow link times are those of the bytes: 1/4 + 1/64, and 1/4 + 1/6 of rows."""
+    (tmp_path / "train.yaml").write_text(PACKED)
+    base, model = base_of(tmp_path / "train.yaml", source())
+    request = Request(4, Fixed(dp=4), base, links(1e-9, 1e7), {"batch": TOKENS})
+    packed = Search.of(model, "model.onnx", request)
+    exact = Search.of(model, "model.onnx", replace(request, base=replace(base, messages=None)))
+    whole, shared = Candidate(Degrees(dp=4)), Candidate(Degrees(dp=4, ep=2))
+    for candidate in (whole, shared, Candidate(Degrees(dp=4), stored=True, microbatches=2)):
+        plan = parse_plan(packed.proposal(candidate).text, "plan.yaml")
+        assert plan.messages is not None
+        assert plan.messages.gradients is not None
+        assert (plan.messages.rows is None) == (candidate == whole or candidate.stored)
+        assert packed.estimate(candidate).bytes > exact.estimate(candidate).bytes
+    ratio = packed.estimates.routed(shared) / exact.estimates.routed(shared)
+    assert ratio == pytest.approx(1 / 4 + 1 / 6, rel=0.03)
+    less = exact.estimates.after(whole, 1e6) - packed.estimates.after(whole, 1e6)
+    assert less == pytest.approx(2 * 3 / 4 * 1e6 / 1e7 * (3 / 4 - 1 / 64), rel=0.01)
+
+
+def test_a_capacity_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(PACKED.replace("{axis: dp}", "{axis: dp, capacity: 1.5}"))
+    with pytest.raises(CompileError, match=r"train\.yaml:3: a search does not take a capacity of experts over"):
+        base_of(tmp_path / "train.yaml", source())
 
 
 @pytest.mark.parametrize("ep", [2, 4])

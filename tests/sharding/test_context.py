@@ -71,6 +71,23 @@ def test_a_cut_sequence_trains_as_a_whole_one(
     assert received(program) == units(way, ranks, causal) * 2 * LENGTH * DEPTH * 4
 
 
+@pytest.mark.parametrize(("ranks", "causal", "kind"), [(3, False, "float16"), (2, True, "bfloat16")])
+def test_a_ring_of_16_bits_sends_half_the_bytes_and_is_as_exact_as_one_rank(
+    ranks: int, causal: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off float32, that is, no further than one rank that rounds scores and shares too."""
+    monkeypatch.setattr(ring, "CHUNK", 4)
+    rounded = f"precision: {{compute: {kind}}}\n"
+    have = run(decoder(causal), rounded + plan(ranks, "ring"), tmp_path, feeds(causal))
+    want, whole = (run_whole(decoder(causal), f"ranks: 1\n{one}{TRAIN}", feeds(causal)) for one in (rounded, ""))
+    assert texts(tmp_path) == ""
+    assert received(have.program) == units("ring", ranks, causal) * 2 * LENGTH * DEPTH * 2
+    ring_off, rank_off = (
+        max(float(np.abs(one.after[name] - whole.after[name]).max()) for name in whole.after) for one in (have, want)
+    )
+    assert 0 < ring_off < 2 * rank_off
+
+
 @pytest.mark.parametrize(("way", "mesh"), of_today([("gather", "dp: 2, cp: 2"), ("heads", "cp: 2, tp: 2")], 1))
 def test_a_cut_sequence_goes_with_other_axes(way: str, mesh: str, tmp_path: Path) -> None:
     more = "dataset: {ids: [dp, null], keep: [dp, null], labels: [dp, null]}\n"

@@ -181,7 +181,7 @@ def _runs_read(node: NodeProto, readers: Mapping[str, list[NodeProto]], makers: 
     runs, waiting = set[str](), [*node.output]
     while waiting:
         for reader in readers.get(waiting.pop(), ()):
-            if reader.op_type == "Transpose":
+            if reader.op_type in ("Cast", "Transpose"):
                 waiting += reader.output
             elif reader.op_type != "Shape":
                 is_half = metadata_of(reader, HOP).endswith(f" {_HALF}")

@@ -26,6 +26,12 @@ TRAIN = """train:
   bucket_mb: 0.002
 %s"""
 DATA = "ranks: 4\nmesh: {dp: 4}\ndataset: data_parallel\nsymbols: {batch: {divisor: 8}}\n"
+STORED = "ranks: 4\nmesh: {dp: 4}\ndataset: data_parallel\nparameters: {'**': {stored: dp}}\n"
+REPLICAS = """ranks: 4
+mesh: {replica: 2, shard: 2}
+dataset: {x: [[replica, shard], null]}
+parameters: {'**': {stored: shard}}
+"""
 GRID = """ranks: 4
 mesh: {dp: 2, tp: 2}
 dataset: data_parallel
@@ -75,6 +81,8 @@ def test_a_message_has_a_byte_a_number_and_a_scale_a_block(tmp_path: Path) -> No
     programs = [constant_run(plan + more, tmp_path / name, 1, 16).program for name, more in (("a", ""), ("b", KEPT))]
     exact, packed = map(received, programs)
     assert (exact, packed) == (2 * 3 * 64 * 4 * 4 // 4, 2 * 3 * (64 + 64 // 16 * 4) * 4 // 4)
+    stored = constant_run(STORED + "symbols: {B: {divisor: 4}}\n" + SUMS % 0.5 + KEPT, tmp_path / "c", 1, 16)
+    assert received(stored.program) == packed // 2
 
 
 LINEAR = """<ir_version: 10, opset_import: ["" : 21]>
@@ -105,6 +113,45 @@ def test_what_rounding_leaves_is_added_in_the_next_step(shard: str, tmp_path: Pa
     off = {name: float(np.abs(change[name] - change["exact"]).max()) for name in ("kept", "lost")}
     assert off["kept"] < float(np.abs(change["exact"]).max()) / steps * 2 / 127
     assert off["lost"] > 5 * off["kept"]
+
+
+def packed_and_back(numbers: np.ndarray, block: int = 16) -> np.ndarray:
+    """Numbers as they arrive: integers of eight bits by blocks, times the block's scale."""
+    blocks = numbers.reshape(-1, block)
+    scales = np.maximum(np.abs(blocks).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
+    return np.asarray((np.round(blocks / scales) * scales).reshape(numbers.shape))
+
+
+class Senders:
+    """Ranks that add up numbers, each with what rounding has left of its own numbers of the step before."""
+
+    def __init__(self) -> None:
+        self.rest: Any = 0
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        carried = numbers + self.rest
+        sent = np.stack([packed_and_back(own) for own in carried])
+        self.rest = carried - sent
+        return np.asarray(sent.sum(0))
+
+
+@pytest.mark.parametrize("plan", [STORED, REPLICAS])
+def test_the_gradient_of_a_stored_parameter_is_the_sum_of_rounded_parts(plan: str, tmp_path: Path) -> None:
+    """Replicas add up shards that have been added up, and round them again: a share to its owner, and the sum for all."""
+    x = np.random.default_rng(3).lognormal(0, 3, (8, 16)).astype(np.float32)
+    plan += "symbols: {B: {divisor: 4}}\n" + SUMS % 1.0 + KEPT
+    have = run(from_text(LINEAR, {"w": (16, 16)}), plan, tmp_path / "build", [{"x": x}] * 3)
+    assert texts(tmp_path / "build") == ""
+    gradients = (x.reshape(4, 2, 16).sum(1)[:, :, None] / np.float32(8 * 16)).repeat(16, axis=2)
+    owners, shares, sums = Senders(), [Senders(), Senders()], [Senders(), Senders()]
+    want = have.before["w"].copy()
+    for _ in range(3):
+        if plan.startswith(STORED):
+            want -= owners.sum(gradients)
+            continue
+        scattered = np.stack([shares[replica].sum(gradients[2 * replica : 2 * replica + 2]) for replica in range(2)])
+        want -= sums[0].sum(sums[1].sum(scattered)[None])
+    np.testing.assert_allclose(have.after["w"], want, rtol=2e-6, atol=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_arrives_as_one(tmp_path: Path) -> None:
@@ -175,6 +222,10 @@ def test_a_parameter_of_several_stages_is_refused_by_name(tmp_path: Path) -> Non
         (
             PACKED + "precision: {compute: float16, messages: bfloat16}\n" + DATA + TRAIN % ("", ""),
             ["plan.yaml:1: 'messages.gradients' beside 'precision.messages'"],
+        ),
+        (
+            PACKED + "stored: {reduce: microbatch}\npipeline: {microbatches: 2}\n" + STORED + TRAIN % ("", ""),
+            ["'keep_rest' beside 'reduce: microbatch'", "write keep_rest: false"],
         ),
         (
             PACKED.replace("8", "4") + DATA + TRAIN % ("", ""),

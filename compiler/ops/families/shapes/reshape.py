@@ -215,8 +215,8 @@ def _reshape_of_any_size(
     """A target that programs of other sizes have, too, so that they share the session: dims that stay are copied, -1 is kept, and where a
     computed target says others, it stays computed. `known`: the local dims of this program.
     """
-    copied, block = _staying(local)
     opened = [entries is not None and k < len(entries) and entries[k] == -1 for k in range(len(known))]
+    copied, block = _staying(local, opened)
     if has_computed_target(local.node) and not copied and not all(opened[:block]):
         local.same([local.inputs[0], _divided_target(local, shards, zero_copies=True)])
         return
@@ -224,11 +224,12 @@ def _reshape_of_any_size(
     local.same([local.inputs[0], integers(local, "target", numbers)], allowzero=None)
 
 
-def _staying(local: Local) -> tuple[int, int]:
+def _staying(local: Local, opened: Sequence[bool]) -> tuple[int, int]:
     """How many dims from the first one on are those of the input, by size and shards; and how many the first block of dims makes.
 
     Blocks are the least runs of dims that hold as many elements on both sides, from the last dim on, so that a size of 1 or sizes that are
     equal by chance decide nothing: (16, 1, 64) -> (16, 64) has the blocks (16, 1 | 16) and (64 | 64), as (1, 16, 64) -> (16, 64) has.
+    A size of 1 that the target leaves open (`opened`), as one head of keys, is of the dim after it where the target has more dims.
     """
     sides = [local.global_shapes.get(name) or () for name in (local.inputs[0], local.outputs[0])]
     source, target = ([dim for dim in side if isinstance(dim, int)] for side in sides)
@@ -237,6 +238,9 @@ def _staying(local: Local) -> tuple[int, int]:
     blocks = list[tuple[int, int]]()
     here, there = len(source), len(target)
     while here and there:
+        if blocks and here < there and opened[there - 1] and target[there - 1] == 1:
+            blocks[0], there = (blocks[0][0], blocks[0][1] + 1), there - 1
+            continue
         first, second = here - 1, there - 1
         while (one := prod(source[first:here])) != (other := prod(target[second:there])) and (first or second):
             if (one < other and first) or not second:
